@@ -1,0 +1,36 @@
+# `make train` and `make test` are all a new machine needs: both create .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test lint bench bench-gpu clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/lgnn $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.sampling $(ARGS)
+	$(BIN)/python -m benchmarks.minibatch $(ARGS)
+	$(BIN)/python -m benchmarks.epoch $(ARGS)
+
+bench-gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,7 @@
+"""Lightning DataModules: the one line that a user changes."""
+
+from lightning_gnn.datamodules.full import FullGraphDataModule
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.datamodules.neighbor import NeighborDataModule
+
+__all__ = ["FullGraphDataModule", "LinkDataModule", "NeighborDataModule"]

@@ -1,0 +1,114 @@
+"""What the mini-batch DataModules share: ranks, the order of the seeds, and the state that makes a run resumable."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from pytorch_lightning.utilities import rank_zero_warn
+from torch.utils.data import DistributedSampler
+
+LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
+"""Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
+
+
+class MiniBatchDataModule(pl.LightningDataModule):
+    """Builds threaded loaders whose mini-batches depend on (seed, rank, loader, epoch, batch number) alone.
+
+    In a checkpoint lie the seed and the state of torch's random stream. A resumed run asks Lightning's own loop for the
+    batch to go on with, so the loaders need no state of their own (which Lightning would drop as soon as
+    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
+
+    Args:
+        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
+        batch_size: Seeds per mini-batch.
+        loader_kwargs: Further arguments of the training loader.
+        eval_loader_kwargs: What the other loaders take instead.
+    """
+
+    def __init__(
+        self, seed: int | None, batch_size: int, loader_kwargs: dict[str, Any], eval_loader_kwargs: dict[str, Any] | None
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
+        if "shuffle" in loader_kwargs:
+            rank_zero_warn(f"'shuffle={loader_kwargs.pop('shuffle')}' is ignored: training shuffles, the others do not")
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.loader_kwargs = {"batch_size": batch_size, **loader_kwargs}
+        self.eval_loader_kwargs = {**self.loader_kwargs, **(eval_loader_kwargs or {})}
+        for key in ("sampler", "batch_sampler", "drop_last"):
+            if key not in (eval_loader_kwargs or {}):
+                self.eval_loader_kwargs.pop(key, None)
+        self._resumed_rng: dict[str, Any] | None = None
+
+    def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
+        """Return the arguments of one loader.
+
+        Args:
+            stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+            num_seeds: How many seeds (or labelled edges) it goes over.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if num_seeds == 0:
+            raise ValueError(f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries")
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
+        warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
+        training = stage == "train"
+        kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
+        kwargs.update(seed=self.seed, rank=self._rank, loader_id=LOADER_IDS[stage])
+        if training:
+            kwargs["first_batch"] = self._first_batch
+        if "sampler" not in kwargs and "batch_sampler" not in kwargs:
+            kwargs["sampler"] = self._order(num_seeds, training, kwargs.get("drop_last", False))
+        if "batch_sampler" in kwargs:
+            kwargs.pop("batch_size")
+        return kwargs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside Lightning's own state."""
+        rng = {"cpu": torch.get_rng_state()}
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and torch.accelerator.is_available():
+            rng[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
+        return {"seed": self.seed, "rng": rng}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the seed of the interrupted run, and its random stream once training goes on."""
+        self.seed = state_dict["seed"]
+        self._resumed_rng = state_dict["rng"]
+
+    def _first_batch(self) -> int:
+        """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
+        if self.trainer is None or not self.trainer.training:
+            return 0
+        if self._resumed_rng is not None:
+            for device, state in self._resumed_rng.items():
+                torch.set_rng_state(state) if device == "cpu" else getattr(torch, device).set_rng_state(state)
+            self._resumed_rng = None
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
+        """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
+        kind = DistributedSampler if training else UnrepeatedDistributedSampler
+        return kind(
+            range(num_seeds),  # type: ignore[arg-type]
+            num_replicas=self._world_size,
+            rank=self._rank,
+            shuffle=training,
+            seed=self.seed % 2**62,
+            drop_last=drop_last and training and self._world_size > 1,
+        )
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size

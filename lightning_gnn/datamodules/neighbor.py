@@ -1,0 +1,162 @@
+"""Node-level training on sampled neighbourhoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.lightning.datamodule import infer_input_nodes
+from torch_geometric.loader.utils import get_input_nodes
+from torch_geometric.sampler import BaseSampler
+
+from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.sampling import NeighborSampler
+
+
+class NeighborDataModule(MiniBatchDataModule):
+    """Mini-batches of sampled neighbourhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
+
+    Args:
+        data: The graph; ``x``, ``y`` and any other attribute of nodes or edges come with each batch.
+        input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
+        input_val_nodes: Likewise for validation; no validation loader without.
+        input_test_nodes: Likewise for testing.
+        input_pred_nodes: Likewise for prediction; all nodes by default.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        batch_size: Seeds per mini-batch.
+        num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
+        replace: Draw neighbours with replacement.
+        disjoint: One tree per seed.
+        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
+        node_sampler: A sampler of your own instead of the one made from these arguments.
+        check_features: Look for NaN and infinity in ``data.x`` first.
+        eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
+        **kwargs: Further arguments of :class:`~lightning_gnn.batching.ThreadedNodeLoader`.
+
+    Raises:
+        TypeError: The graph is not homogeneous, or a tensor is not of an integer or bool dtype.
+        ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN features.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        input_train_nodes: Tensor | None = None,
+        input_val_nodes: Tensor | None = None,
+        input_test_nodes: Tensor | None = None,
+        input_pred_nodes: Tensor | None = None,
+        *,
+        num_neighbors: Sequence[int] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        replace: bool = False,
+        disjoint: bool = False,
+        seed: int | None = None,
+        node_sampler: BaseSampler | None = None,
+        check_features: bool = False,
+        eval_loader_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unsupported(kwargs)
+        eval_loader_kwargs = dict(eval_loader_kwargs or {})
+        sampler_overrides = {
+            key: eval_loader_kwargs.pop(key) for key in ("num_neighbors", "replace", "disjoint") if key in eval_loader_kwargs
+        }
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs)
+        check_node_data(data, check_features)
+        if node_sampler is None:
+            if num_neighbors is None:
+                raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
+            node_sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
+        self.data = data
+        self.graph_sampler = node_sampler
+        self.eval_graph_sampler = node_sampler.with_options(**sampler_overrides) if sampler_overrides else node_sampler
+        given = {
+            "train": input_train_nodes,
+            "val": input_val_nodes,
+            "test": input_test_nodes,
+            "pred": input_pred_nodes,
+        }
+        self._nodes = {
+            split: infer_input_nodes(data, split) if nodes is None else nodes for split, nodes in given.items()
+        }
+        if self._nodes["val"] is None:
+            self._nodes["val"] = infer_input_nodes(data, "valid")
+        for split, nodes in self._nodes.items():
+            if nodes is not None:
+                self._nodes[split] = check_nodes(nodes, data.num_nodes, f"input_{split}_nodes")
+        if self._nodes["train"] is not None and not self._count("train"):
+            raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
+        for split, name in (("val", "val_dataloader"), ("test", "test_dataloader")):
+            if self._nodes[split] is None:
+                setattr(self, name, None)  # Lightning then skips the stage
+
+    @property
+    def num_neighbors(self) -> list[int] | None:
+        """Fanout of each hop in training, None for a sampler that has none."""
+        return getattr(self.graph_sampler, "num_neighbors", None)
+
+    def train_dataloader(self) -> ThreadedNodeLoader:
+        """Return shuffled mini-batches of the training nodes."""
+        if self._nodes["train"] is None:
+            raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
+        return self._loader("train", "train")
+
+    def val_dataloader(self) -> ThreadedNodeLoader:
+        """Return mini-batches of the validation nodes, in order."""
+        return self._loader("val", "val")
+
+    def test_dataloader(self) -> ThreadedNodeLoader:
+        """Return mini-batches of the test nodes, in order."""
+        return self._loader("test", "test")
+
+    def predict_dataloader(self) -> ThreadedNodeLoader:
+        """Return mini-batches of the nodes to predict, in order."""
+        return self._loader("predict", "pred")
+
+    def _count(self, split: str) -> int:
+        return get_input_nodes(self.data, self._nodes[split])[1].numel()
+
+    def _loader(self, stage: str, split: str) -> ThreadedNodeLoader:
+        return ThreadedNodeLoader(
+            self.data,
+            self.graph_sampler if stage == "train" else self.eval_graph_sampler,
+            input_nodes=self._nodes[split],
+            **self.loader_arguments(stage, self._count(split)),
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
+
+
+_UNSUPPORTED = {
+    "time_attr": "temporal sampling",
+    "input_train_time": "temporal sampling",
+    "input_val_time": "temporal sampling",
+    "input_test_time": "temporal sampling",
+    "input_pred_time": "temporal sampling",
+    "weight_attr": "weighted sampling",
+}
+
+
+def refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    """Drop PyG options that ask for what is done anyway, and refuse those that would ask for another sample.
+
+    Raises:
+        ValueError: Names the option and what it would need.
+    """
+    for option, feature in _UNSUPPORTED.items():
+        if kwargs.pop(option, None) is not None:
+            raise ValueError(f"{option}: {feature} is not supported; leave the option out")
+    if str(getattr(subgraph := kwargs.pop("subgraph_type", "directional"), "value", subgraph)) != "directional":
+        raise ValueError(f"subgraph_type={subgraph!r} is not supported; only 'directional' subgraphs are sampled")
+    if kwargs.pop("directed", True) is not True:
+        raise ValueError("directed=False (induced subgraphs) is not supported")
+    if (loader := kwargs.pop("loader", "neighbor")) not in ("neighbor", "link_neighbor"):
+        raise ValueError(f"loader={loader!r} is not supported here; FullGraphDataModule trains on the full graph")
+    for option in ("temporal_strategy", "is_sorted", "share_memory"):
+        kwargs.pop(option, None)

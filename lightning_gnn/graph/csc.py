@@ -1,0 +1,274 @@
+"""The topology of a graph in compressed sparse columns: the in-neighbours of each node, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class CSCGraph:
+    """A directed graph, stored by target: the in-neighbours of ``v`` are ``indices[indptr[v]:indptr[v + 1]]``.
+
+    Build it with one of the ``from_…`` constructors, which check their input; the plain constructor does not.
+
+    Args:
+        indptr: Offsets, int64 ``[num_nodes + 1]``.
+        indices: Source nodes, int32 where the node ids fit, else int64 ``[num_edges]``.
+        edge_ids: Position in CSC order to position in the user's ``edge_index``, ``[num_edges]`` of the dtype in which
+            it fits, or None where both orders are the same.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    edge_ids: Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.indptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges, duplicates and self-loops counted."""
+        return self.indices.numel()
+
+    @classmethod
+    def from_edge_index(cls, edge_index: Tensor, num_nodes: int | None = None) -> CSCGraph:
+        """Sort a COO edge list by target, keeping the order of the edges of one target.
+
+        Args:
+            edge_index: Sources and targets, int32 or int64 ``[2, num_edges]``.
+            num_nodes: Number of nodes; by default one more than the largest id.
+
+        Raises:
+            TypeError: ``edge_index`` is no integer tensor.
+            ValueError: Its shape is not ``[2, num_edges]``, or it holds a node outside ``[0, num_nodes)``.
+        """
+        _check_edge_index(edge_index)
+        edge_index = edge_index.detach().cpu()
+        if num_nodes is None:
+            num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        for side in (0, 1):
+            _check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
+        row, col = edge_index[0].numpy(), edge_index[1].numpy()
+        indices = np.empty(row.size, _index_dtype(num_nodes))
+        edge_ids = np.empty(row.size, _index_dtype(row.size))
+        indptr = _sort_by_target(row, col, num_nodes, indices, edge_ids)
+        in_order = bool((col[1:] >= col[:-1]).all())
+        return cls(
+            torch.from_numpy(indptr), torch.from_numpy(indices), None if in_order else torch.from_numpy(edge_ids)
+        )
+
+    @classmethod
+    def from_csc(cls, indptr: Tensor, indices: Tensor, edge_ids: Tensor | None = None) -> CSCGraph:
+        """Check and wrap arrays that are in CSC order already; memory-mapped arrays stay on disk.
+
+        Args:
+            indptr: Offsets, integer ``[num_nodes + 1]``, starting at 0, ascending, ending at ``num_edges``.
+            indices: Source nodes, integer ``[num_edges]``.
+            edge_ids: A permutation of the user's edges, integer ``[num_edges]``, or None.
+
+        Raises:
+            TypeError: A tensor is not of an integer dtype.
+            ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
+        """
+        for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
+            if tensor is not None:
+                _check_integers(tensor, name)
+                if tensor.dim() != 1:
+                    raise ValueError(f"{name} must have one dimension, but has the shape {list(tensor.shape)}")
+        num_edges = indices.numel()
+        if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
+            ends = f"{int(indptr[0])} and {int(indptr[-1])}" if indptr.numel() else "nothing"
+            raise ValueError(f"indptr must start at 0 and end at the number of edges, {num_edges}, but holds {ends}")
+        if bool((indptr[1:] < indptr[:-1]).any()):
+            at = int((indptr[1:] < indptr[:-1]).nonzero()[0])
+            raise ValueError(
+                f"indptr must not descend, but indptr[{at}] = {int(indptr[at])} > {int(indptr[at + 1])} = "
+                f"indptr[{at + 1}]"
+            )
+        _check_ids(indices, indptr.numel() - 1, "indices")
+        if edge_ids is not None:
+            if edge_ids.numel() != num_edges:
+                raise ValueError(f"edge_ids must hold one id per edge, {num_edges}, but holds {edge_ids.numel()}")
+            _check_ids(edge_ids, num_edges, "edge_ids", "edge")
+        return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
+
+    @classmethod
+    def from_csr(cls, rowptr: Tensor, col: Tensor, num_nodes: int | None = None) -> CSCGraph:
+        """Transpose a graph that is stored by source (CSR); ``edge_ids`` then refer to positions in ``col``.
+
+        Args:
+            rowptr: Offsets, integer ``[num_nodes + 1]``.
+            col: Targets, integer ``[num_edges]``.
+            num_nodes: Number of nodes, if larger than ``rowptr`` tells.
+
+        Raises:
+            TypeError: A tensor is not of an integer dtype.
+            ValueError: As for :meth:`from_csc` and :meth:`from_edge_index`.
+        """
+        by_source = cls.from_csc(rowptr, col)
+        if num_nodes is not None and num_nodes < by_source.num_nodes:
+            raise ValueError(f"num_nodes is {num_nodes}, but rowptr describes {by_source.num_nodes} nodes")
+        row = torch.repeat_interleave(torch.arange(by_source.num_nodes), by_source.indptr.diff())
+        edge_index = torch.stack([row, by_source.indices.to(torch.int64)])
+        return cls.from_edge_index(edge_index, num_nodes or by_source.num_nodes)
+
+    @classmethod
+    def from_data(cls, data: Data) -> CSCGraph:
+        """Take the topology of a PyG ``Data``: its ``graph`` if that is a CSCGraph, else ``adj_t`` or ``edge_index``.
+
+        Raises:
+            TypeError: ``data`` is no homogeneous PyG ``Data``.
+            ValueError: It has no topology, or one that is not valid.
+        """
+        if not isinstance(data, Data):
+            raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}")
+        graph = data.get("graph")
+        if isinstance(graph, CSCGraph):
+            return graph
+        adj_t = data.get("adj_t")
+        if adj_t is not None:
+            rowptr, col = _transposed_csr(adj_t)
+            return cls.from_csc(rowptr, _narrow(col, rowptr.numel() - 1))
+        if data.get("edge_index") is None:
+            raise ValueError("data has no edge_index, adj_t or graph: there is no topology to sample from")
+        return cls.from_edge_index(data.edge_index, data.num_nodes)
+
+    def to_edge_index(self) -> Tensor:
+        """Return the edges in the user's order, int64 ``[2, num_edges]``."""
+        col = torch.repeat_interleave(torch.arange(self.num_nodes), self.indptr.diff())
+        edge_index = torch.stack([self.indices.to(torch.int64), col])
+        if self.edge_ids is None:
+            return edge_index
+        return torch.empty_like(edge_index).index_copy_(1, self.edge_ids.to(torch.int64), edge_index)
+
+    def pin_memory(self) -> CSCGraph:
+        """Return a copy in page-locked host memory, which an accelerator can read directly."""
+        return self._map(Tensor.pin_memory)
+
+    def share_memory_(self) -> CSCGraph:
+        """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""
+        self._map(Tensor.share_memory_)
+        return self
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy`` into a folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensor in (("indptr", self.indptr), ("indices", self.indices), ("edge_ids", self.edge_ids)):
+            if tensor is not None:
+                np.save(folder / f"{name}.npy", tensor.numpy(), allow_pickle=False)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, mmap: bool = True) -> CSCGraph:
+        """Read what :meth:`save` wrote.
+
+        Args:
+            folder: The folder.
+            mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
+
+        Raises:
+            FileNotFoundError: The folder lacks an array.
+            ValueError: A file is truncated or its content is not valid.
+        """
+        folder = Path(folder)
+        edge_ids = folder / "edge_ids.npy"
+        return cls.from_csc(
+            load_array(folder / "indptr.npy", mmap),
+            load_array(folder / "indices.npy", mmap),
+            load_array(edge_ids, mmap) if edge_ids.exists() else None,
+        )
+
+    def _map(self, function) -> CSCGraph:
+        edge_ids = None if self.edge_ids is None else function(self.edge_ids)
+        return CSCGraph(function(self.indptr), function(self.indices), edge_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
+
+
+def load_array(path: str | Path, mmap: bool = True) -> Tensor:
+    """Read one ``.npy`` file as a tensor.
+
+    Args:
+        path: The file.
+        mmap: Map it copy-on-write: pages come in as they are touched, and writes stay in memory.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is truncated, is no ``.npy`` file or needs pickle.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        return torch.from_numpy(np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False))
+    except (ValueError, EOFError, OSError, TypeError) as error:
+        raise ValueError(f"{path} is not a complete .npy file of numbers ({error}); write it again") from error
+
+
+def _index_dtype(count: int) -> type:
+    return np.int32 if count <= INT32_MAX else np.int64
+
+
+def _narrow(ids: Tensor, count: int) -> Tensor:
+    return ids.to(torch.int32) if count <= INT32_MAX else ids
+
+
+@numba.njit(nogil=True, cache=True)
+def _sort_by_target(row, col, num_nodes, indices, edge_ids):
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    for target in col:
+        indptr[target + 1] += 1
+    for v in range(num_nodes):
+        indptr[v + 1] += indptr[v]
+    place = indptr[:-1].copy()
+    for e in range(col.size):
+        at = place[col[e]]
+        place[col[e]] = at + 1
+        indices[at] = row[e]
+        edge_ids[at] = e
+    return indptr
+
+
+def _transposed_csr(adj_t) -> tuple[Tensor, Tensor]:
+    if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
+        return adj_t.crow_indices(), adj_t.col_indices()
+    if hasattr(adj_t, "csr"):
+        rowptr, col, _ = adj_t.csr()
+        return rowptr, col
+    raise TypeError(f"adj_t must be a torch.sparse_csr tensor or a SparseTensor, but is {type(adj_t).__name__}")
+
+
+def _check_integers(tensor: Tensor, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, but is {tensor.dtype}; convert it with .long()")
+
+
+def _check_edge_index(edge_index: Tensor) -> None:
+    _check_integers(edge_index, "edge_index")
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(f"edge_index must have the shape [2, num_edges], but has {list(edge_index.shape)}")
+
+
+def _check_ids(ids: Tensor, count: int, name: str, kind: str = "node") -> None:
+    if ids.numel() == 0:
+        return
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0:
+        raise ValueError(f"{name} holds {kind} {low}, but ids start at 0")
+    if high >= count:
+        raise ValueError(f"{name} holds {kind} {high}, but the graph has {count} {kind}s")

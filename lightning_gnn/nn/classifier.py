@@ -1,0 +1,252 @@
+"""Node classification as a LightningModule, on neighbour-sampled mini-batches and on full graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_gnn.nn.models import trims_exactly
+
+
+class GNNModule(pl.LightningModule):
+    """A PyG model, its optimizer, and the forward pass over any batch: what all tasks share.
+
+    Args:
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to one row per node. Any PyG model will do.
+        lr: Learning rate of Adam, for ``optimizer=None``.
+        weight_decay: Weight decay of Adam, for ``optimizer=None``.
+        optimizer: Takes the parameters and returns an optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.1)``.
+        scheduler: Takes the optimizer and returns a scheduler (one step per epoch; a plateau scheduler watches
+            ``val_loss``) or Lightning's ``lr_scheduler`` dictionary.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``lr`` or ``weight_decay`` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if lr <= 0:
+            raise ValueError(f"lr must be positive, got {lr}")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        self.model = model
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
+        self._checked: set[str] = set()
+        # "disable" hands a NaN loss on to EarlyStopping and the user; the default would drop it.
+        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.test_loss = MeanMetric(nan_strategy="disable")
+
+    def forward(self, batch: Data) -> Tensor:
+        """Return the model's rows for the batch's first nodes, seeds first.
+
+        The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
+        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows.
+
+        Raises:
+            ValueError: the batch has no ``x`` or no ``edge_index``.
+        """
+        for name in ("x", "edge_index"):
+            if batch.get(name) is None:
+                raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
+        extra: dict[str, Any] = {}
+        for name in ("edge_weight", "edge_attr"):
+            takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
+            if takes and batch.get(name) is not None:
+                extra[name] = batch[name]
+        if self._trims(batch):
+            extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
+            extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
+        out: Tensor = self.model(batch.x, batch.edge_index, **extra)
+        return out
+
+    def _trims(self, batch: Data) -> bool:
+        if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:
+            return False
+        if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
+            return False
+        return trims_exactly(getattr(self.model, "_orig_mod", self.model), len(batch.num_sampled_edges))
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.
+
+        Raises:
+            ValueError: the model has parameters without a size yet (``in_channels=-1``).
+        """
+        for name, parameter in self.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise ValueError(f"{name} has no size yet: give in_channels, or run the model on one batch first")
+        if self._optimizer is None:
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(
+                self.parameters(), lr=self.lr, weight_decay=self.weight_decay
+            )
+        else:
+            optimizer = self._optimizer(self.parameters())
+        if self._scheduler is None:
+            return optimizer
+        scheduler = self._scheduler(optimizer)
+        if not isinstance(scheduler, dict):
+            scheduler = {"scheduler": scheduler, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _must_check(self, stage: str, values: Tensor) -> bool:
+        """Say whether to look at ``values``: a look stalls a device, which gets one only at a stage's first batch."""
+        must = stage not in self._checked or values.device.type == "cpu"
+        self._checked.add(stage)
+        return must
+
+    def _log_loss(self, stage: str, loss: Tensor, size: int) -> None:
+        if stage == "train":
+            self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
+            return
+        # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
+        mean: MeanMetric = getattr(self, f"{stage}_loss")
+        mean.update(loss.detach(), size)
+        self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
+
+
+class NodeClassifier(GNNModule):
+    """Trains a PyG model to predict one of ``num_classes`` classes per node.
+
+    It works on both kinds of batch, without configuration:
+
+    - mini-batches of neighbour sampling (``x`` ``[N, F]``, ``edge_index`` ``[2, E]``, ``y``, ``batch_size``; with
+      ``num_sampled_nodes`` and ``num_sampled_edges`` the model trims each layer): the first ``batch_size`` rows;
+    - full graphs (no ``batch_size``): the rows of the stage's ``train_mask``, ``val_mask`` or ``test_mask`` ``[N]``.
+
+    ``y`` is int64, ``[N]`` or ``[N, 1]``. Logged, each weighted by the number of labelled nodes: ``train_loss``
+    (``train_loss_step``, ``train_loss_epoch``), ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.
+
+    Checkpoints keep ``num_classes``, ``lr`` and ``weight_decay`` but no objects; give these again:
+    ``NodeClassifier.load_from_checkpoint(path, model=model)``.
+
+    Args:
+        model: As in :class:`GNNModule`; returns logits ``[N, num_classes]``.
+        num_classes: Number of classes.
+        lr: As in :class:`GNNModule`.
+        weight_decay: As in :class:`GNNModule`.
+        optimizer: As in :class:`GNNModule`.
+        scheduler: As in :class:`GNNModule`.
+
+    Raises:
+        ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
+            empty, of a wrong shape or type, a label is not in ``[0, num_classes)``, or the model has another number of
+            outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        if num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.num_classes = num_classes
+        # Labels are checked here, once; torchmetrics would check them on the device at every batch.
+        self.train_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Return the mean cross-entropy of the batch's training nodes."""
+        return self._step(batch, "train")
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        """Log loss and accuracy of the batch's validation nodes."""
+        self._step(batch, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        """Log loss and accuracy of the batch's test nodes."""
+        self._step(batch, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return logits ``[batch_size, num_classes]`` of the seeds, of all nodes for a full graph.
+
+        ``log_softmax(-1)`` of them are log-probabilities.
+        """
+        logits = self(batch)
+        return logits[: batch.batch_size] if "batch_size" in batch else logits
+
+    def _step(self, batch: Data, stage: str) -> Tensor:
+        nodes = self._labelled_nodes(batch, stage)
+        labels = self._labels(batch, nodes, stage)
+        logits = self(batch)[nodes]
+        if logits.size(-1) != self.num_classes:
+            raise ValueError(f"the model has {logits.size(-1)} outputs, but num_classes is {self.num_classes}")
+        loss = F.cross_entropy(logits, labels)
+        accuracy: MulticlassAccuracy = getattr(self, f"{stage}_acc")
+        accuracy.update(logits.detach(), labels)
+        size = labels.size(0)
+        self._log_loss(stage, loss, size)
+        self.log(f"{stage}_acc", accuracy, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
+        return loss
+
+    def _labelled_nodes(self, batch: Data, stage: str) -> slice | Tensor:
+        if "batch_size" in batch:
+            if batch.batch_size < 1:
+                raise ValueError(f"the {stage} batch has batch_size={batch.batch_size}: it has no seeds")
+            return slice(0, batch.batch_size)
+        mask = batch.get(f"{stage}_mask")
+        if mask is None:
+            raise ValueError(
+                f"the batch has neither 'batch_size' (mini-batch) nor '{stage}_mask' (full graph), "
+                f"only {sorted(batch.keys())}"
+            )
+        if mask.dtype != torch.bool or mask.dim() != 1 or mask.size(0) != batch.num_nodes:
+            raise ValueError(
+                f"{stage}_mask must be a bool tensor [{batch.num_nodes}], got {mask.dtype} {list(mask.shape)}; "
+                f"of several splits choose one column"
+            )
+        nodes: Tensor = mask.nonzero().view(-1)
+        if nodes.numel() == 0:
+            raise ValueError(f"{stage}_mask marks none of the {batch.num_nodes} nodes")
+        return nodes
+
+    def _labels(self, batch: Data, nodes: slice | Tensor, stage: str) -> Tensor:
+        y = batch.get("y")
+        if y is None:
+            raise ValueError(f"the batch has no labels 'y', only {sorted(batch.keys())}")
+        if y.dim() == 2 and y.size(1) == 1:
+            y = y.view(-1)
+        if y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool:
+            raise ValueError(
+                f"y must hold one integer class per node, int64 [N] or [N, 1], got {y.dtype} {list(y.shape)}; "
+                f"multi-label and regression targets need another module"
+            )
+        labels: Tensor = y[nodes].long()
+        if self._must_check(stage, labels):
+            for value in (int(labels.min()), int(labels.max())):
+                if not 0 <= value < self.num_classes:
+                    raise ValueError(
+                        f"y holds label {value}, but num_classes={self.num_classes} allows 0 to {self.num_classes - 1}"
+                    )
+        return labels

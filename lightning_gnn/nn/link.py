@@ -1,0 +1,130 @@
+"""Link prediction as a LightningModule, on link-sampled mini-batches and on full graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_gnn.nn.classifier import GNNModule
+
+
+class LinkPredictor(GNNModule):
+    """Trains a PyG model so that the dot product of two nodes' outputs tells whether they are linked.
+
+    The loss is binary cross-entropy with the dot product as logit (the graph auto-encoder of Kipf and Welling, 2016,
+    arXiv:1611.07308). It works on the batches of PyG's ``LinkNeighborLoader`` and on full graphs (``RandomLinkSplit``):
+
+    - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for others;
+    - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
+
+    Logged, each weighted by the number of labelled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
+    ``val_loss``, ``val_auc``, ``test_loss``, ``test_auc``; the area under the ROC curve is exact and keeps an epoch's
+    scores in memory. Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
+
+    Args:
+        model: As in :class:`GNNModule`; returns node embeddings ``[N, D]``.
+        lr: As in :class:`GNNModule`.
+        weight_decay: As in :class:`GNNModule`.
+        optimizer: As in :class:`GNNModule`.
+        scheduler: As in :class:`GNNModule`.
+
+    Raises:
+        ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of
+            a wrong shape, or a label is neither 0 nor 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.val_auc = BinaryAUROC(validate_args=False)
+        self.test_auc = BinaryAUROC(validate_args=False)
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Return the mean binary cross-entropy of the batch's labelled edges."""
+        loss, scores, _ = self._step(batch, "train")
+        self._log_loss("train", loss, scores.size(0))
+        return loss
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        """Log loss and area under the ROC curve of the batch's labelled edges."""
+        self._evaluate(batch, "val", self.val_auc)
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        """Log loss and area under the ROC curve of the batch's labelled edges."""
+        self._evaluate(batch, "test", self.test_auc)
+
+    def predict_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return the logits ``[P]`` of ``edge_label_index``, or ``[P + P * K]`` of the positive, then negative pairs.
+
+        ``sigmoid()`` of them are probabilities. No labels are needed.
+        """
+        source, target, _ = self._pairs(batch)
+        return self._scores(batch, source, target)
+
+    def _evaluate(self, batch: Data, stage: str, auc: BinaryAUROC) -> None:
+        loss, scores, labels = self._step(batch, stage)
+        # Any increasing map into [0, 1] leaves the curve as it is; a sigmoid would round high scores to ties at 1.
+        auc.update((F.softsign(scores.detach()) + 1) / 2, labels.long())
+        self._log_loss(stage, loss, scores.size(0))
+        self.log(f"{stage}_auc", auc, on_step=False, on_epoch=True, prog_bar=True, batch_size=scores.size(0))
+
+    def _step(self, batch: Data, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+        source, target, labels = self._pairs(batch)
+        if labels is None:
+            raise ValueError(
+                "the batch has 'edge_label_index' but no 'edge_label': give the loader labels or neg_sampling, "
+                "since links alone teach the model nothing"
+            )
+        if source.numel() == 0:
+            raise ValueError(f"the {stage} batch has no labelled edges")
+        if labels.shape != source.shape:
+            raise ValueError(f"edge_label must be [{source.size(0)}], one per labelled edge, got {list(labels.shape)}")
+        if self._must_check(stage, labels):
+            wrong = labels[(labels != 0) & (labels != 1)]
+            if wrong.numel() > 0:
+                raise ValueError(
+                    f"edge_label holds {wrong[0].item()}, but must be 0 or 1 (LinkNeighborLoader adds 1 to labels that "
+                    f"contain 0 when it also samples negatives: give it no labels, or ones)"
+                )
+        scores = self._scores(batch, source, target)
+        labels = labels.to(scores.dtype)
+        return F.binary_cross_entropy_with_logits(scores, labels), scores, labels
+
+    def _scores(self, batch: Data, source: Tensor, target: Tensor) -> Tensor:
+        z = self(batch)
+        scores: Tensor = (z[source] * z[target]).sum(dim=-1)
+        return scores
+
+    def _pairs(self, batch: Data) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return source, target (``[P]`` local node ids) and label of the labelled edges."""
+        if batch.get("edge_label_index") is not None:
+            index = batch.edge_label_index
+            if index.dim() != 2 or index.size(0) != 2:
+                raise ValueError(f"edge_label_index must be [2, P], got {list(index.shape)}")
+            return index[0], index[1], batch.get("edge_label")
+        triplet = [batch.get(name) for name in ("src_index", "dst_pos_index", "dst_neg_index")]
+        if any(part is None for part in triplet):
+            raise ValueError(
+                "the batch has no labelled edges: neither 'edge_label_index' nor 'src_index', 'dst_pos_index' and "
+                f"'dst_neg_index', only {sorted(batch.keys())}"
+            )
+        source, positive, negative = triplet
+        negative = negative.view(source.size(0), -1)
+        sources = torch.cat([source, source.repeat_interleave(negative.size(1))])
+        labels = torch.zeros(sources.size(0), device=source.device)
+        labels[: source.size(0)] = 1.0
+        return sources, torch.cat([positive, negative.flatten()]), labels

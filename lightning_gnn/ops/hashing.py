@@ -1,0 +1,80 @@
+"""The counter-based random stream that every sampling backend shares.
+
+A pick depends on (key, node, j) alone, so a mini-batch is the same whichever processor, thread or schedule made it.
+The mixer is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+"""
+
+import numba
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+NODE_STEP = 0xD1342543DE82EF95
+
+
+def mix(z: int) -> int:
+    """Mix 64 bits so that each output bit depends on each input bit.
+
+    Args:
+        z: Any integer; its lower 64 bits count.
+
+    Returns:
+        An unsigned 64-bit integer.
+    """
+    z &= _MASK
+    z = (z ^ (z >> 30)) * _MIX_1 & _MASK
+    z = (z ^ (z >> 27)) * _MIX_2 & _MASK
+    return z ^ (z >> 31)
+
+
+def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: int = 0) -> int:
+    """Derive the key of one mini-batch.
+
+    Args:
+        seed: The user's seed.
+        rank: Which process of a distributed run.
+        loader: Which loader of the run (training, validation, …).
+        epoch: Which pass over the seeds.
+        batch: The position at which the batch is yielded.
+
+    Returns:
+        A signed 64-bit integer, so that it fits a ``torch.library`` ``int``.
+    """
+    key = mix(seed + GOLDEN)
+    for part in (rank, loader, epoch, batch):
+        key = mix(key ^ mix(part + GOLDEN))
+    return key - (1 << 64) if key >> 63 else key
+
+
+def node_key(key: int, node: int) -> int:
+    """Derive the stream of one node from the key of its batch (both 64-bit)."""
+    return mix(key ^ (node * NODE_STEP))
+
+
+def draw(stream: int, j: int, bound: int) -> int:
+    """Draw the j-th bounded integer of a node's stream, in ``[0, bound)``, from the upper 32 bits of its hash."""
+    return (mix(stream + (j + 1) * GOLDEN) >> 32) * bound >> 32
+
+
+_U30, _U27, _U31, _U32 = (np.uint64(s) for s in (30, 27, 31, 32))
+_UMIX_1, _UMIX_2 = np.uint64(_MIX_1), np.uint64(_MIX_2)
+_UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)
+
+
+@numba.njit(inline="always", cache=True)
+def _mix_compiled(z):
+    z = (z ^ (z >> _U30)) * _UMIX_1
+    z = (z ^ (z >> _U27)) * _UMIX_2
+    return z ^ (z >> _U31)
+
+
+@numba.njit(inline="always", cache=True)
+def node_key_compiled(key, node):
+    return _mix_compiled(key ^ (np.uint64(node) * _UNODE_STEP))
+
+
+@numba.njit(inline="always", cache=True)
+def draw_compiled(stream, j, bound):
+    z = _mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
+    return np.int64(((z >> _U32) * np.uint64(bound)) >> _U32)

@@ -1,0 +1,174 @@
+"""Multi-hop uniform neighbour sampling, defined once for every backend.
+
+Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash of
+(key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one. If
+``d <= fanout`` all in-edges are taken in CSC order. A node is expanded once, at the lowest hop at which it is found.
+Nodes are numbered seeds first, then the new nodes of each hop in order of first appearance over that hop's edges; edges
+are ordered by (hop, target's local id, j). A seed given twice keeps both places, both with the same picks; edges from it
+refer to the first place. Disjoint samples are one tree per seed: the picks of a node are the same in every tree, so the
+tree of a seed does not depend on the other seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.buffers import pool
+from lightning_gnn.ops.library import library
+from lightning_gnn.ops.sample_numba import sample_numba
+from lightning_gnn.ops.sample_reference import sample_reference
+
+BACKENDS = ("numba", "pyg_lib", "reference")
+
+
+class NeighborSample(NamedTuple):
+    """One sampled subgraph, of n nodes and m edges over h hops.
+
+    Args:
+        node: Global ids, int64 ``[n]``; the seeds come first.
+        edge_index: Local ids of sources and targets, int64 ``[2, m]``.
+        edge: Positions of the edges in CSC order, int64 ``[m]``.
+        batch: The seed whose tree a node belongs to, int64 ``[n]``, if disjoint, else None.
+        num_sampled_nodes: Seeds, then new nodes per hop, ``h + 1`` numbers.
+        num_sampled_edges: Edges per hop, ``h`` numbers.
+    """
+
+    node: Tensor
+    edge_index: Tensor
+    edge: Tensor
+    batch: Tensor | None
+    num_sampled_nodes: list[int]
+    num_sampled_edges: list[int]
+
+
+def sample_neighbors(
+    graph: CSCGraph,
+    seeds: Tensor,
+    fanouts: Sequence[int],
+    key: int = 0,
+    *,
+    replace: bool = False,
+    disjoint: bool = False,
+    backend: str | None = None,
+) -> NeighborSample:
+    """Sample in-neighbours of the seeds, hop by hop.
+
+    Args:
+        graph: The topology.
+        seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed.
+        fanouts: In-edges to pick per node and hop; -1 takes all.
+        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
+        replace: Draw with replacement.
+        disjoint: One tree per seed, which shares no node with the others.
+        backend: ``"numba"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
+            ``"reference"``; by default the one for the device of the graph.
+
+    Returns:
+        The sample, in buffers from the pool.
+
+    Raises:
+        TypeError: Seeds that are no integer tensor.
+        IndexError: A seed outside ``[0, num_nodes)``.
+        ValueError: A fanout below -1, or an unknown backend.
+    """
+    fanouts = check_fanouts(fanouts)
+    seeds = _checked_seeds(seeds, graph.num_nodes)
+    if backend == "pyg_lib":
+        return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
+    if backend == "reference":
+        out = sample_reference(
+            graph.indptr.tolist(), graph.indices.tolist(), seeds.tolist(), fanouts, key, replace, disjoint
+        )
+        node, row, col, edge, tree = (None if ids is None else torch.tensor(ids, dtype=torch.int64) for ids in out[:5])
+        return NeighborSample(node, torch.stack([row, col]), edge, tree, out[5], out[6])
+    if backend not in (None, "numba"):
+        raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
+        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint
+    )
+    return NeighborSample(node, edge_index, edge, tree if disjoint else None, node_counts, edge_counts)
+
+
+library.define(
+    "sample_neighbors(Tensor indptr, Tensor indices, Tensor seeds, int[] fanouts, int key, bool replace, bool disjoint)"
+    " -> (Tensor node, Tensor edge_index, Tensor edge, Tensor batch, int[] num_sampled_nodes, int[] num_sampled_edges)"
+)
+
+
+@torch.library.impl(library, "sample_neighbors", "CPU")
+def _sample_cpu(indptr, indices, seeds, fanouts, key, replace, disjoint):
+    node, row, col, edge, tree, node_counts, edge_counts = sample_numba(
+        indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint
+    )
+    edge_index = pool.empty((2, row.size), torch.int64)
+    edge_index.numpy()[0] = row
+    edge_index.numpy()[1] = col
+    batch = torch.empty(0, dtype=torch.int64) if tree is None else _owned(tree)
+    return _owned(node), edge_index, _owned(edge), batch, node_counts.tolist(), edge_counts.tolist()
+
+
+def _owned(array: np.ndarray) -> Tensor:
+    out = pool.empty(array.shape, torch.int64)
+    out.numpy()[:] = array
+    return out
+
+
+def check_fanouts(fanouts: Sequence[int]) -> list[int]:
+    """Return the fanouts as a list of integers.
+
+    Raises:
+        TypeError: They are not a sequence of integers.
+        ValueError: There is none, or one is below -1.
+    """
+    if isinstance(fanouts, (str, dict)) or not hasattr(fanouts, "__iter__"):
+        raise TypeError(f"num_neighbors must be a list of integers, one per hop, but is {fanouts!r}")
+    out = []
+    for fanout in fanouts:
+        if int(fanout) != fanout:
+            raise TypeError(f"num_neighbors holds {fanout!r}, but a fanout is an integer")
+        if fanout < -1 or fanout > 2**31 - 1:
+            raise ValueError(f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbours), 0 or a positive int32")
+        out.append(int(fanout))
+    if not out:
+        raise ValueError("num_neighbors is empty; give one fanout per hop, such as [15, 10]")
+    return out
+
+
+def _checked_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+    if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
+        kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
+        raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}")
+    if seeds.dim() != 1:
+        raise ValueError(f"seeds must have one dimension, but have the shape {list(seeds.shape)}")
+    if seeds.numel():
+        low, high = (int(value) for value in torch.aminmax(seeds))
+        if low < 0 or high >= num_nodes:
+            raise IndexError(f"seeds hold node {low if low < 0 else high}, but the graph has {num_nodes} nodes")
+    return seeds.to(torch.int64).contiguous()
+
+
+_indices_for_pyg_lib: WeakKeyDictionary[CSCGraph, Tensor] = WeakKeyDictionary()
+
+
+def _sample_pyg_lib(graph: CSCGraph, seeds: Tensor, fanouts: list[int], replace: bool, disjoint: bool) -> NeighborSample:
+    import torch_geometric.typing
+
+    if not torch_geometric.typing.WITH_PYG_LIB:
+        raise ValueError("backend 'pyg_lib' needs the package pyg-lib, which cannot be imported; see PyG's install page")
+    if graph not in _indices_for_pyg_lib:
+        _indices_for_pyg_lib[graph] = graph.indices.to(torch.int64)
+    times = (None, None, None) if torch_geometric.typing.WITH_EDGE_TIME_NEIGHBOR_SAMPLE else (None, None)
+    weight = (None,) if torch_geometric.typing.WITH_WEIGHTED_NEIGHBOR_SAMPLE else ()
+    row, col, node, edge, node_counts, edge_counts = torch.ops.pyg.neighbor_sample(
+        graph.indptr, _indices_for_pyg_lib[graph], seeds, fanouts, *times, *weight,
+        True, replace, True, disjoint, "uniform", True,
+    )  # fmt: skip
+    batch, node = node.t().contiguous() if disjoint else (None, node)
+    return NeighborSample(node, torch.stack([row, col]), edge, batch, node_counts, edge_counts)

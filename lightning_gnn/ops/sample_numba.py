@@ -1,0 +1,303 @@
+"""Neighbour sampling on the CPU, compiled, outside the GIL.
+
+Each hop is three passes with independent memory accesses: pick edge ids, gather ``indices`` of the picks, relabel. The
+relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local id, so it costs one cache
+miss per edge, and nothing is cleared between batches. A graph too large for such a table, and disjoint sampling, take
+an open-addressing hash table instead, which grows with the batch.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+
+from lightning_gnn.ops.hashing import draw_compiled, node_key_compiled
+from lightning_gnn.ops.memory import prefetch
+
+TABLE_LIMIT = 1 << 29
+"""Largest node table a thread may hold, in bytes (8 per node); larger graphs are relabelled by hashing."""
+
+_AHEAD = 16
+_LAST_STAMP = 2**31 - 1
+
+
+@dataclass
+class _Scratch(threading.local):
+    """What one thread keeps between batches: 8 bytes per node (or the hash table) and 12 to 16 bytes per edge."""
+
+    stamp: int = 0
+    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    hash_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    hash_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    node: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    tree: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    col: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def next_stamp(self) -> int:
+        if self.stamp == _LAST_STAMP:
+            self.stamp = 0
+            self.table[:] = 0
+            self.hash_slots[:] = 0
+        self.stamp += 1
+        return self.stamp
+
+
+_scratch = _Scratch()
+
+
+def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashing=None):
+    """Sample one mini-batch; see :func:`lightning_gnn.ops.sample_neighbors` for the definition.
+
+    Args:
+        indptr: int64 ``[num_nodes + 1]``.
+        indices: int32 or int64 ``[num_edges]``.
+        seeds: int64 ``[batch_size]``, checked.
+        fanouts: int64 ``[num_hops]``; below zero means all.
+        key: The batch key, signed 64-bit.
+        replace: Draw with replacement.
+        disjoint: One tree per seed.
+        hashing: Relabel by hashing; by default where the table would exceed ``TABLE_LIMIT``.
+
+    Returns:
+        Arrays that belong to the calling thread and are valid until its next call: ``node``, ``row``, ``col``,
+        ``edge``, ``tree``, and the counts of nodes and of edges per hop.
+    """
+    num_nodes = indptr.size - 1
+    if hashing is None:
+        hashing = 8 * num_nodes > TABLE_LIMIT
+    scratch = _scratch
+    if not (hashing or disjoint) and scratch.table.size < num_nodes:
+        scratch.table = np.zeros(num_nodes, np.int64)
+    out = _sample(
+        indptr,
+        indices,
+        seeds,
+        fanouts,
+        np.uint64(key & 0xFFFFFFFFFFFFFFFF),
+        replace,
+        disjoint,
+        hashing or disjoint,
+        np.int64(scratch.next_stamp()),
+        scratch.table,
+        scratch.hash_keys,
+        scratch.hash_slots,
+        scratch.node,
+        scratch.tree,
+        scratch.row,
+        scratch.col,
+        scratch.edge,
+    )
+    node_counts, edge_counts = out[0], out[1]
+    scratch.hash_keys, scratch.hash_slots = out[2], out[3]
+    scratch.node, scratch.tree, scratch.row, scratch.col, scratch.edge = out[4:]
+    n, m = int(node_counts.sum()), int(edge_counts.sum())
+    tree = scratch.tree[:n] if disjoint else None
+    return scratch.node[:n], scratch.row[:m], scratch.col[:m], scratch.edge[:m], tree, node_counts, edge_counts
+
+
+@numba.njit(nogil=True, cache=True)
+def _grown(array, needed):
+    if array.size >= needed:
+        return array
+    larger = np.empty(max(needed, array.size + array.size // 2), array.dtype)
+    larger[: array.size] = array
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def _hop_size(indptr, node, low, high, fanout, replace):
+    total = 0
+    for t in range(low, high):
+        degree = indptr[node[t] + 1] - indptr[node[t]]
+        if fanout < 0 or (degree < fanout and not replace):
+            total += degree
+        elif degree > 0:
+            total += fanout
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
+    """Write the edge ids picked by the frontier ``node[low:high]`` from position m on; return the end position."""
+    draws = np.empty(max(fanout, 1), np.int64)
+    values = np.empty(max(fanout, 1), np.int64)
+    for t in range(low, high):
+        if t + _AHEAD < high:
+            prefetch(indptr, node[t + _AHEAD])
+        v = node[t]
+        begin = indptr[v]
+        degree = indptr[v + 1] - begin
+        if fanout < 0 or (degree <= fanout and not replace):
+            for j in range(degree):
+                edge[m] = begin + j
+                col[m] = t
+                m += 1
+            continue
+        if degree == 0:
+            continue
+        stream = node_key_compiled(key, v)
+        if replace:
+            for j in range(fanout):
+                edge[m] = begin + draw_compiled(stream, j, degree)
+                col[m] = t
+                m += 1
+            continue
+        # Forward Fisher-Yates, of which only the touched positions are kept. When the draws are distinct and none
+        # falls on a position still to come, no swap is ever seen again and the draws are the picks.
+        seen = False
+        for j in range(fanout):
+            r = j + draw_compiled(stream, j, degree - j)
+            draws[j] = r
+            seen |= j < r < fanout
+            for i in range(j):
+                seen |= draws[i] == r
+        if seen:
+            _resolve(draws, values, fanout)
+        for j in range(fanout):
+            edge[m] = begin + draws[j]
+            col[m] = t
+            m += 1
+    return m
+
+
+@numba.njit(nogil=True, cache=True)
+def _resolve(draws, values, fanout):
+    """Turn Fisher-Yates draws into picks in place; ``values[i]`` is what stands at position ``draws[i]``."""
+    positions = draws.copy()
+    kept = 0
+    for j in range(fanout):
+        r = positions[j]
+        value_r, value_j, at = r, np.int64(j), -1
+        for i in range(kept):
+            if positions[i] == r:
+                value_r, at = values[i], i
+            if positions[i] == j:
+                value_j = values[i]
+        if at >= 0:
+            values[at] = value_j
+        else:
+            positions[kept] = r
+            values[kept] = value_j
+            kept += 1
+        draws[j] = value_r
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _probe(slots, keys, stamp, entry):
+    """Find the slot of an entry, or the empty slot where it belongs."""
+    mask = slots.size - 1
+    at = np.int64((np.uint64(entry) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) & mask
+    while (slots[at] >> 32) == stamp and keys[at] != entry:
+        at = (at + 1) & mask
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, count, needed):
+    """Keep the hash table at most half full; insert the ``count`` nodes again when it grows."""
+    if slots.size >= 2 * needed and slots.size > 0:
+        return keys, slots
+    size = 1024
+    while size < 2 * needed:
+        size *= 2
+    keys, slots = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for t in range(count):
+        entry = node[t] + (np.int64(tree[t]) * num_nodes if disjoint else 0)
+        at = _probe(slots, keys, stamp, entry)
+        if (slots[at] >> 32) != stamp:
+            keys[at] = entry
+            slots[at] = (stamp << 32) | t
+    return keys, slots
+
+
+@numba.njit(nogil=True, cache=True)
+def _relabel_table(table, stamp, node, k, row, edge, begin, end, indices):
+    for q in range(begin, end):
+        row[q] = indices[edge[q]]
+    for q in range(begin, end):
+        if q + _AHEAD < end:
+            prefetch(table, row[q + _AHEAD])
+        u = row[q]
+        entry = table[u]
+        if (entry >> 32) == stamp:
+            row[q] = entry & 0xFFFFFFFF
+        else:
+            table[u] = (stamp << 32) | k
+            node[k] = u
+            row[q] = k
+            k += 1
+    return k
+
+
+@numba.njit(nogil=True, cache=True)
+def _relabel_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, col, edge, begin, end, indices):
+    for q in range(begin, end):
+        u = np.int64(indices[edge[q]])
+        root = tree[col[q]] if disjoint else np.int32(0)
+        entry = u + np.int64(root) * num_nodes
+        at = _probe(slots, keys, stamp, entry)
+        if (slots[at] >> 32) == stamp:
+            row[q] = slots[at] & 0xFFFFFFFF
+        else:
+            keys[at] = entry
+            slots[at] = (stamp << 32) | k
+            node[k] = u
+            if disjoint:
+                tree[k] = root
+            row[q] = k
+            k += 1
+    return k
+
+
+@numba.njit(nogil=True, cache=True)
+def _sample(
+    indptr, indices, seeds, fanouts, key, replace, disjoint, hashing, stamp, table, keys, slots, node, tree, row, col,
+    edge,
+):  # fmt: skip
+    num_nodes = indptr.size - 1
+    node_counts = np.zeros(fanouts.size + 1, np.int64)
+    edge_counts = np.zeros(fanouts.size, np.int64)
+    k = seeds.size
+    node = _grown(node, k)
+    tree = _grown(tree, k if disjoint else 0)
+    if hashing:
+        keys, slots = _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, 0, k)
+    for t in range(k):
+        v = seeds[t]
+        node[t] = v
+        if disjoint:
+            tree[t] = t
+        if hashing:
+            entry = v + (np.int64(t) * num_nodes if disjoint else 0)
+            at = _probe(slots, keys, stamp, entry)
+            if (slots[at] >> 32) != stamp:
+                keys[at] = entry
+                slots[at] = (stamp << 32) | t
+        elif (table[v] >> 32) != stamp:
+            table[v] = (stamp << 32) | t
+    node_counts[0] = k
+    low, m = 0, 0
+    for hop in range(fanouts.size):
+        fanout = fanouts[hop]
+        size = (k - low) * fanout
+        if fanout < 0 or m + size > edge.size:
+            size = _hop_size(indptr, node, low, k, fanout, replace)
+        row, col, edge = _grown(row, m + size), _grown(col, m + size), _grown(edge, m + size)
+        end = _pick(indptr, node, low, k, fanout, replace, key, col, edge, m)
+        node = _grown(node, k + end - m)
+        tree = _grown(tree, k + end - m if disjoint else 0)
+        low = k
+        if hashing:
+            keys, slots = _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, k + end - m)
+            k = _relabel_hash(
+                keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, col, edge, m, end, indices
+            )
+        else:
+            k = _relabel_table(table, stamp, node, k, row, edge, m, end, indices)
+        node_counts[hop + 1] = k - low
+        edge_counts[hop] = end - m
+        m = end
+    return node_counts, edge_counts, keys, slots, node, tree, row, col, edge

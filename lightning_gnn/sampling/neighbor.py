@@ -1,0 +1,182 @@
+"""A PyG sampler on top of :func:`lightning_gnn.ops.sample_neighbors`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import numba
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torch_geometric.data import Data
+from torch_geometric.sampler import (
+    BaseSampler,
+    EdgeSamplerInput,
+    NegativeSampling,
+    NodeSamplerInput,
+    SamplerOutput,
+)
+from torch_geometric.sampler.base import NumNeighbors
+from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
+
+from lightning_gnn.graph.buffers import pool
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.ops import batch_key, sample_neighbors
+from lightning_gnn.ops.sample import check_fanouts
+
+
+class NeighborSampler(BaseSampler):
+    """Uniform neighbour sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
+
+    The ``edge`` of its output holds positions in the user's ``edge_index``, so it needs no ``edge_permutation``.
+
+    Args:
+        data: The graph.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        replace: Draw with replacement.
+        disjoint: One tree per seed, told apart by ``batch``.
+        seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
+        backend: ``"numba"``, ``"pyg_lib"`` or ``"reference"``; by default the one for the device.
+
+    Raises:
+        TypeError: ``data`` is no homogeneous graph, or fanouts are no integers.
+        ValueError: A graph or fanout that is not valid.
+    """
+
+    def __init__(
+        self,
+        data: Data | CSCGraph,
+        num_neighbors: Sequence[int] | NumNeighbors,
+        replace: bool = False,
+        disjoint: bool = False,
+        seed: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.graph = data if isinstance(data, CSCGraph) else CSCGraph.from_data(data)
+        self.num_neighbors = num_neighbors
+        self.replace = replace
+        self.disjoint = disjoint
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.backend = backend
+        self._calls = itertools.count()
+
+    @property
+    def num_neighbors(self) -> list[int]:
+        """Fanout of each hop."""
+        return self._num_neighbors
+
+    @num_neighbors.setter
+    def num_neighbors(self, value: Sequence[int] | NumNeighbors) -> None:
+        self._num_neighbors = check_fanouts(value.get_mapped_values() if isinstance(value, NumNeighbors) else value)
+
+    def with_options(self, **options: object) -> NeighborSampler:
+        """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
+        other = copy.copy(self)
+        for name, value in options.items():
+            setattr(other, name, value)
+        return other
+
+    def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> SamplerOutput:  # type: ignore[override]
+        """Sample the neighbourhoods of some seeds.
+
+        Args:
+            inputs: The seeds, int64 ``[batch_size]``.
+            key: The key of the mini-batch; by default one is made from the seed and the number of calls so far.
+
+        Raises:
+            IndexError: A seed outside the graph.
+            ValueError: Seeds with timestamps, which are not supported.
+        """
+        key = self._next_key() if key is None else key
+        return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key))
+
+    def sample_from_edges(  # type: ignore[override]
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
+    ) -> SamplerOutput:
+        """Sample the neighbourhoods of both ends of some edges, and of negative edges beside them.
+
+        Args:
+            inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels.
+            neg_sampling: PyG's description of the negative edges; their ends are drawn from the key too.
+            key: The key of the mini-batch, as for :meth:`sample_from_nodes`.
+
+        Raises:
+            IndexError: An end outside the graph.
+            ValueError: Edges with timestamps, which are not supported.
+        """
+        key = self._next_key() if key is None else key
+        if inputs.time is not None:
+            raise ValueError("temporal sampling is not supported: leave out the times of the edges")
+        negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
+        return edge_sample(
+            inputs,
+            lambda seeds, times: self._sample(seeds, times, key),
+            self.graph.num_nodes,
+            self.disjoint,
+            None,
+            negatives,  # type: ignore[arg-type]
+        )
+
+    def _sample(self, seeds: Tensor, times: Tensor | None, key: int) -> SamplerOutput:
+        if times is not None:
+            raise ValueError("temporal sampling is not supported: leave out the times of the seeds")
+        out = sample_neighbors(
+            self.graph,
+            seeds,
+            self.num_neighbors,
+            key,
+            replace=self.replace,
+            disjoint=self.disjoint,
+            backend=self.backend,
+        )
+        return SamplerOutput(
+            node=out.node,
+            row=out.edge_index[0],
+            col=out.edge_index[1],
+            edge=self._original(out.edge),
+            batch=out.batch,
+            num_sampled_nodes=out.num_sampled_nodes,
+            num_sampled_edges=out.num_sampled_edges,
+        )
+
+    def _original(self, edge: Tensor) -> Tensor:
+        if self.graph.edge_ids is None:
+            return edge
+        out = pool.empty(edge.shape, torch.int64)
+        _take(self.graph.edge_ids.numpy(), edge.numpy(), out.numpy())
+        return out
+
+    def _next_key(self) -> int:
+        # A worker process counts on its own; torch gives it another seed in each epoch.
+        worker = get_worker_info()
+        return batch_key(self.seed, epoch=0 if worker is None else worker.seed, batch=next(self._calls))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
+
+
+class _KeyedNegatives:
+    """PyG's negative sampling, drawn from the key of the mini-batch instead of the process's global stream."""
+
+    def __init__(self, negatives: NegativeSampling, key: int) -> None:
+        self._negatives = negatives
+        self._generator = torch.Generator().manual_seed(key)
+        self.amount = negatives.amount
+        self.is_binary = negatives.is_binary
+        self.is_triplet = negatives.is_triplet
+
+    def sample(self, num_samples: int, endpoint: str, num_nodes: int) -> Tensor:
+        weight = self._negatives.src_weight if endpoint == "src" else self._negatives.dst_weight
+        if weight is None:
+            return torch.randint(num_nodes, (num_samples,), generator=self._generator)
+        if weight.numel() != num_nodes:
+            raise ValueError(f"negative sampling has {weight.numel()} weights, but the graph has {num_nodes} nodes")
+        return torch.multinomial(weight, num_samples, replacement=True, generator=self._generator)
+
+
+@numba.njit(nogil=True, cache=True)
+def _take(table, index, out):
+    for i in range(index.size):
+        out[i] = table[index[i]]
