@@ -43,7 +43,7 @@ def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: 
     """
     key = mix(seed + GOLDEN)
     for part in (rank, loader, epoch, batch):
-        key = mix(key ^ mix(part + GOLDEN))
+        key = mix((key + GOLDEN) ^ (part * NODE_STEP))
     return key - (1 << 64) if key >> 63 else key
 
 

@@ -19,6 +19,7 @@ TABLE_LIMIT = 1 << 29
 """Largest node table a thread may hold, in bytes (8 per node); larger graphs are relabelled by hashing."""
 
 _AHEAD = 16
+_SMALL_FANOUT = 64
 _LAST_STAMP = 2**31 - 1
 
 
@@ -122,8 +123,8 @@ def _hop_size(indptr, node, low, high, fanout, replace):
 @numba.njit(nogil=True, cache=True)
 def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
     """Write the edge ids picked by the frontier ``node[low:high]`` from position m on; return the end position."""
-    draws = np.empty(max(fanout, 1), np.int64)
-    values = np.empty(max(fanout, 1), np.int64)
+    draws = np.empty(min(max(fanout, 1), _SMALL_FANOUT), np.int64)
+    values = np.empty_like(draws)
     for t in range(low, high):
         if t + _AHEAD < high:
             prefetch(indptr, node[t + _AHEAD])
@@ -145,6 +146,11 @@ def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
                 col[m] = t
                 m += 1
             continue
+        if fanout > _SMALL_FANOUT:
+            _shuffle(stream, degree, fanout, begin, edge[m : m + fanout])
+            col[m : m + fanout] = t
+            m += fanout
+            continue
         # Forward Fisher-Yates, of which only the touched positions are kept. When the draws are distinct and none
         # falls on a position still to come, no swap is ever seen again and the draws are the picks.
         seen = False
@@ -161,6 +167,16 @@ def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
             col[m] = t
             m += 1
     return m
+
+
+@numba.njit(nogil=True, cache=True)
+def _shuffle(stream, degree, fanout, begin, picks):
+    """Forward Fisher-Yates over all positions, for fanouts so large that searching the touched ones costs more."""
+    order = np.arange(begin, begin + degree)
+    for j in range(fanout):
+        r = j + draw_compiled(stream, j, degree - j)
+        order[j], order[r] = order[r], order[j]
+        picks[j] = order[j]
 
 
 @numba.njit(nogil=True, cache=True)

@@ -1,0 +1,305 @@
+"""A graph as a folder of ``.npy`` files, memory-mapped, so that it may be larger than memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.graph.csc import (
+    CSCGraph,
+    _check_edge_index,
+    _check_ids,
+    _check_integers,
+    _index_dtype,
+    _sort_by_target,
+    load_array,
+)
+from lightning_gnn.graph.features import FeatureTable
+
+__all__ = ["load_folder", "save_folder", "write_csc"]
+
+SPLITS = ("train", "val", "test")
+_LAYOUT = (
+    "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
+    "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
+)
+_TOPOLOGY = ("indptr", "indices", "edge_ids")
+
+
+def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data:
+    """Read a graph from a folder of ``.npy`` files.
+
+    Expected are ``x.npy`` and a topology; labels and splits are optional:
+
+    - ``x.npy``: features, float32 or float16 ``[N, F]``.
+    - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
+    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; the
+      result is kept in the subfolder ``csc``, or in memory where the folder is read-only or the disk full.
+    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``. Floats are taken where they are whole numbers; NaN, which
+      stands for an unlabelled node, becomes -1.
+    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and likewise ``val_…`` (or ``valid_…``) and
+      ``test_…``.
+
+    Args:
+        root: The folder.
+        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
+        check: Look for ids out of range, one pass over the topology and the splits. Features are not read. Without the
+            check, an id out of range crashes the sampler.
+
+    Returns:
+        ``Data`` with ``x``, ``y`` int64 ``[N]``, the splits under the names of their files (``valid_…`` as ``val_…``)
+        and the topology as ``graph``, a :class:`CSCGraph`. There is no ``edge_index``.
+
+    Raises:
+        FileNotFoundError: The folder or a file that it needs is missing.
+        TypeError: An array of another dtype.
+        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology or a split that is
+            given twice.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder; expected one with {_LAYOUT}")
+    x = _features(root, mmap)
+    data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
+    path = root / "y.npy"
+    if path.exists():
+        data.y = _class_numbers(load_array(path, mmap), x.size(0), str(path))
+    for split in SPLITS:
+        found = [
+            path
+            for name in ((split, "valid") if split == "val" else (split,))
+            for path in (root / f"{name}_mask.npy", root / f"{name}_idx.npy")
+            if path.exists()
+        ]
+        if len(found) > 1:
+            raise ValueError(f"{found[0]} and {found[1].name} both give the {split} split; remove one of them")
+        for path in found:
+            kind = path.stem.rpartition("_")[2]
+            data[f"{split}_{kind}"] = _split_nodes(path, kind, x.size(0), mmap, check)
+    return data
+
+
+def save_folder(data: Data, root: str | Path) -> Path:
+    """Write a graph as a folder that :func:`load_folder` reads.
+
+    Args:
+        data: ``x`` float32 or float16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and optionally
+            ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
+        root: The folder; it must not hold a graph yet.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: The folder holds a graph already.
+        TypeError: No homogeneous graph, or an array of another dtype.
+        ValueError: ``data`` has no features or no topology, a tensor of a wrong length, a node out of range, or an
+            attribute that the folder has no place for.
+    """
+    root = Path(root)
+    check_node_data(data)
+    splits = [f"{split}_{kind}" for split in SPLITS for kind in ("mask", "idx") if f"{split}_{kind}" in data]
+    if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:
+        raise ValueError(f"a folder has no place for data.{', data.'.join(sorted(unknown))}; remove it from data first")
+    if data.get("x") is None:
+        raise ValueError("data has no x: a folder needs features, float32 or float16 [num_nodes, num_features]")
+    arrays = {}
+    num_nodes = data.x.size(0)
+    if data.get("y") is not None:
+        arrays["y"] = _class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
+    for name in splits:
+        arrays[name] = check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}")
+    features = FeatureTable(data.x.detach().cpu())
+    graph = CSCGraph.from_data(data)
+    if graph.num_nodes != num_nodes:
+        raise ValueError(f"data.graph has {graph.num_nodes} nodes, but data.x has {num_nodes} rows")
+    for name in ("x", "edge_index", *_TOPOLOGY, *arrays):
+        if (root / f"{name}.npy").exists():
+            raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
+    graph.save(root)
+    for name, tensor in arrays.items():
+        np.save(root / f"{name}.npy", tensor.numpy(), allow_pickle=False)
+    features.save(root / "x.npy")  # last: without it an interrupted save is no graph
+    return root
+
+
+def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: bool = True) -> None:
+    """Sort an edge list by target straight into the files of a new folder, holding only ``16 * N`` bytes in memory.
+
+    Args:
+        edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
+        num_nodes: Number of nodes ``N``.
+        folder: Where to write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy``.
+        edge_ids: Keep ``edge_ids.npy``; without it, edges are numbered in CSC order.
+
+    Raises:
+        OSError: The disk has no room for it.
+        TypeError: ``edge_index`` is no integer tensor.
+        ValueError: Its shape is not ``[2, E]``, or it holds a node outside ``[0, N)``.
+    """
+    folder = Path(folder)
+    _check_edge_index(edge_index)
+    for side in (0, 1):
+        _check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
+    row, col = edge_index[0].numpy(), edge_index[1].numpy()
+    dtypes = {"indices": _index_dtype(num_nodes), "edge_ids": _index_dtype(row.size)}
+    needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
+    folder.mkdir(parents=True)
+    # A mapped file that outgrows the disk would kill the process instead of raising.
+    if (free := shutil.disk_usage(folder).free) < needed + (1 << 20):
+        raise OSError(f"{folder} needs {needed} bytes, but the disk has {free} left")
+    indices, order = (
+        np.asarray(np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (row.size,)))
+        for name, dtype in dtypes.items()
+    )
+    indptr = _sort_by_target(row, col, num_nodes, indices, order)
+    del indices, order  # Windows removes no file that is mapped
+    np.save(folder / "indptr.npy", indptr, allow_pickle=False)
+    if not edge_ids or bool((col[1:] >= col[:-1]).all()):
+        (folder / "edge_ids.npy").unlink()
+
+
+def _features(root: Path, mmap: bool) -> Tensor:
+    path = root / "x.npy"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
+    try:
+        return FeatureTable(load_array(path, mmap)).values
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}; convert it with x.astype(np.float32)") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _topology(root: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
+    sorted_files = [root / "indptr.npy", root / "indices.npy"]
+    present = [path for path in sorted_files if path.exists()]
+    edge_index = root / "edge_index.npy"
+    if edge_index.exists():
+        if present:
+            raise ValueError(f"{edge_index} and {present[0].name} both give the topology; remove one of them")
+        return _sorted_edges(edge_index, num_nodes, mmap, check)
+    for path in sorted_files:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
+    graph = _load_csc(root, mmap, check)
+    if graph.num_nodes != num_nodes:
+        raise ValueError(
+            f"{root / 'indptr.npy'} has {graph.num_nodes + 1} entries, but x.npy has {num_nodes} rows and so needs "
+            f"{num_nodes + 1}; write both for the same nodes"
+        )
+    return graph
+
+
+def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
+    """Like :meth:`CSCGraph.load`, with messages that name the files, and without the passes over them if wished."""
+    paths = [folder / f"{name}.npy" for name in _TOPOLOGY]
+    arrays = [load_array(path, mmap) if path.exists() else None for path in paths]
+    indptr, indices, edge_ids = arrays
+    try:
+        if indptr is None or indices is None:
+            raise ValueError("indptr or indices is missing")
+        if check:
+            return CSCGraph.from_csc(indptr, indices, edge_ids)
+        for name, array in zip(_TOPOLOGY, arrays, strict=True):
+            if array is not None:
+                _check_integers(array, name)
+                if array.dim() != 1 or (array is edge_ids and array.numel() != indices.numel()):
+                    raise ValueError(f"{name} must hold one entry per edge, but has the shape {list(array.shape)}")
+        if not indptr.numel() or int(indptr[-1]) != indices.numel():
+            raise ValueError(f"indptr must end at the number of edges, {indices.numel()}")
+        return CSCGraph(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the topology in {folder} ({', '.join(path.name for path in paths)}): {error}") from None
+
+
+def _sorted_edges(path: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
+    edge_index = load_array(path, mmap)
+    cache = path.parent / "csc"
+    try:
+        _check_edge_index(edge_index)
+        graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
+        if graph is None and mmap and _write_cache(edge_index, num_nodes, cache):
+            graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
+        return CSCGraph.from_edge_index(edge_index, num_nodes) if graph is None else graph
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}; x.npy has {num_nodes} rows, one per node") from None
+
+
+def _cached(path: Path, cache: Path, num_nodes: int, num_edges: int, mmap: bool) -> CSCGraph | None:
+    """Return what was sorted before, unless it is older than the edges, damaged or of another graph."""
+    try:
+        if (cache / "indptr.npy").stat().st_mtime_ns < path.stat().st_mtime_ns:
+            return None
+        graph = _load_csc(cache, mmap, check=False)
+    except (OSError, TypeError, ValueError):
+        return None
+    return graph if (graph.num_nodes, graph.num_edges) == (num_nodes, num_edges) else None
+
+
+def _write_cache(edge_index: Tensor, num_nodes: int, cache: Path) -> bool:
+    """Sort next to the edges if there is room, and move the whole result into place at once."""
+    if not is_writable(cache.parent):
+        return False
+    fresh = cache.with_name(f".csc-{uuid.uuid4().hex}")
+    stale = cache.with_name(f"{fresh.name}-stale")
+    try:
+        write_csc(edge_index, num_nodes, fresh)
+        if cache.exists():
+            cache.rename(stale)
+        fresh.rename(cache)
+        return True
+    except OSError:
+        return False
+    finally:
+        for folder in (fresh, stale):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_writable(folder: Path) -> bool:
+    """Tell whether files may be made in a folder, or in the nearest one above it that exists.
+
+    Permissions count even for a superuser, who could override them: data that was set read-only stays as it is.
+    """
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
+
+
+def _class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
+    if y.dim() == 2 and y.size(1) == 1:
+        y = y[:, 0]
+    if list(y.shape) != [num_nodes]:
+        raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
+    if y.dtype == torch.bool or y.is_complex():
+        raise TypeError(f"{name} must be int64 (or floats, NaN where there is no label), but is {y.dtype}")
+    if not y.is_floating_point():
+        return y.to(torch.int64)
+    labels = y.nan_to_num(nan=-1.0)
+    if bool((bad := labels != labels.trunc()).any()) or bool((bad := labels.isinf()).any()):
+        node = int(bad.nonzero()[0])
+        raise ValueError(f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …")
+    return labels.to(torch.int64)
+
+
+def _split_nodes(path: Path, kind: str, num_nodes: int, mmap: bool, check: bool) -> Tensor:
+    nodes = load_array(path, mmap)
+    if (nodes.dtype == torch.bool) != (kind == "mask"):
+        wanted = "bool; node ids belong in …_idx.npy" if kind == "mask" else "int64; a mask belongs in …_mask.npy"
+        raise TypeError(f"{path} is {nodes.dtype}, but must be {wanted}")
+    if not check and kind == "idx":
+        _check_integers(nodes, str(path))
+        return nodes.to(torch.int64)
+    try:
+        return check_nodes(nodes, num_nodes, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; x.npy has {num_nodes} rows, one per node") from None

@@ -1,0 +1,117 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader import NodeLoader
+from torch_geometric.utils import k_hop_subgraph
+
+from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.ops import batch_key
+from lightning_gnn.sampling import NeighborSampler
+from tests.batching_data import small_data
+from tests.strategies import edge_indices
+
+
+class Fixed(NeighborSampler):
+    """Samples every batch with one key, so that PyG's loader and ours can be laid side by side."""
+
+    def sample_from_nodes(self, inputs, key=None):
+        return super().sample_from_nodes(inputs, key=5)
+
+
+def assert_same(a, b):
+    assert sorted(a.keys()) == sorted(b.keys())
+    for key in a.keys():  # noqa: SIM118  a Data iterates over pairs
+        if isinstance(a[key], torch.Tensor):
+            assert torch.equal(a[key], b[key]), key
+            assert a[key].dtype == b[key].dtype
+        else:
+            assert a[key] == b[key], key
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_equal_pygs_attribute_by_attribute(disjoint, num_workers):
+    data = small_data()
+    data.names = [f"node {v}" for v in range(5)]  # neither of nodes nor of edges: stays as it is
+    data.num_nodes = 400
+    sampler = Fixed(data, [4, 3], disjoint=disjoint)
+    theirs = NodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17)
+    ours = ThreadedNodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17, num_workers=num_workers)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b)
+        assert a.edge_index.is_contiguous()
+
+
+def test_threads_do_not_change_the_batches():
+    data = small_data()
+    runs = []
+    for num_workers in (0, 1, 4):
+        loader = ThreadedNodeLoader(data, NeighborSampler(data, [5, 5]), num_workers=num_workers, batch_size=30, seed=3)
+        runs.append(list(loader))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert_same(a, b)
+
+
+def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
+    data = small_data()
+    loader = ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=50, seed=1, rank=2, loader_id=1)
+    expected = NeighborSampler(data, [3]).sample_from_nodes(loader.input_data[list(range(50, 100))], batch_key(1, 2, 1, 0, 1))
+    assert torch.equal(list(loader)[1].e_id, expected.edge)
+
+
+def test_a_kept_batch_is_never_overwritten():
+    data = small_data(num_nodes=5000, num_edges=100_000)
+    loader = ThreadedNodeLoader(data, NeighborSampler(data, [10, 10]), batch_size=500, num_workers=2)
+    kept = [(batch, batch.x.clone(), batch.edge_index.clone(), batch.n_id.clone()) for batch in loader]
+    for batch, x, edge_index, n_id in kept:
+        assert torch.equal(batch.x, x)
+        assert torch.equal(batch.edge_index, edge_index)
+        assert torch.equal(batch.n_id, n_id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(edge_indices(), st.integers(1, 3), st.integers(1, 7))
+def test_all_neighbours_equal_pygs_k_hop_subgraph(graph, hops, batch_size):
+    num_nodes, edge_index = graph
+    data = Data(edge_index=edge_index, num_nodes=num_nodes)
+    for batch in ThreadedNodeLoader(data, NeighborSampler(data, [-1] * hops), batch_size=batch_size):
+        nodes, _, _, _ = k_hop_subgraph(batch.input_id, hops, edge_index, num_nodes=num_nodes)
+        assert sorted(batch.n_id.tolist()) == nodes.tolist()
+        expanded = batch.n_id[: sum(batch.num_sampled_nodes[:-1])]
+        assert sorted(batch.e_id.tolist()) == torch.isin(edge_index[1], expanded).nonzero().view(-1).tolist()
+
+
+def test_transforms_and_errors_reach_the_caller():
+    data = small_data()
+
+    def bad(batch):
+        raise RuntimeError("the transform failed")
+
+    loader = ThreadedNodeLoader(data, NeighborSampler(data, [2]), transform=bad, num_workers=2, batch_size=8)
+    with pytest.raises(RuntimeError, match="the transform failed"):
+        next(iter(loader))
+
+
+def test_times_are_counted():
+    data = small_data()
+    loader = ThreadedNodeLoader(data, NeighborSampler(data, [2]), batch_size=40, num_workers=1)
+    edges = sum(batch.num_edges for batch in loader)
+    assert (loader.times.batches, loader.times.edges) == (10, edges)
+    assert loader.times.sampling_s > 0
+    loader.times.reset()
+    assert loader.times.batches == 0
+
+
+def test_bad_arguments_are_named():
+    data = small_data()
+    sampler = NeighborSampler(data, [2])
+    with pytest.raises(ValueError, match="num_workers must not be negative, but is -1"):
+        ThreadedNodeLoader(data, sampler, num_workers=-1)
+    with pytest.raises(ValueError, match="prefetch_factor must be at least 1"):
+        ThreadedNodeLoader(data, sampler, prefetch_factor=0)
+    with pytest.raises(TypeError, match="homogeneous"):
+        NeighborSampler(HeteroData(), [2])

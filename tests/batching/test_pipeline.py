@@ -1,0 +1,63 @@
+import gc
+import threading
+import time
+import traceback
+
+import pytest
+
+from lightning_gnn.batching.pipeline import OrderedPipeline
+
+
+def our_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lightning-gnn-batch")]
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_items_come_in_order(num_threads):
+    def prepare(task):
+        time.sleep(0.01 if task % 3 == 0 else 0)
+        return task * task
+
+    assert list(OrderedPipeline(range(30), prepare, num_threads)) == [task * task for task in range(30)]
+    assert not our_threads()
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
+    def prepare(task):
+        if task == 4:
+            raise RuntimeError("task four is bad")
+        return task
+
+    pipeline = OrderedPipeline(range(30), prepare, num_threads, ahead=8)
+    assert [next(pipeline) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="task four is bad") as error:
+        next(pipeline)
+    assert "in prepare" in "".join(traceback.format_tb(error.value.__traceback__))
+    assert not our_threads()
+
+
+def test_no_more_than_ahead_items_are_under_way():
+    started = []
+    pipeline = OrderedPipeline(range(100), lambda task: started.append(task) or task, 2, ahead=5)
+    next(pipeline)
+    time.sleep(0.2)
+    assert len(started) <= 6
+    pipeline.close()
+
+
+def test_dropping_the_iterator_ends_the_threads():
+    pipeline = OrderedPipeline(range(10_000), lambda task: time.sleep(0.001), 2, ahead=4)
+    next(pipeline)
+    assert our_threads()
+    del pipeline
+    gc.collect()
+    assert not our_threads()
+
+
+def test_closing_ends_iteration():
+    pipeline = OrderedPipeline(iter(range(100)), lambda task: task, 2)
+    next(pipeline)
+    pipeline.close()
+    with pytest.raises(StopIteration):
+        next(pipeline)

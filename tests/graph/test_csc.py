@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+from lightning_gnn.graph import CSCGraph
+from tests.strategies import edge_indices
+
+
+@given(edge_indices())
+def test_round_trip_gives_back_the_edges_in_the_users_order(graph):
+    num_nodes, edge_index = graph
+    csc = CSCGraph.from_edge_index(edge_index, num_nodes)
+    assert torch.equal(csc.to_edge_index(), edge_index)
+    assert csc.indices.dtype == torch.int32
+
+
+@given(edge_indices())
+def test_sort_is_stable(graph):
+    num_nodes, edge_index = graph
+    csc = CSCGraph.from_edge_index(edge_index, num_nodes)
+    order = torch.sort(edge_index[1], stable=True).indices
+    assert torch.equal(csc.indices.long(), edge_index[0, order])
+    if csc.edge_ids is not None:
+        assert torch.equal(csc.edge_ids.long(), order)
+    else:
+        assert torch.equal(order, torch.arange(edge_index.size(1)))
+
+
+@given(edge_indices())
+def test_csr_is_transposed(graph):
+    num_nodes, edge_index = graph
+    order = torch.sort(edge_index[0], stable=True).indices
+    rowptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
+    rowptr[1:] = torch.bincount(edge_index[0], minlength=num_nodes).cumsum(0)
+    csc = CSCGraph.from_csr(rowptr, edge_index[1, order])
+    assert torch.equal(csc.to_edge_index(), edge_index[:, order])
+
+
+@given(edge_indices(), st.booleans())
+def test_saved_and_loaded(tmp_path_factory, graph, mmap):
+    num_nodes, edge_index = graph
+    csc = CSCGraph.from_edge_index(edge_index, num_nodes)
+    folder = tmp_path_factory.mktemp("graph")
+    loaded = CSCGraph.load(csc.save(folder), mmap=mmap)
+    assert torch.equal(loaded.to_edge_index(), edge_index)
+    assert (loaded.edge_ids is None) == (csc.edge_ids is None)
+
+
+def test_from_data_takes_edge_index_adj_t_or_graph():
+    edge_index = torch.tensor([[0, 1, 2, 2], [1, 0, 0, 1]])
+    data = Data(edge_index=edge_index, num_nodes=4)
+    csc = CSCGraph.from_data(data)
+    assert (csc.num_nodes, csc.num_edges) == (4, 4)
+    adj_t = torch.sparse_csr_tensor(csc.indptr, csc.indices.long(), torch.ones(4), size=(4, 4))
+    from_adj = CSCGraph.from_data(Data(adj_t=adj_t, num_nodes=4))
+    assert torch.equal(from_adj.indices, csc.indices)
+    assert CSCGraph.from_data(Data(graph=csc, num_nodes=4)) is csc
+
+
+def test_share_memory_and_mapped_arrays_do_not_write_to_the_file(tmp_path):
+    csc = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 0]]))
+    csc.save(tmp_path)
+    mapped = CSCGraph.load(tmp_path)
+    mapped.indices[0] = 0
+    assert int(CSCGraph.load(tmp_path).indices[0]) == 1
+    assert csc.share_memory_().indices.is_shared()
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "num_nodes", "error", "message"),
+    [
+        (torch.tensor([[0, 5000], [1, 2]]), 2708, ValueError, r"edge_index\[0\] holds node 5000, .* has 2708 nodes"),
+        (torch.tensor([[0, 1], [1, -3]]), 4, ValueError, r"edge_index\[1\] holds node -3"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 2, TypeError, "must be int32 or int64, but is torch.float32"),
+        (torch.tensor([0, 1]), 2, ValueError, r"shape \[2, num_edges\], but has \[2\]"),
+        (torch.zeros(3, 5, dtype=torch.int64), 2, ValueError, r"but has \[3, 5\]"),
+        ([[0], [0]], 2, TypeError, "must be a torch.Tensor, but is list"),
+    ],
+)
+def test_bad_edges_are_named(edge_index, num_nodes, error, message):
+    with pytest.raises(error, match=message):
+        CSCGraph.from_edge_index(edge_index, num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "message"),
+    [
+        ([0, 3, 2], [0, 0], "must not descend, but indptr"),
+        ([1, 2], [0, 0], "must start at 0"),
+        ([0, 1], [0, 0], "end at the number of edges, 2"),
+        ([0, 2], [0, 9], "indices holds node 9"),
+        ([], [], "must start at 0"),
+    ],
+)
+def test_bad_csc_is_named(indptr, indices, message):
+    with pytest.raises(ValueError, match=message):
+        CSCGraph.from_csc(torch.tensor(indptr, dtype=torch.int64), torch.tensor(indices, dtype=torch.int64))
+
+
+def test_missing_and_truncated_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"indptr\.npy does not exist"):
+        CSCGraph.load(tmp_path)
+    CSCGraph.from_edge_index(torch.randint(50, (2, 1000))).save(tmp_path)
+    whole = (tmp_path / "indices.npy").read_bytes()
+    for mmap in (True, False):
+        (tmp_path / "indices.npy").write_bytes(whole[:700])
+        with pytest.raises(ValueError, match=r"indices\.npy is not a complete \.npy file"):
+            CSCGraph.load(tmp_path, mmap=mmap)
+
+
+def test_no_topology_is_an_error():
+    with pytest.raises(ValueError, match="no topology"):
+        CSCGraph.from_data(Data(x=torch.ones(3, 2)))
+    with pytest.raises(TypeError, match="homogeneous"):
+        CSCGraph.from_data(np.zeros(3))

@@ -1,0 +1,233 @@
+import itertools
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.typing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.ops import batch_key, sample_neighbors, sample_numba
+from lightning_gnn.ops.hashing import draw, node_key
+from tests.strategies import fanouts, graphs, keys, seeds_of
+
+
+def assert_equal(sample, expected):
+    for got, want in zip(sample, expected, strict=True):
+        if isinstance(want, torch.Tensor):
+            assert torch.equal(got, want)
+        else:
+            assert got == want
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), graphs(), fanouts, keys, st.booleans(), st.booleans())
+def test_numba_equals_reference(data, graph, fanouts, key, replace, disjoint):
+    seeds = data.draw(seeds_of(graph.num_nodes))
+    options = {"replace": replace, "disjoint": disjoint}
+    expected = sample_neighbors(graph, seeds, fanouts, key, backend="reference", **options)
+    assert_equal(sample_neighbors(graph, seeds, fanouts, key, **options), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), graphs(), fanouts, keys, st.booleans())
+def test_hashing_equals_the_table(data, graph, fanouts, key, replace):
+    seeds = data.draw(seeds_of(graph.num_nodes)).numpy()
+    arguments = (graph.indptr.numpy(), graph.indices.numpy(), seeds, np.array(fanouts), key, replace, False)
+    table = [np.copy(part) for part in sample_numba.sample_numba(*arguments, hashing=False) if part is not None]
+    hashed = [part for part in sample_numba.sample_numba(*arguments, hashing=True) if part is not None]
+    for a, b in zip(table, hashed, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_hashing_grows_with_the_batch():
+    graph = CSCGraph.from_edge_index(torch.randint(50_000, (2, 400_000)), 50_000)
+    seeds = torch.arange(0, 50_000, 500)
+    arguments = (graph.indptr.numpy(), graph.indices.numpy(), seeds.numpy(), np.array([20, 20, 20]), 3, False, False)
+    table = [np.copy(part) for part in sample_numba.sample_numba(*arguments, hashing=False) if part is not None]
+    hashed = sample_numba.sample_numba(*arguments, hashing=True)
+    assert np.array_equal(table[0], hashed[0])
+    assert np.array_equal(table[1], hashed[1])
+
+
+@pytest.mark.parametrize("fanout", [63, 64, 65, 100, 299, 300, 2**31 - 1])
+def test_large_fanouts(fanout):
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(300), torch.zeros(300, dtype=torch.int64)]), 300)
+    for key in range(5):
+        expected = sample_neighbors(graph, torch.tensor([0]), [fanout], key, backend="reference")
+        assert_equal(sample_neighbors(graph, torch.tensor([0]), [fanout], key), expected)
+
+
+def test_int64_indices_give_the_same_sample():
+    graph = CSCGraph.from_edge_index(torch.randint(100, (2, 2000)), 100)
+    wide = CSCGraph.from_csc(graph.indptr, graph.indices.long())
+    assert_equal(
+        sample_neighbors(wide, torch.arange(9), [5, 5], 1), sample_neighbors(graph, torch.arange(9), [5, 5], 1)
+    )
+
+
+def test_threads_give_the_same_samples():
+    graph = CSCGraph.from_edge_index(torch.randint(2000, (2, 60_000)), 2000)
+    batches = [(torch.randint(2000, (64,)), key) for key in range(80)]
+
+    def work(task):
+        return sample_neighbors(graph, task[0], [10, 5, 5], task[1])
+
+    alone = [work(task) for task in batches]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(work, batches, timeout=60))
+    for a, b in zip(alone, together, strict=True):
+        assert_equal(a, b)
+
+
+def test_a_thread_survives_the_end_of_the_stamps():
+    graph = CSCGraph.from_edge_index(torch.randint(200, (2, 2000)), 200)
+    before = sample_neighbors(graph, torch.arange(20), [5, 5], 7)
+    sample_numba._scratch.stamp = 2**31 - 2
+    for _ in range(3):
+        assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_picks_are_uniform_over_subsets(replace):
+    degree, fanout, trials = 6, 3, 30_000
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
+    counts = Counter()
+    for trial in range(trials):
+        out = sample_neighbors(graph, torch.tensor([0]), [fanout], batch_key(5, batch=trial), replace=replace)
+        counts[tuple(out.edge.tolist())] += 1  # ordered: stronger than subsets
+    cells = math.perm(degree, fanout) if not replace else degree**fanout
+    expected = trials / cells
+    statistic = sum((count - expected) ** 2 / expected for count in counts.values())
+    statistic += (cells - len(counts)) * expected
+    assert statistic < chi2.ppf(0.9999, cells - 1)
+
+
+def test_joint_picks_of_two_nodes_are_uniform():
+    edges = torch.tensor([[2, 3, 4, 5] * 2, [0] * 4 + [1] * 4])
+    graph = CSCGraph.from_edge_index(edges, 6)
+    counts = Counter()
+    trials = 30_000
+    for trial in range(trials):
+        out = sample_neighbors(graph, torch.tensor([0, 1]), [1], batch_key(1, epoch=trial))
+        counts[tuple(out.edge.tolist())] += 1
+    cells = 16
+    statistic = sum((counts[c] - trials / cells) ** 2 / (trials / cells) for c in itertools.product(range(4), range(4, 8)))
+    assert statistic < chi2.ppf(0.9999, cells - 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), keys)
+def test_picks_are_subset_stable(degree, few, many, key):
+    few, many = sorted((few, many))
+    graph = CSCGraph.from_edge_index(torch.zeros(2, degree, dtype=torch.int64), 1)
+    a = sample_neighbors(graph, torch.tensor([0]), [few], key).edge.tolist()
+    b = sample_neighbors(graph, torch.tensor([0]), [many], key).edge.tolist()
+    assert len(set(b)) == len(b) == min(many, degree)
+    if degree > many:
+        assert b[: len(a)] == a
+    else:
+        assert set(a) <= set(b)
+
+
+@given(st.data(), graphs(), fanouts, keys)
+def test_a_tree_of_a_disjoint_sample_does_not_depend_on_the_other_seeds(data, graph, fanouts, key):
+    seeds = data.draw(seeds_of(graph.num_nodes, max_size=4))
+    together = sample_neighbors(graph, seeds, fanouts, key, disjoint=True)
+    for tree, seed in enumerate(seeds):
+        alone = sample_neighbors(graph, seed.view(1), fanouts, key, disjoint=True)
+        mine = together.batch == tree
+        assert torch.equal(together.node[mine], alone.node)
+        assert torch.equal(together.edge[mine[together.edge_index[1]]], alone.edge)
+
+
+@given(st.data(), graphs(), keys)
+def test_all_neighbours_give_every_in_edge_of_every_expanded_node(data, graph, key):
+    seeds = data.draw(seeds_of(graph.num_nodes))
+    out = sample_neighbors(graph, seeds, [-1, -1], key)
+    assert torch.equal(out.node[: seeds.numel()], seeds)
+    degrees = graph.indptr.diff()[out.node]
+    expanded = sum(out.num_sampled_nodes[:2])
+    assert out.edge.numel() == int(degrees[:expanded].sum())
+    sources, targets = out.node[out.edge_index]
+    assert torch.equal(sources, graph.indices[out.edge].long())
+    assert bool(((graph.indptr[targets] <= out.edge) & (out.edge < graph.indptr[targets + 1])).all())
+    assert sum(out.num_sampled_nodes) == out.node.numel()
+    assert sum(out.num_sampled_edges) == out.edge.numel()
+
+
+def test_a_duplicate_seed_keeps_both_places_with_the_same_picks():
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 20), torch.zeros(19, dtype=torch.int64)]), 20)
+    out = sample_neighbors(graph, torch.tensor([0, 0]), [4], 3)
+    assert out.node[:2].tolist() == [0, 0]
+    assert out.edge[:4].tolist() == out.edge[4:].tolist()
+    assert out.edge_index[1].tolist() == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("bound", [1, 2, 7, 2**31, 2**32 - 1])
+def test_draws_stay_in_range(bound):
+    assert all(0 <= draw(node_key(key, 5), j, bound) < bound for key in range(50) for j in range(20))
+
+
+def test_keys_differ_by_every_part():
+    parts = list(itertools.product(range(3), repeat=5))
+    assert len({batch_key(*part) for part in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "fanouts", "options", "error", "message"),
+    [
+        (torch.tensor([9]), [1], {}, IndexError, "seeds hold node 9, but the graph has 5 nodes"),
+        (torch.tensor([-1]), [1], {}, IndexError, "seeds hold node -1"),
+        (torch.tensor([0.5]), [1], {}, TypeError, "int64 tensor of node ids"),
+        (torch.tensor([[0]]), [1], {}, ValueError, "one dimension"),
+        (torch.tensor([0]), [-2], {}, ValueError, "num_neighbors holds -2"),
+        (torch.tensor([0]), [2**40], {}, ValueError, "positive int32"),
+        (torch.tensor([0]), [1.5], {}, TypeError, "a fanout is an integer"),
+        (torch.tensor([0]), [], {}, ValueError, "num_neighbors is empty"),
+        (torch.tensor([0]), 5, {}, TypeError, "must be a list of integers"),
+        (torch.tensor([0]), [1], {"backend": "cuda"}, ValueError, "unknown sampling backend 'cuda'"),
+    ],
+)
+def test_bad_arguments_are_named(seeds, fanouts, options, error, message):
+    graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 5)
+    with pytest.raises(error, match=message):
+        sample_neighbors(graph, seeds, fanouts, **options)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    graphs(max_nodes=5),
+    st.lists(st.integers(-3, 8), max_size=5),
+    st.lists(st.integers(-3, 10**12), max_size=4),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([None, "numba", "reference"]),
+)
+def test_fuzzed_arguments_never_crash(graph, seeds, fanouts, key, backend):
+    try:
+        out = sample_neighbors(graph, torch.tensor(seeds, dtype=torch.int64), fanouts, key, backend=backend)
+    except (ValueError, IndexError, RuntimeError, OverflowError):
+        return
+    assert out.node.numel() >= len(seeds)
+
+
+@pytest.mark.skipif(not torch_geometric.typing.WITH_PYG_LIB, reason="pyg-lib is not installed")
+def test_pyg_lib_agrees_where_nothing_is_random():
+    graph = CSCGraph.from_edge_index(torch.randint(300, (2, 3000)), 300)
+    seeds = torch.randperm(300)[:10]
+    ours = sample_neighbors(graph, seeds, [-1, -1])
+    theirs = sample_neighbors(graph, seeds, [-1, -1], backend="pyg_lib")
+    assert set(ours.node.tolist()) == set(theirs.node.tolist())
+    assert ours.num_sampled_edges == theirs.num_sampled_edges
+    assert sorted(ours.edge.tolist()) == sorted(theirs.edge.tolist())
+
+
+@pytest.mark.skipif(torch_geometric.typing.WITH_PYG_LIB, reason="pyg-lib is installed")
+def test_pyg_lib_missing_is_said():
+    graph = CSCGraph.from_edge_index(torch.tensor([[0], [1]]))
+    with pytest.raises(ValueError, match="needs the package pyg-lib"):
+        sample_neighbors(graph, torch.tensor([0]), [1], backend="pyg_lib")
