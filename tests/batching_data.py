@@ -14,5 +14,5 @@ def small_data(num_nodes=400, num_edges=4000, seed=0):
         edge_weight=torch.rand(num_edges, generator=generator),
     )
     split = torch.rand(num_nodes, generator=generator)
-    data.train_mask, data.val_mask, data.test_mask = split < 0.5, (0.5 <= split) & (split < 0.7), split >= 0.7
+    data.train_mask, data.val_mask, data.test_mask = split < 0.5, (split >= 0.5) & (split < 0.7), split >= 0.7
     return data

@@ -47,7 +47,7 @@ class PreparationTimes:
 class _ThreadedLoader:
     """Mixed into a PyG loader: the stages of a mini-batch with a key, an ordered pipeline of threads around them.
 
-    ``num_workers`` threads share the graph and the features with the trainer; nothing is pickled or copied. Each of them
+    ``num_workers`` threads share the graph and the features with the trainer; nothing is pickled or copied. Each thread
     keeps 8 bytes per node, plus buffers of the size of a batch.
     """
 
@@ -81,7 +81,7 @@ class _ThreadedLoader:
         self.num_threads = num_workers
         self.prefetch_factor_threads = prefetch_factor or 2
         self.times = PreparationTimes()
-        super().__init__(*args, num_workers=0, **kwargs)
+        super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data):
             raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
         store = self.data._store
@@ -241,7 +241,11 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
 def _joined(row: Tensor, col: Tensor) -> Tensor:
     """Return ``edge_index``, without a copy where both are the rows of one tensor."""
     base = row._base
-    if base is not None and base is col._base and base.shape == (2, row.numel()) and row.numel():
-        if row.data_ptr() == base.data_ptr() and col.data_ptr() == base[1].data_ptr():
-            return base
+    if (
+        base is not None
+        and base is col._base
+        and base.shape == (2, row.numel())
+        and base[1].data_ptr() == col.data_ptr()
+    ):
+        return base
     return torch.stack([row, col])

@@ -30,7 +30,11 @@ class MiniBatchDataModule(pl.LightningDataModule):
     """
 
     def __init__(
-        self, seed: int | None, batch_size: int, loader_kwargs: dict[str, Any], eval_loader_kwargs: dict[str, Any] | None
+        self,
+        seed: int | None,
+        batch_size: int,
+        loader_kwargs: dict[str, Any],
+        eval_loader_kwargs: dict[str, Any] | None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -56,7 +60,9 @@ class MiniBatchDataModule(pl.LightningDataModule):
             ValueError: There are none.
         """
         if num_seeds == 0:
-            raise ValueError(f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries")
+            raise ValueError(
+                f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
+            )
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
         warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
         training = stage == "train"

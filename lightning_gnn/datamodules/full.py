@@ -49,7 +49,9 @@ class FullGraphDataModule(pl.LightningDataModule):
             ValueError: The trainer uses more than one device.
         """
         if self.trainer is not None and self.trainer.world_size > 1:
-            raise ValueError(f"full-graph training runs on one device here, but the trainer has {self.trainer.world_size}")
+            raise ValueError(
+                f"full-graph training runs on one device here, but the trainer has {self.trainer.world_size}"
+            )
 
     def train_dataloader(self) -> DataLoader:
         """Return the graph as the only batch."""

@@ -64,7 +64,9 @@ class NeighborDataModule(MiniBatchDataModule):
         refuse_unsupported(kwargs)
         eval_loader_kwargs = dict(eval_loader_kwargs or {})
         sampler_overrides = {
-            key: eval_loader_kwargs.pop(key) for key in ("num_neighbors", "replace", "disjoint") if key in eval_loader_kwargs
+            key: eval_loader_kwargs.pop(key)
+            for key in ("num_neighbors", "replace", "disjoint")
+            if key in eval_loader_kwargs
         }
         super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs)
         check_node_data(data, check_features)

@@ -1,8 +1,8 @@
 """Memory for mini-batches that is used again once a batch is gone.
 
 A mini-batch can take a hundred megabytes. The system hands such blocks out page by page and takes them back when they
-are freed, which costs more time than filling them. The pool keeps them instead: a buffer returns by itself when the last
-tensor that looks at it dies, so a batch that the user keeps is never overwritten.
+are freed, which costs more time than filling them. The pool keeps them instead: a buffer returns by itself when the
+last tensor that looks at it dies, so a batch that the user keeps is never overwritten.
 """
 
 import math

@@ -60,8 +60,8 @@ class CSCGraph:
         for side in (0, 1):
             _check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
         row, col = edge_index[0].numpy(), edge_index[1].numpy()
-        indices = np.empty(row.size, _index_dtype(num_nodes))
-        edge_ids = np.empty(row.size, _index_dtype(row.size))
+        indices: np.ndarray = np.empty(row.size, _index_dtype(num_nodes))
+        edge_ids: np.ndarray = np.empty(row.size, _index_dtype(row.size))
         indptr = _sort_by_target(row, col, num_nodes, indices, edge_ids)
         in_order = bool((col[1:] >= col[:-1]).all())
         return cls(

@@ -71,10 +71,12 @@ def _mix_compiled(z):
 
 @numba.njit(inline="always", cache=True)
 def node_key_compiled(key, node):
+    """Do what :func:`node_key` does, for compiled callers; ``key`` is uint64."""
     return _mix_compiled(key ^ (np.uint64(node) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)
 def draw_compiled(stream, j, bound):
+    """Do what :func:`draw` does, for compiled callers; ``stream`` is uint64."""
     z = _mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
     return np.int64(((z >> _U32) * np.uint64(bound)) >> _U32)

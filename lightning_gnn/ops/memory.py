@@ -1,15 +1,17 @@
 """Memory instructions for compiled loops: a prefetch where the processor cannot look far enough ahead, a block copy."""
 
+from typing import Any
+
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 
-@intrinsic
-def prefetch(typingctx, array, index):
+def _prefetch(typingctx, array, index):
     """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read.
 
     Args:
+        typingctx: Numba's, not given by callers.
         array: A C-contiguous array.
         index: An integer.
     """
@@ -32,11 +34,14 @@ def prefetch(typingctx, array, index):
     return types.void(array, index), codegen
 
 
-@intrinsic
-def copy_bytes(typingctx, target, target_at, source, source_at, count):
+prefetch: Any = intrinsic(_prefetch)
+
+
+def _copy_bytes(typingctx, target, target_at, source, source_at, count):
     """Copy ``count`` bytes from ``source[source_at:]`` to ``target[target_at:]``, without checks.
 
     Args:
+        typingctx: Numba's, not given by callers.
         target: A C-contiguous uint8 array.
         target_at: Where to write.
         source: A C-contiguous uint8 array that does not overlap.
@@ -56,3 +61,6 @@ def copy_bytes(typingctx, target, target_at, source, source_at, count):
         return context.get_dummy_value()
 
     return types.void(target, target_at, source, source_at, count), codegen
+
+
+copy_bytes: Any = intrinsic(_copy_bytes)

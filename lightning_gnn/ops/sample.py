@@ -1,12 +1,12 @@
 """Multi-hop uniform neighbour sampling, defined once for every backend.
 
-Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash of
-(key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one. If
-``d <= fanout`` all in-edges are taken in CSC order. A node is expanded once, at the lowest hop at which it is found.
+Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash
+of (key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one.
+If ``d <= fanout`` all in-edges are taken in CSC order. A node is expanded once, at the lowest hop at which it is found.
 Nodes are numbered seeds first, then the new nodes of each hop in order of first appearance over that hop's edges; edges
-are ordered by (hop, target's local id, j). A seed given twice keeps both places, both with the same picks; edges from it
-refer to the first place. Disjoint samples are one tree per seed: the picks of a node are the same in every tree, so the
-tree of a seed does not depend on the other seeds.
+are ordered by (hop, target's local id, j). A seed given twice keeps both places, both with the same picks; edges from
+it refer to the first place. Disjoint samples are one tree per seed: the picks of a node are the same in every tree, so
+the tree of a seed does not depend on the other seeds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.buffers import pool
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample_numba import sample_numba
 from lightning_gnn.ops.sample_reference import sample_reference
@@ -86,8 +86,8 @@ def sample_neighbors(
         out = sample_reference(
             graph.indptr.tolist(), graph.indices.tolist(), seeds.tolist(), fanouts, key, replace, disjoint
         )
-        node, row, col, edge, tree = (None if ids is None else torch.tensor(ids, dtype=torch.int64) for ids in out[:5])
-        return NeighborSample(node, torch.stack([row, col]), edge, tree, out[5], out[6])
+        node, row, col, edge, tree = (torch.tensor(ids or [], dtype=torch.int64) for ids in out[:5])
+        return NeighborSample(node, torch.stack([row, col]), edge, tree if disjoint else None, out[5], out[6])
     if backend not in (None, "numba"):
         raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
@@ -134,7 +134,9 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
         if int(fanout) != fanout:
             raise TypeError(f"num_neighbors holds {fanout!r}, but a fanout is an integer")
         if fanout < -1 or fanout > 2**31 - 1:
-            raise ValueError(f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbours), 0 or a positive int32")
+            raise ValueError(
+                f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbours), 0 or a positive int32"
+            )
         out.append(int(fanout))
     if not out:
         raise ValueError("num_neighbors is empty; give one fanout per hop, such as [15, 10]")
@@ -157,11 +159,15 @@ def _checked_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
 _indices_for_pyg_lib: WeakKeyDictionary[CSCGraph, Tensor] = WeakKeyDictionary()
 
 
-def _sample_pyg_lib(graph: CSCGraph, seeds: Tensor, fanouts: list[int], replace: bool, disjoint: bool) -> NeighborSample:
+def _sample_pyg_lib(
+    graph: CSCGraph, seeds: Tensor, fanouts: list[int], replace: bool, disjoint: bool
+) -> NeighborSample:
     import torch_geometric.typing
 
     if not torch_geometric.typing.WITH_PYG_LIB:
-        raise ValueError("backend 'pyg_lib' needs the package pyg-lib, which cannot be imported; see PyG's install page")
+        raise ValueError(
+            "backend 'pyg_lib' needs the package pyg-lib, which cannot be imported; see PyG's install page"
+        )
     if graph not in _indices_for_pyg_lib:
         _indices_for_pyg_lib[graph] = graph.indices.to(torch.int64)
     times = (None, None, None) if torch_geometric.typing.WITH_EDGE_TIME_NEIGHBOR_SAMPLE else (None, None)

@@ -308,9 +308,7 @@ def _sample(
         low = k
         if hashing:
             keys, slots = _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, k + end - m)
-            k = _relabel_hash(
-                keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, col, edge, m, end, indices
-            )
+            k = _relabel_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, col, edge, m, end, indices)
         else:
             k = _relabel_table(table, stamp, node, k, row, edge, m, end, indices)
         node_counts[hop + 1] = k - low

@@ -59,7 +59,9 @@ def test_threads_do_not_change_the_batches():
 def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
     data = small_data()
     loader = ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=50, seed=1, rank=2, loader_id=1)
-    expected = NeighborSampler(data, [3]).sample_from_nodes(loader.input_data[list(range(50, 100))], batch_key(1, 2, 1, 0, 1))
+    expected = NeighborSampler(data, [3]).sample_from_nodes(
+        loader.input_data[list(range(50, 100))], batch_key(1, 2, 1, 0, 1)
+    )
     assert torch.equal(list(loader)[1].e_id, expected.edge)
 
 

@@ -117,7 +117,9 @@ def test_joint_picks_of_two_nodes_are_uniform():
         out = sample_neighbors(graph, torch.tensor([0, 1]), [1], batch_key(1, epoch=trial))
         counts[tuple(out.edge.tolist())] += 1
     cells = 16
-    statistic = sum((counts[c] - trials / cells) ** 2 / (trials / cells) for c in itertools.product(range(4), range(4, 8)))
+    statistic = sum(
+        (counts[c] - trials / cells) ** 2 / (trials / cells) for c in itertools.product(range(4), range(4, 8))
+    )
     assert statistic < chi2.ppf(0.9999, cells - 1)
 
 

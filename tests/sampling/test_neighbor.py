@@ -52,9 +52,12 @@ def test_in_pygs_lightning_node_data():
 def test_in_pygs_link_loader(disjoint, negatives):
     data = small_data()
     loader = LinkLoader(
-        data, NeighborSampler(data, [4, 3], disjoint=disjoint), edge_label_index=data.edge_index[:, :200], batch_size=25,
+        data,
+        NeighborSampler(data, [4, 3], disjoint=disjoint),
+        edge_label_index=data.edge_index[:, :200],
+        batch_size=25,
         neg_sampling=negatives,
-    )  # fmt: skip
+    )
     for number, batch in enumerate(loader):
         check(batch, data)
         positives = data.edge_index[:, 25 * number : 25 * number + 25]

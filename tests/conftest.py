@@ -1,0 +1,17 @@
+"""Small machines run the tests several at a time: one torch thread each, and no talk from Lightning."""
+
+import logging
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+# Compiling on first use makes first examples slow; a fixed seed makes a failure in CI a failure everywhere.
+settings.register_profile(
+    "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("project")

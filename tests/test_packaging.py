@@ -1,0 +1,68 @@
+"""The wheel installs one top-level package, and its command runs from anywhere."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = {".git", ".venv", "build", "dist"}
+    for path in ROOT.iterdir():
+        if path.name not in ignored and not path.name.endswith(".egg-info"):
+            (source / path.name).parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["cp", "-r", str(path), str(source / path.name)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_one_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lightning_gnn"}
+    assert "lightning_gnn/conf/train.yaml" in names
+    assert "lightning_gnn/py.typed" in names
+
+
+@pytest.mark.slow
+def test_the_command_runs_in_another_directory(wheel, tmp_path):
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    # The dependencies come from the environment of the tests; only the wheel itself is installed anew.
+    site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, str(wheel)],
+        check=True,
+        timeout=300,
+    )
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    Path(site, "dependencies.pth").write_text("\n".join(dependencies))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    located = subprocess.check_output(
+        [python, "-c", "import lightning_gnn; print(lightning_gnn.__file__)"], text=True, cwd=elsewhere, env=clean
+    )
+    assert located.startswith(site)
+    subprocess.run(
+        [python, "-m", "lightning_gnn", "data.num_nodes=2000", "data.num_edges=20000", "trainer.max_epochs=1",
+         "hydra.run.dir=run"],
+        check=True, timeout=240, cwd=elsewhere, env=clean, capture_output=True,
+    )  # fmt: skip
+    assert 0 <= json.loads((elsewhere / "run" / "metrics.json").read_text())["test_acc"] <= 1
