@@ -281,16 +281,15 @@ def is_writable(folder: Path) -> bool:
 
 
 def _class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
-    if y.dim() == 2 and y.size(1) == 1:
-        y = y[:, 0]
-    if list(y.shape) != [num_nodes]:
+    if list(y.shape) not in ([num_nodes], [num_nodes, 1]):
         raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
     if y.dtype == torch.bool or y.is_complex():
         raise TypeError(f"{name} must be int64 (or floats, NaN where there is no label), but is {y.dtype}")
+    y = y.reshape(num_nodes)
     if not y.is_floating_point():
         return y.to(torch.int64)
-    labels = y.nan_to_num(nan=-1.0)
-    if bool((bad := labels != labels.trunc()).any()) or bool((bad := labels.isinf()).any()):
+    labels = y.masked_fill(y.isnan(), -1.0)
+    if bool((bad := (labels != labels.trunc()) | labels.isinf()).any()):
         node = int(bad.nonzero()[0])
         raise ValueError(f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …")
     return labels.to(torch.int64)

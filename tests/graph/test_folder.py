@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def graph(num_nodes: int = N, num_edges: int = E, seed: int = 0) -> Data:
     return data
 
 
-def write(root: Path, **arrays: object) -> Path:
+def write(root: Path, **arrays: Any) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
         np.save(root / f"{name}.npy", array)
@@ -106,7 +107,7 @@ def test_batches_equal_those_of_the_graph_in_memory(tmp_path: Path, form: str) -
         save_folder(data, root)
     else:
         write(root, **raw(data))
-    options = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 7}
+    options: dict[str, Any] = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 7}
     memory = NeighborDataModule(data, **options)
     disk = NeighborDataModule(load_folder(root), **options)
     for stage in ("train_dataloader", "val_dataloader", "test_dataloader"):
@@ -226,7 +227,7 @@ def bad_edge(value: int) -> np.ndarray:
     return edge_index
 
 
-WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no x": ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
     "no topology": ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected x\.npy"),
     "half a topology": (
@@ -354,7 +355,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_features_stay_on_disk(tmp_path: Path) -> None:
-    options = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 0}
+    options: dict[str, Any] = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 0}
     next(iter(NeighborDataModule(graph(), **options).train_dataloader()))  # compiles, which takes memory too
 
     num_nodes, num_features = 100_000, 512
