@@ -1,5 +1,6 @@
 """Tests of the synthetic graphs: structure, determinism, argument errors and the promised accuracies."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -33,9 +34,12 @@ def top_share(degree: Tensor, fraction: float = 0.01) -> float:
 
 def test_planted_sizes_and_dtypes(small: Data) -> None:
     assert small.num_nodes == 4_000
-    assert small.x.shape == (4_000, 16) and small.x.dtype == torch.float32
-    assert small.edge_index.shape == (2, 60_000) and small.edge_index.dtype == torch.int64
-    assert small.y.shape == (4_000,) and small.y.dtype == torch.int64
+    assert small.x.shape == (4_000, 16)
+    assert small.x.dtype == torch.float32
+    assert small.edge_index.shape == (2, 60_000)
+    assert small.edge_index.dtype == torch.int64
+    assert small.y.shape == (4_000,)
+    assert small.y.dtype == torch.int64
     assert small.validate()
 
 
@@ -84,7 +88,8 @@ def test_planted_degrees_are_power_law(default: Data) -> None:
 
 def test_planted_labels_are_balanced_and_homophilous(small: Data) -> None:
     count = small.y.bincount(minlength=8)
-    assert count.min() > 0.9 * 500 and count.max() < 1.1 * 500
+    assert count.min() > 0.9 * 500
+    assert count.max() < 1.1 * 500
     source, target = small.edge_index
     assert (small.y[source] == small.y[target]).float().mean() > 0.4
 
@@ -143,11 +148,15 @@ def test_planted_rejects_edges_that_do_not_fit_the_communities() -> None:
 
 def test_power_law_graph_structure() -> None:
     indptr, indices = power_law_graph(20_000, 400_000)
-    assert indptr.shape == (20_001,) and indptr.dtype == torch.int64
-    assert indices.shape == (400_000,) and indices.dtype == torch.int64
-    assert indptr[0] == 0 and indptr[-1] == 400_000
+    assert indptr.shape == (20_001,)
+    assert indptr.dtype == torch.int64
+    assert indices.shape == (400_000,)
+    assert indices.dtype == torch.int64
+    assert indptr[0] == 0
+    assert indptr[-1] == 400_000
     assert (indptr.diff() >= 0).all()
-    assert indices.min() >= 0 and indices.max() < 20_000
+    assert indices.min() >= 0
+    assert indices.max() < 20_000
 
 
 def test_power_law_graph_is_skewed_both_ways() -> None:
@@ -167,7 +176,8 @@ def test_power_law_graph_is_deterministic() -> None:
 
 def test_power_law_graph_without_edges() -> None:
     indptr, indices = power_law_graph(5, 0)
-    assert indptr.tolist() == [0] * 6 and indices.shape == (0,)
+    assert indptr.tolist() == [0] * 6
+    assert indices.shape == (0,)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_nodes", 1), ("num_edges", -1), ("exponent", 2.0), ("seed", -1)])
@@ -180,7 +190,7 @@ class Sage(nn.Module):
     def __init__(self, features: int, classes: int, hidden: int = 128, dropout: float = 0.0) -> None:
         super().__init__()
         widths = [features, hidden, hidden, classes]
-        self.layers = nn.ModuleList(SAGEConv(i, o) for i, o in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(SAGEConv(i, o) for i, o in itertools.pairwise(widths))
         self.dropout = dropout
 
     def forward(self, x: Tensor, blocks: list[tuple[Tensor, int]]) -> Tensor:

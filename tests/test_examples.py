@@ -1,0 +1,40 @@
+"""The examples run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_learns():
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.get("text", "") for output in outputs)
+    accuracy = float(re.search(r"test accuracy (\d\.\d+)", printed).group(1))
+    assert accuracy > 0.75
+    values = [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+    assert "True" in values
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_script_runs():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "node_classification.py"), "--epochs", "6"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", done.stdout).group(1)) > 0.3
