@@ -55,7 +55,8 @@ class GNNModule(pl.LightningModule):
         self._scheduler = scheduler
         self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
         self._checked: set[str] = set()
-        # "disable" hands a NaN loss on to EarlyStopping and the user; the default would drop it.
+        # "disable" hands a NaN on to EarlyStopping and the user, where the default drops it (and looks for it, which
+        # stalls a device). torchmetrics 1.9 then ignores weights, so update it with a loss per node.
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.test_loss = MeanMetric(nan_strategy="disable")
 
@@ -117,14 +118,17 @@ class GNNModule(pl.LightningModule):
         self._checked.add(stage)
         return must
 
-    def _log_loss(self, stage: str, loss: Tensor, size: int) -> None:
+    def _log_loss(self, stage: str, losses: Tensor) -> Tensor:
+        """Log ``losses``, one per node or edge, and return their mean."""
+        loss, size = losses.mean(), losses.size(0)
         if stage == "train":
             self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
-            return
+            return loss
         # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
         mean: MeanMetric = getattr(self, f"{stage}_loss")
-        mean.update(loss.detach(), size)
+        mean.update(losses.detach())
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
+        return loss
 
 
 class NodeClassifier(GNNModule):
@@ -202,13 +206,10 @@ class NodeClassifier(GNNModule):
         logits = self(batch)[nodes]
         if logits.size(-1) != self.num_classes:
             raise ValueError(f"the model has {logits.size(-1)} outputs, but num_classes is {self.num_classes}")
-        loss = F.cross_entropy(logits, labels)
         accuracy: MulticlassAccuracy = getattr(self, f"{stage}_acc")
         accuracy.update(logits.detach(), labels)
-        size = labels.size(0)
-        self._log_loss(stage, loss, size)
-        self.log(f"{stage}_acc", accuracy, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
-        return loss
+        self.log(f"{stage}_acc", accuracy, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.size(0))
+        return self._log_loss(stage, F.cross_entropy(logits, labels, reduction="none"))
 
     def _labelled_nodes(self, batch: Data, stage: str) -> slice | Tensor:
         if "batch_size" in batch:

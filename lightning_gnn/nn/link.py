@@ -55,9 +55,8 @@ class LinkPredictor(GNNModule):
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         """Return the mean binary cross-entropy of the batch's labelled edges."""
-        loss, scores, _ = self._step(batch, "train")
-        self._log_loss("train", loss, scores.size(0))
-        return loss
+        losses, _, _ = self._step(batch, "train")
+        return self._log_loss("train", losses)
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         """Log loss and area under the ROC curve of the batch's labelled edges."""
@@ -76,13 +75,14 @@ class LinkPredictor(GNNModule):
         return self._scores(batch, source, target)
 
     def _evaluate(self, batch: Data, stage: str, auc: BinaryAUROC) -> None:
-        loss, scores, labels = self._step(batch, stage)
+        losses, scores, labels = self._step(batch, stage)
         # Any increasing map into [0, 1] leaves the curve as it is; a sigmoid would round high scores to ties at 1.
         auc.update((F.softsign(scores.detach()) + 1) / 2, labels.long())
-        self._log_loss(stage, loss, scores.size(0))
+        self._log_loss(stage, losses)
         self.log(f"{stage}_auc", auc, on_step=False, on_epoch=True, prog_bar=True, batch_size=scores.size(0))
 
     def _step(self, batch: Data, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss, logit and label of each labelled edge, ``[P]``."""
         source, target, labels = self._pairs(batch)
         if labels is None:
             raise ValueError(
@@ -102,7 +102,7 @@ class LinkPredictor(GNNModule):
                 )
         scores = self._scores(batch, source, target)
         labels = labels.to(scores.dtype)
-        return F.binary_cross_entropy_with_logits(scores, labels), scores, labels
+        return F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), scores, labels
 
     def _scores(self, batch: Data, source: Tensor, target: Tensor) -> Tensor:
         z = self(batch)

@@ -59,9 +59,7 @@ class _InputDropoutGNN(BasicGNN):
         if out_channels is not None and out_channels < 1:
             raise ValueError(f"out_channels must be at least 1, got {out_channels}")
         if isinstance(in_channels, int) and in_channels < 1 and in_channels != -1:
-            raise ValueError(
-                f"in_channels must be at least 1, or -1 to infer it, got {in_channels}"
-            )
+            raise ValueError(f"in_channels must be at least 1, or -1 to infer it, got {in_channels}")
         super().__init__(in_channels, hidden_channels, num_layers, out_channels, dropout, **kwargs)
         self.input_dropout = nn.Dropout(input_dropout)
 

@@ -31,7 +31,8 @@ FANOUTS = [[3, 2, 2], [-1, -1, -1], [2, 2, 2, 2], [3, 2], [2]]
 def sample(seeds: list[int], fanouts: list[int], edge_index: Tensor, x: Tensor) -> Data:
     """Sample neighbours hop by hop, each node once: PyG's order, in plain Python."""
     generator = torch.Generator().manual_seed(0)
-    nodes, frontier, edges = list(seeds), list(seeds), []
+    nodes, frontier = list(seeds), list(seeds)
+    edges: list[tuple[int, int]] = []
     num_nodes, num_edges = [len(seeds)], []
     for fanout in fanouts:
         found: list[int] = []

@@ -1,0 +1,243 @@
+"""Rounds of timings, interleaved between contestants so that a drift of the machine hits all of them alike.
+
+A contestant is called once per round and returns its figure: A B C, A B C, … after a warm-up round that does not count.
+Contestants that would disturb each other get a process each, which waits while another one's turn is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import MISSING
+
+RESULTS = Path(__file__).parent / "results"
+Rows = list[dict[str, Any]]
+
+
+def parse(
+    name: str, description: str, sizes: dict[str, tuple[int, int]], argv: Sequence[str] | None, runs: int = 5
+) -> argparse.Namespace:
+    """Read the command line of one benchmark.
+
+    Args:
+        name: The benchmark, and the JSON file that it writes.
+        description: Its help text.
+        sizes: Each size's value in a full run and in a quick one; every size becomes an option.
+        argv: The arguments, by default those of the process.
+        runs: How many rounds count by default.
+    """
+    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--runs", type=int, help=f"rounds that count (default: {runs}, quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="small sizes; writes no file unless --out is given")
+    parser.add_argument("--out", type=Path, help=f"the JSON file (default: benchmarks/results/{name}.json)")
+    parser.add_argument("--only", default="", help="run only the contestants whose name contains this text")
+    for size, (full, quick) in sizes.items():
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help=f"default: {full}, quick: {quick}")
+    args = parser.parse_args(argv)
+    for size, (full, quick) in sizes.items():
+        if getattr(args, size) is None:
+            setattr(args, size, quick if args.quick else full)
+    args.runs = args.runs or (2 if args.quick else runs)
+    if args.out is None and not args.quick:
+        args.out = RESULTS / f"{name}.json"
+    args.sizes = {size: getattr(args, size) for size in sizes}
+    return args
+
+
+class Gate:
+    """A contestant's side of :class:`Isolated`: it waits for its turn and reports its figure, once per round."""
+
+    def __init__(self, pipe: Connection, rounds: int) -> None:
+        self._pipe = pipe
+        self.rounds = rounds
+
+    def wait(self) -> None:
+        """Block until the turn begins."""
+        self._pipe.send("ready")
+        self._pipe.recv()
+
+    def report(self, value: float) -> None:
+        """Hand in the figure of this turn."""
+        self._pipe.send(value)
+
+
+class Isolated:
+    """A contestant in a fresh process of its own, so that threads, allocators and random states cannot mix.
+
+    Args:
+        target: Importable function; prepares itself, then waits and reports ``gate.rounds`` times.
+        spec: What it gets besides the gate.
+        rounds: How often it will be called, warm-up included.
+    """
+
+    def __init__(self, target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], rounds: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(target, spec, theirs, rounds))
+        self._process.start()
+        theirs.close()
+        self._expect_ready = True
+        self._ready()
+
+    def __call__(self) -> float:
+        """Take one turn."""
+        self.begin()
+        return self.result()
+
+    def begin(self) -> None:
+        """Start a turn without waiting for it."""
+        self._ready()
+        self._pipe.send(True)
+
+    def result(self) -> float:
+        """Wait for the end of the turn."""
+        self._expect_ready = True
+        return float(self._receive())
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(timeout=20)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    def _ready(self) -> None:
+        if self._expect_ready:
+            self._receive()
+            self._expect_ready = False
+
+    def _receive(self) -> Any:
+        try:
+            message = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"a contestant's process ended with exit code {self._process.exitcode}") from None
+        if isinstance(message, dict):
+            raise RuntimeError(f"a contestant failed:\n{message['failed']}")
+        return message
+
+
+def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], pipe: Connection, rounds: int) -> None:
+    try:
+        target(spec, Gate(pipe, rounds))
+    except (EOFError, BrokenPipeError):
+        pass  # the benchmark itself has ended
+    except Exception:
+        pipe.send({"failed": traceback.format_exc()})
+
+
+def measure(contestants: dict[str, Callable[[], float] | None], runs: int, warmup: int = 1) -> Rows:
+    """Call the contestants in turn, round by round.
+
+    Args:
+        contestants: Each returns one figure per call; None stands for a peer that is not installed.
+        runs: Rounds that count.
+        warmup: Rounds before them that do not.
+
+    Returns:
+        One row each: ``name`` and either ``values``, ``median``, ``min``, ``max`` or ``missing``.
+    """
+    values: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(warmup + runs):
+        for name, contestant in contestants.items():
+            if contestant is not None:
+                value = contestant()
+                if turn >= warmup:
+                    values[name].append(value)
+    rows: Rows = []
+    for name, contestant in contestants.items():
+        if contestant is None:
+            rows.append({"name": name, "missing": MISSING})
+        else:
+            seen = values[name]
+            row = {"name": name, "median": statistics.median(seen), "min": min(seen), "max": max(seen), "values": seen}
+            rows.append({key: _rounded(value) for key, value in row.items()})
+    return rows
+
+
+def measure_isolated(
+    target: Callable[[dict[str, Any], Gate], None], specs: dict[str, dict[str, Any] | None], runs: int
+) -> Rows:
+    """Measure contestants that get a process each; a spec of None stands for a peer that is not installed."""
+    contestants: dict[str, Isolated | None] = {}
+    try:
+        for name, spec in specs.items():  # one after the other: preparing a graph takes several times its memory
+            contestants[name] = None if spec is None else Isolated(target, spec, runs + 1)
+        return measure(contestants, runs)
+    finally:
+        for contestant in contestants.values():
+            if contestant is not None:
+                contestant.close()
+
+
+def compare(
+    rows: Rows,
+    what: str,
+    ours: Sequence[str],
+    peers: Sequence[str],
+    higher_is_better: bool,
+    target: float | None = None,
+) -> dict[str, Any]:
+    """Set the best of our rows against the best of the peer's rows, by their medians.
+
+    Returns:
+        The names, the medians and ``ratio``, above 1 where ours is faster; ``missing`` where a side did not run.
+    """
+    best = max if higher_is_better else min
+    sides = []
+    for names in (ours, peers):
+        ran = [row for row in rows if row["name"] in names and "median" in row]
+        sides.append(best(ran, key=lambda row: row["median"]) if ran else None)
+    result: dict[str, Any] = {"what": what, "target": target}
+    if sides[0] is None or sides[1] is None:
+        return {**result, "missing": MISSING}
+    left, right = sides[0]["median"], sides[1]["median"]
+    ratio = _rounded(left / right if higher_is_better else right / left)
+    return {**result, "ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """Print a result as tables and write it as JSON, if there is a file to write to."""
+    console = Console()
+    table = Table("contestant", "median", "min", "max", title=f"{result['title']} [{result['unit']}]")
+    for row in result["rows"]:
+        figures = (
+            [row["missing"], "", ""] if "missing" in row else [f"{row[key]:g}" for key in ("median", "min", "max")]
+        )
+        table.add_row(row["name"], *figures)
+    console.print(table)
+    for comparison in result["comparisons"]:
+        console.print(f"{comparison['what']}: {_verdict(comparison)}", highlight=False)
+    for key, value in result.get("extra", {}).items():
+        console.print(f"{key}: {value}", highlight=False)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _verdict(comparison: dict[str, Any]) -> str:
+    if "missing" in comparison:
+        return comparison["missing"]
+    text = f"{comparison['ratio']:g} times as fast ({comparison['ours']} against {comparison['peer']})"
+    if comparison["target"] is not None:
+        reached = "reached" if comparison["ratio"] >= comparison["target"] else "MISSED"
+        text += f", target {comparison['target']:g}: {reached}"
+    return text

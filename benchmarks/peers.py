@@ -1,0 +1,94 @@
+"""The peers: PyG's samplers, its loader and its way to train, used where their packages can be imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
+from torchmetrics.classification import MulticlassAccuracy
+
+OpSampler = Callable[[Tensor], int]
+"""Samples around some seeds, throws the sample away and returns its number of edges."""
+
+
+def importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError):  # OSError: built for another version of torch
+        return False
+    return True
+
+
+def can_sample() -> bool:
+    """Say whether PyG's NeighborLoader can run at all: it needs one of the two packages."""
+    return importable("pyg_lib") or importable("torch_sparse")
+
+
+def pyg_lib_sampler(indptr: Tensor, indices: Tensor, fanouts: Sequence[int]) -> OpSampler | None:
+    """Return pyg-lib's operator, called as PyG's NeighborSampler calls it, or None if it is not installed."""
+    if not importable("pyg_lib"):
+        return None
+    operator, fanouts = torch.ops.pyg.neighbor_sample, list(fanouts)
+    known = {argument.name for argument in operator.default._schema.arguments}
+    options = {"csc": True, "replace": False, "directed": True, "disjoint": False, "return_edge_id": True}
+    options = {name: value for name, value in options.items() if name in known}
+    return lambda seeds: operator(indptr, indices, seeds, fanouts, **options)[0].numel()
+
+
+def torch_sparse_sampler(indptr: Tensor, indices: Tensor, fanouts: Sequence[int]) -> OpSampler | None:
+    """Return torch-sparse's operator, called as PyG's NeighborSampler calls it, or None if it is not installed."""
+    if not importable("torch_sparse"):
+        return None
+    operator, fanouts = torch.ops.torch_sparse.neighbor_sample, list(fanouts)
+    return lambda seeds: operator(indptr, indices, seeds, fanouts, False, True)[1].numel()
+
+
+def neighbor_loader(data: Data, **kwargs: Any) -> Any:
+    """Return PyG's NeighborLoader."""
+    from torch_geometric.loader import NeighborLoader
+
+    return NeighborLoader(data, **kwargs)
+
+
+class PyGClassifier(pl.LightningModule):
+    """GraphSAGE as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here).
+
+    Args:
+        in_channels: Features per node.
+        hidden_channels: Width of the hidden layers.
+        num_layers: Number of layers.
+        num_classes: Number of classes.
+        trim: Pass on the numbers of sampled nodes and edges, with which PyG's model trims each layer
+            (``trim_to_layer``); the example does not.
+    """
+
+    def __init__(self, in_channels: int, hidden_channels: int, num_layers: int, num_classes: int, trim: bool) -> None:
+        super().__init__()
+        self.gnn = GraphSAGE(in_channels, hidden_channels, num_layers, num_classes, dropout=0.5)
+        self.trim = trim
+        self.train_acc = MulticlassAccuracy(num_classes, average="micro")
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Return the cross-entropy of the seeds."""
+        hops = {}
+        if self.trim:
+            hops = {
+                "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
+                "num_sampled_edges_per_hop": batch.num_sampled_edges,
+            }
+        logits = self.gnn(batch.x, batch.edge_index, **hops)[: batch.batch_size]
+        labels = batch.y[: batch.batch_size]
+        self.train_acc(logits.softmax(dim=-1), labels)
+        self.log("train_acc", self.train_acc, on_step=False, on_epoch=True, batch_size=labels.size(0))
+        return F.cross_entropy(logits, labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the example's Adam."""
+        return torch.optim.Adam(self.parameters(), lr=0.01)

@@ -1,0 +1,6 @@
+"""``python -m lightning_gnn`` is ``lgnn``."""
+
+from lightning_gnn.cli import main
+
+if __name__ == "__main__":
+    main()

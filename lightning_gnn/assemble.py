@@ -1,0 +1,183 @@
+"""From a composed configuration to data, DataModule, LightningModule and Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.utils import instantiate, to_absolute_path
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.callbacks import Checkpoint, ProgressBar
+from torch_geometric.data import Data
+from torch_geometric.transforms import RandomLinkSplit
+
+from lightning_gnn.datamodules import LinkDataModule
+
+MODES = ("train", "test", "predict")
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Refuse what cannot work before anything is loaded.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at ``ckpt_path``.
+        RuntimeError: The processor that was asked for is missing.
+        ValueError: An unknown mode, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+    """
+    if cfg.mode not in MODES:
+        raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
+    if cfg.ckpt_path is None and cfg.mode != "train":
+        raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
+    if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
+        raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: there is no such file")
+    if cfg.torch_threads is not None and cfg.torch_threads < 1:
+        raise ValueError(f"torch_threads={cfg.torch_threads}, but at least one is needed; null leaves torch's choice")
+    fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
+    depth = OmegaConf.select(cfg, "model.num_layers")
+    if fanouts is not None and depth is not None and len(fanouts) != depth:
+        raise ValueError(
+            f"model.num_layers={depth}, but datamodule.num_neighbors=[{','.join(str(fanout) for fanout in fanouts)}] has "
+            f"{len(fanouts)} fanouts; give one fanout per layer"
+        )
+    check_accelerator(cfg.trainer.accelerator)
+
+
+def check_accelerator(name: str) -> None:
+    """Say what is missing for a kind of processor.
+
+    Raises:
+        RuntimeError: Names it.
+    """
+    if name in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        built = f"torch {torch.__version__} was built with CUDA {torch.version.cuda}" if torch.version.cuda else (
+            f"torch {torch.__version__} was built without CUDA"
+        )
+        raise RuntimeError(f"trainer.accelerator={name} needs a GPU, but torch finds none ({built}); use trainer=cpu")
+    if name == "npu":
+        if importlib.util.find_spec("torch_npu") is None:
+            raise RuntimeError(
+                "trainer.accelerator=npu needs the package torch-npu, which is not installed; on a machine with CANN: "
+                "pip install 'lightning-gnn[npu]'"
+            )
+        if "npu" not in AcceleratorRegistry.available_accelerators():
+            raise RuntimeError("trainer.accelerator=npu is not known to Lightning; no NPU accelerator is registered")
+
+
+def build_data(cfg: DictConfig) -> Data:
+    """Read or draw the graph; a relative ``root`` counts from where the command was typed."""
+    node = cfg.data.copy()
+    if node.get("root") is not None:
+        node.root = to_absolute_path(node.root)
+    data: Data = build(node, "data")
+    if data.get("x") is None:
+        raise ValueError("data: the graph has no node features x, which the models need")
+    return data
+
+
+def build_node_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Build what classifies nodes."""
+    num_classes = _count_classes(data)
+    datamodule = build(cfg.datamodule, "datamodule", data=data)
+    if isinstance(datamodule, LinkDataModule):
+        raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
+    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes)
+
+
+def build_link_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Hide some edges from the graph, and build what predicts them."""
+    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+        raise ValueError("task=link trains on mini-batches of edges; use datamodule=link")
+    train, val, test = _split_links(data, **cfg.task.split)
+    datamodule = build(
+        cfg.datamodule,
+        "datamodule",
+        data=train,
+        input_train_edges=train.edge_label_index,
+        input_val_edges=val.edge_label_index,
+        input_val_labels=val.edge_label,
+        input_test_edges=test.edge_label_index,
+        input_test_labels=test.edge_label,
+    )
+    for key in ("edge_label", "edge_label_index"):
+        del train[key]  # the loader attaches those of each batch
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels)
+
+
+def build_trainer(cfg: DictConfig) -> pl.Trainer:
+    """Build loggers, callbacks and the Trainer."""
+    loggers = [build(node, f"logger.{name}") for name, node in (cfg.get("logger") or {}).items()]
+    callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
+    if not cfg.trainer.get("enable_progress_bar", True):
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    trainer: pl.Trainer = build(
+        cfg.trainer,
+        "trainer",
+        logger=loggers or False,
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        default_root_dir=cfg.output_dir,
+    )
+    return trainer
+
+
+def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
+    """Build an object from ``_target_`` and its arguments.
+
+    Hydra makes a partial of the configured arguments only: it would copy tensors that pass through it.
+
+    Raises:
+        Exception: What building has raised; a note names ``name``.
+    """
+    try:
+        return instantiate(node, _partial_=True, _convert_="all")(**kwargs)
+    except Exception as error:
+        error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
+        raise
+
+
+def _module(cfg: DictConfig, data: Data, out_channels: int, **kwargs: Any) -> pl.LightningModule:
+    sizes = {"in_channels": data.num_features, "out_channels": out_channels}
+    given = {name: cfg.model.get(name) for name in sizes}
+    model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
+    settings = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
+    module: pl.LightningModule = build(settings, "task", model=model, **kwargs)
+    return module
+
+
+def _count_classes(data: Data) -> int:
+    y = data.get("y")
+    if y is None:
+        raise ValueError("data: the graph has no labels y; classify nodes with labels, or use task=link")
+    if y.is_floating_point() or (y.dim() > 1 and y.size(1) > 1):
+        raise ValueError(f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}")
+    return int(y.max()) + 1
+
+
+def _split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:
+    """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges."""
+    if "edge_index" not in data:
+        raise ValueError("task=link needs data.edge_index, but the graph holds its topology in CSC order alone")
+    graph = Data(x=data.x, edge_index=data.edge_index)
+    split = RandomLinkSplit(
+        num_val=num_val,
+        num_test=num_test,
+        is_undirected=graph.is_undirected(),
+        add_negative_train_samples=False,
+        disjoint_train_ratio=num_train,
+    )
+    state = random.getstate()  # PyG draws non-edges from Python's stream
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            train, val, test = split(graph)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
+    finally:
+        random.setstate(state)
+    return train, val, test

@@ -1,0 +1,132 @@
+"""Stopping a run by Ctrl-C or SIGTERM so that it can be resumed as if it had not been stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopOnSignal(pl.Callback):
+    """Answers the first SIGINT or SIGTERM by a checkpoint at the next optimizer step, then ends the run.
+
+    A second signal ends the run at once. Outside the main thread, as in some notebooks, signals are left alone. Where
+    several processes train together, all stop as soon as one was told to.
+
+    Args:
+        dirpath: Where to write ``interrupted.ckpt``; by default the directory of the first checkpoint callback, or
+            else the trainer's.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        self.dirpath = dirpath
+        self.signal: int | None = None
+        """The signal that stopped the run, None if there was none."""
+        self.checkpoint: Path | None = None
+        """Where the interrupted run can be resumed from, None if it was stopped before that was written."""
+        self._previous: dict[int, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Move behind the other callbacks, whose part of a batch must be done before the checkpoint is written."""
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]  # type: ignore[attr-defined]
+        self.signal = self.checkpoint = None
+        # Lightning replaces the handler of SIGTERM between here and the start of a stage, and restores it before teardown.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the checkpoint and stop, unless gradients are still being accumulated."""
+        if not trainer.fit_loop._should_accumulate() and self._must_stop(trainer):
+            self._save_and_stop(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise after a validation in between."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate():
+            if self._must_stop(trainer):
+                self._save_and_stop(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep a run that was told to stop in its very last moments from going on to its next stage."""
+        self._stop_if_told(trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Stop at once where there is nothing to resume: outside of training."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            self._stop_if_told(trainer)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+        self._stop_if_told(trainer)
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+        self._stop_if_told(trainer)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen; earlier, Lightning would replace the handler of SIGTERM by its own."""
+        self._listen()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise."""
+        self._listen()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise."""
+        self._listen()
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise."""
+        self._listen()
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise."""
+        self._listen()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the signals back to whoever handled them before."""
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise; Lightning calls no teardown hook after an exception."""
+        self._restore()
+
+    def _listen(self) -> None:
+        for number in self._previous:
+            signal.signal(number, self._handle)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        # print() could be what the signal has just interrupted, and then raises.
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping after this batch. Press Ctrl-C again to stop at once.\n".encode())
+
+    def _must_stop(self, trainer: pl.Trainer) -> bool:
+        told = self.signal is not None
+        return trainer.strategy.reduce_boolean_decision(told, all=False) if trainer.world_size > 1 else told
+
+    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+        if self._must_stop(trainer):
+            raise KeyboardInterrupt
+
+    def _save_and_stop(self, trainer: pl.Trainer) -> None:
+        directory = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = Path(directory) / "interrupted.ckpt"
+        trainer.save_checkpoint(path)
+        self.checkpoint = path
+        raise KeyboardInterrupt

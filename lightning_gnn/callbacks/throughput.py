@@ -1,0 +1,158 @@
+"""How fast an epoch is, and where its time goes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from statistics import median
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import CombinedLoader
+
+
+@dataclass
+class EpochThroughput:
+    """One training epoch, validation left out.
+
+    Args:
+        epoch_time_s: Seconds from the start of the epoch to the end of its last batch.
+        model_s: Seconds that the training thread spent on forward, backward and optimizer.
+        wait_s: Seconds that it waited for mini-batches.
+        sampling_s: Thread-seconds of sampling; None if the loader does not tell.
+        features_s: Thread-seconds of feature loading; likewise.
+        batches: Mini-batches of this process.
+        edges: Their edges.
+        all_edges: The edges of all processes.
+    """
+
+    epoch_time_s: float = 0.0
+    model_s: float = 0.0
+    wait_s: float = 0.0
+    sampling_s: float | None = None
+    features_s: float | None = None
+    batches: int = 0
+    edges: int = 0
+    all_edges: int = 0
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of the training thread that went elsewhere: transfers, callbacks, loggers."""
+        return max(0.0, self.epoch_time_s - self.model_s - self.wait_s)
+
+    @property
+    def mteps(self) -> float:
+        """Million traversed edges per second, HyScale-GNN's metric (section VI-A): edges of all mini-batches / time."""
+        return self.all_edges / self.epoch_time_s / 1e6 if self.epoch_time_s else 0.0
+
+    @property
+    def sampled_edges_per_s(self) -> float | None:
+        """Edges per thread-second of sampling; None without sampling."""
+        return self.edges / self.sampling_s if self.sampling_s else None
+
+
+class Throughput(pl.Callback):
+    """Measures each training epoch and logs ``epoch_time_s``, ``mteps`` and ``sampled_edges_per_s``.
+
+    It works with any loader: those of this package tell what sampling and feature loading cost; with others only the
+    training thread is measured. Nothing of it goes into checkpoints. ``epochs`` holds one
+    :class:`EpochThroughput` per finished epoch.
+    """
+
+    def __init__(self) -> None:
+        self.epochs: list[EpochThroughput] = []
+        self._epoch: EpochThroughput | None = None
+        self._mark = 0.0
+        self._batch_start = 0.0
+        self._before: list[Any] = []
+
+    def summary(self) -> EpochThroughput | None:
+        """Return the median epoch, without the first if there are more; None before the first has ended."""
+        if not self.epochs:
+            return None
+        rows = [asdict(epoch) for epoch in (self.epochs[1:] or self.epochs)]
+        columns = {field.name: [row[field.name] for row in rows] for field in fields(EpochThroughput)}
+        return EpochThroughput(
+            **{name: None if None in values else type(values[0])(median(values)) for name, values in columns.items()}
+        )
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._begin(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of a run that is resumed in mid-epoch, which has no epoch start."""
+        self._begin(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave a validation in mid-epoch out."""
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the wait for the batch, and the batch."""
+        self._batch_start = time.perf_counter()
+        if self._epoch is not None:
+            self._epoch.wait_s += self._batch_start - self._mark
+            self._epoch.batches += 1
+            self._epoch.edges += _count_edges(batch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the time of the model."""
+        if self._epoch is None:
+            return
+        if trainer.is_last_batch and trainer.strategy.root_device.type != "cpu":
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        self._epoch.model_s += now - self._batch_start
+        self._epoch.epoch_time_s += now - self._mark
+        self._mark = now
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finish the epoch and log its figures."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None or not epoch.batches:
+            return
+        after = _preparation_times(trainer)
+        if after:
+            spent = {name: _spent(self._before, after, name) for name in ("wait_s", "sampling_s", "features_s")}
+            epoch.wait_s, epoch.sampling_s, epoch.features_s = spent["wait_s"], spent["sampling_s"], spent["features_s"]
+        epoch.all_edges = epoch.edges
+        if trainer.world_size > 1:
+            edges = torch.tensor(float(epoch.edges), dtype=torch.float64, device=trainer.strategy.root_device)
+            epoch.all_edges = int(trainer.strategy.reduce(edges, reduce_op="sum"))
+        self.epochs.append(epoch)
+        figures = {"epoch_time_s": epoch.epoch_time_s, "mteps": epoch.mteps}
+        if epoch.sampled_edges_per_s is not None:
+            figures["sampled_edges_per_s"] = epoch.sampled_edges_per_s
+        pl_module.log_dict(figures, batch_size=1, rank_zero_only=True)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        self._epoch = EpochThroughput()
+        self._before = [copy.copy(times) for times in _preparation_times(trainer)]
+        self._mark = time.perf_counter()
+
+
+def _preparation_times(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders' counts, empty for loaders that keep none."""
+    if trainer.train_dataloader is None:
+        return []
+    loaders: Iterable[Any] = CombinedLoader(trainer.train_dataloader).flattened
+    times = [getattr(loader, "times", None) for loader in loaders]
+    return times if all(hasattr(t, "sampling_s") for t in times) else []
+
+
+def _spent(before: list[Any], after: list[Any], name: str) -> float:
+    return sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before)
+
+
+def _count_edges(batch: Any) -> int:
+    """Return the edges that messages pass along in a batch of PyG, 0 for other batches."""
+    if isinstance(batch, (list, tuple)):
+        return sum(_count_edges(part) for part in batch)
+    edge_index = getattr(batch, "edge_index", None)
+    return int(edge_index.size(1)) if isinstance(edge_index, torch.Tensor) else int(getattr(batch, "num_edges", 0) or 0)

@@ -1,0 +1,279 @@
+"""The command ``lgnn``: compose, build, fit, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from lightning_gnn.assemble import build_data, build_link_task, build_node_task, build_trainer, check_config
+from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
+from lightning_gnn.report import collect_metrics, print_table, save_figure, write_metrics
+
+TASKS = {"node": build_node_task, "link": build_link_task}
+USER_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError, InstantiationException)
+USER_ERRORS += (MisconfigurationException, OmegaConfBaseException)
+
+
+class UserError(Exception):
+    """Something the user can put right; shown as one line."""
+
+
+def main() -> None:
+    """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    try:
+        _hydra_main()
+    except KeyboardInterrupt:
+        _say("Interrupted before training began.", "yellow")
+        sys.exit(128 + signal.SIGINT)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name="train")
+def _hydra_main(cfg: DictConfig) -> float | None:
+    try:
+        metrics = run(cfg)
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        _say(f"error: {error}", "red")
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            raise SystemExit(2) from None
+        return _failed(cfg, str(error))
+    except Exception as error:
+        if HydraConfig.get().mode != RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        traceback.print_exc()
+        return _failed(cfg, f"{type(error).__name__}: {error}")
+    return metrics.get(f"val_{cfg.task.metric}")
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Do what a composed configuration says: train and test, test, or predict.
+
+    Args:
+        cfg: As Hydra composes it from ``conf/train.yaml``; under the compose API give ``output_dir``.
+
+    Returns:
+        What ``metrics.json`` holds.
+
+    Raises:
+        UserError: The configuration cannot be run, or the data is not what it takes.
+        SystemExit: The run was interrupted.
+    """
+    start = time.perf_counter()
+    _be_quiet()
+    if cfg.torch_threads is not None and cfg.torch_threads > 0:
+        torch.set_num_threads(cfg.torch_threads)
+    with _explained():
+        check_config(cfg)
+        pl.seed_everything(cfg.seed, workers=True, verbose=False)
+        if cfg.task.name not in TASKS:
+            raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
+        data = build_data(cfg)
+        datamodule, module = TASKS[cfg.task.name](cfg, data)
+        trainer = build_trainer(cfg)
+    title = _describe(cfg, module)
+    if trainer.is_global_zero:
+        _console().print(title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False)
+
+    ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
+    with _interruptible(trainer), _explained(only_ours=True):
+        if cfg.mode == "predict":
+            scores = _predict(trainer, module, datamodule, ckpt_path, cfg.output_dir)
+        else:
+            scores = _fit_and_test(cfg, trainer, module, datamodule, ckpt_path)
+
+    throughput = _callback(trainer, Throughput)
+    curves = _callback(trainer, LearningCurves)
+    metrics = collect_metrics(
+        scores,
+        throughput.summary() if throughput else None,
+        len(throughput.epochs) if throughput else trainer.current_epoch,
+        task=cfg.task.name,
+        mode=cfg.mode,
+        seed=cfg.seed,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
+        total_time_s=time.perf_counter() - start,
+    )
+    if trainer.is_global_zero:
+        write_metrics(metrics, cfg.output_dir)
+        if curves is not None and curves.epochs:
+            save_figure(metrics, curves.epochs, cfg.task.metric, title, Path(cfg.output_dir) / "report.png")
+        if cfg.mode != "predict":
+            print_table(metrics, title, _console())
+        _console().print(f"{metrics['total_time_s']:.0f} s in all; files in {cfg.output_dir}", soft_wrap=True, highlight=False)
+    return metrics
+
+
+def _fit_and_test(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, datamodule: pl.LightningDataModule, ckpt_path: str | None
+) -> dict[str, float]:
+    metric, scores = cfg.task.metric, {}
+    if cfg.mode == "train":
+        trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        best = trainer.checkpoint_callback
+        val = trainer.callback_metrics.get(f"val_{metric}")
+        ckpt_path = getattr(best, "best_model_path", None) or None
+        if ckpt_path is not None and best.best_model_score is not None:
+            val = best.best_model_score
+        if val is not None:
+            scores[f"val_{metric}"] = float(val)
+    if getattr(datamodule, "test_dataloader", None) is not None:
+        tested = trainer.test(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False)
+        scores = {name: value for name, value in tested[0].items() if name.startswith("test_")} | scores
+        scores = {f"test_{metric}": scores.pop(f"test_{metric}"), **scores} if f"test_{metric}" in scores else scores
+    return scores
+
+
+def _predict(
+    trainer: pl.Trainer, module: pl.LightningModule, datamodule: pl.LightningDataModule, ckpt_path: str | None, directory: str
+) -> dict[str, float]:
+    """Write the outputs for each node (logits ``[num_nodes, num_classes]``) to predictions.npy."""
+    batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+    logits = torch.cat([batch.float().cpu() for batch in batches or []])  # type: ignore[union-attr]
+    np.save(Path(directory) / "predictions.npy", logits.numpy())
+    _console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
+    return {}
+
+
+@contextmanager
+def _explained(only_ours: bool = False) -> Iterator[None]:
+    """Turn errors that a user can put right into a :class:`UserError`.
+
+    Args:
+        only_ours: Leave alone what was not raised by this package's checks or by Lightning's: it may be a bug, whose
+            traceback is wanted.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:
+        if only_ours and not _is_ours(error):
+            raise
+        raise UserError(_explain(error)) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
+
+
+def _explain(error: BaseException) -> str:
+    """Return one line: what was being built, and what is wrong."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        notes = getattr(error, "__notes__", [])
+        error = error.__cause__
+        error.__notes__ = notes  # type: ignore[attr-defined]
+    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+    text = text.replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", "")
+    if "loading state_dict" in text:
+        text = f"the checkpoint does not fit the configured model: {text}"
+    note = next(iter(getattr(error, "__notes__", [])), None)
+    return text if note is None or text.startswith((f"{note}:", f"{note}.")) else f"{note}: {text}"
+
+
+@contextmanager
+def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
+    """After an interruption say how to go on, and exit as a signal would have made us."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        stop = _callback(trainer, StopOnSignal)
+        if not trainer.interrupted and (stop is None or stop.signal is None):
+            raise
+        saved = stop.checkpoint if stop is not None else None
+        if trainer.is_global_zero:
+            checkpoint = saved or _latest_checkpoint(trainer)
+            if checkpoint is None:
+                _say("Interrupted; there is no checkpoint to resume from.", "yellow")
+            else:
+                found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
+                _say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
+        raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
+
+
+def _latest_checkpoint(trainer: pl.Trainer) -> Path | None:
+    named = {getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks}
+    named |= {getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks}
+    paths = [Path(path) for path in named if path and Path(path).is_file()]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _resume_command(checkpoint: Path) -> str:
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+    path = str(checkpoint.resolve())
+    if re.search(r"[^\w./-]", path):
+        path = "'" + path.replace("'", "\\'") + "'"  # Hydra's own quotes, inside the shell's
+    return shlex.join(["lgnn", *overrides, f"ckpt_path={path}"])
+
+
+def _failed(cfg: DictConfig, message: str) -> float:
+    """Leave a trace of a failed run of a sweep; NaN is what optimising sweepers take for failure."""
+    write_metrics({"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}, cfg.output_dir)
+    return float("nan")
+
+
+def _describe(cfg: DictConfig, module: pl.LightningModule) -> str:
+    graph = cfg.data.get("name") or (HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None)
+    fanouts = cfg.datamodule.get("num_neighbors")
+    batches = "full graph" if fanouts is None else f"fanouts {list(fanouts)}, batch {cfg.datamodule.get('batch_size')}"
+    depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
+    return f"{depth}{type(module.model).__name__} on {graph or 'data'} · {batches}"
+
+
+def _callback(trainer: pl.Trainer, kind: type) -> Any:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _say(message: str, style: str) -> None:
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(
+        message, style=style, markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def _be_quiet() -> None:
+    """Silence what a user cannot act on."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (
+        ".*isinstance\\(treespec, LeafSpec\\).*",
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*Experiment logs directory .* exists.*",
+        ".*your dataloader is not resumable.*",
+        ".*The dirpath has changed from.*",
+        ".*`sync_dist=True`.*",
+        ".*could not find the monitored key in the returned metrics.*",  # resumed behind the validation of an epoch
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,308 @@
+"""What an accelerator keeps of a graph that lies in host memory: hot feature rows, hot adjacency lists, one budget.
+
+The two caches and the split of one budget between them by pre-sampling are DUCATI's (Zhang, Shen, Shao, Chen: DUCATI: A
+Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GPU, SIGMOD 2023, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+SECTOR_BYTES = 32
+"""The least that an accelerator reads from host memory at once."""
+
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class RowCache:
+    """Copies of some rows of a table.
+
+    Args:
+        slot: int32 ``[num_rows]``, the place of each row in ``rows``, or -1.
+        rows: The copies, of the table's dtype ``[cache_rows, num_columns]``, on the device of ``slot``.
+    """
+
+    slot: Tensor
+    rows: Tensor
+
+    @classmethod
+    def build(cls, table: Tensor, nodes: Tensor, device: torch.device | str) -> RowCache:
+        """Copy rows of a table to a device, block by block, so that a memory-mapped table never comes in whole.
+
+        Args:
+            table: ``[num_rows, num_columns]``.
+            nodes: Which rows, int64 or int32 ``[cache_rows]``, none of them twice.
+            device: Where to.
+
+        Raises:
+            IndexError: A row outside the table.
+            ValueError: A row is given twice.
+        """
+        nodes = _checked(nodes, table.size(0))
+        rows = torch.empty((nodes.numel(), *table.shape[1:]), dtype=table.dtype, device=device)
+        for start in range(0, nodes.numel(), _BLOCK):
+            block = nodes[start : start + _BLOCK]
+            rows[start : start + _BLOCK] = table.index_select(0, block.to(table.device)).to(device)
+        slot = torch.full((table.size(0),), -1, dtype=torch.int32)
+        slot[nodes] = torch.arange(nodes.numel(), dtype=torch.int32)
+        return cls(slot.to(device), rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.slot.nbytes + self.rows.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class CachedAdjacency:
+    """A graph's in-neighbours, with the lists of some nodes on a device.
+
+    In-neighbour p of node v is ``cached_indices[offset[v] + p]`` where ``offset[v] >= 0``, else
+    ``indices[indptr[v] + p]``.
+
+    Args:
+        indptr: A copy of the graph's offsets on the device, int64 ``[num_nodes + 1]``.
+        indices: The graph's own source nodes in host memory, int32 or int64 ``[num_edges]``.
+        offset: int64 ``[num_nodes]``, where the list of a node starts in ``cached_indices``, or -1; on the device.
+        cached_indices: Lists of the cached nodes, one after the other, of the dtype of ``indices``; on the device.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    offset: Tensor
+    cached_indices: Tensor
+
+    @classmethod
+    def build(cls, indptr: Tensor, indices: Tensor, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
+        """Copy the adjacency lists of some nodes to a device.
+
+        Args:
+            indptr: int64 ``[num_nodes + 1]``.
+            indices: int32 or int64 ``[num_edges]``.
+            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice.
+            device: Where to.
+
+        Raises:
+            IndexError: A node outside the graph.
+            ValueError: A node is given twice.
+        """
+        nodes = _checked(nodes, indptr.numel() - 1)
+        starts, degrees = indptr[nodes], indptr[nodes + 1] - indptr[nodes]
+        ends = degrees.cumsum(0)
+        offset = torch.full((indptr.numel() - 1,), -1, dtype=torch.int64)
+        offset[nodes] = ends - degrees
+        lists = torch.empty(int(ends[-1]) if ends.numel() else 0, dtype=indices.dtype)
+        _copy_lists(indices.numpy(), starts.numpy(), degrees.numpy(), lists.numpy())
+        return cls(indptr.to(device), indices, offset.to(device), lists.to(device))
+
+    def sources(self, targets: Tensor, positions: Tensor) -> Tensor:
+        """Look up sources of edges the way a kernel does; the reference for kernels.
+
+        Args:
+            targets: Nodes, int64 ``[n]``.
+            positions: Which in-edge of each, int64 ``[n]``, from 0.
+
+        Returns:
+            int64 ``[n]``, on the device of the targets.
+        """
+        device = self.offset.device
+        targets, positions = targets.to(device), positions.to(device)
+        offset = self.offset[targets]
+        cached = offset >= 0
+        out = torch.empty_like(targets, dtype=torch.int64)
+        out[cached] = self.cached_indices[offset[cached] + positions[cached]].to(torch.int64)
+        edges = self.indptr[targets[~cached]] + positions[~cached]
+        out[~cached] = self.indices[edges.to(self.indices.device)].to(device, torch.int64)
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.indptr.nbytes + self.offset.nbytes + self.cached_indices.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class DualCachePlan:
+    """Which nodes' feature rows, and which nodes' adjacency lists, go to the device.
+
+    Args:
+        feature_nodes: int64 ``[n]``, the most beneficial first.
+        adjacency_nodes: int64 ``[m]``, the most beneficial first.
+        feature_bytes: What the cache of rows takes on the device, its lookup table included.
+        adjacency_bytes: What the cache of lists takes, its lookup tables included.
+        feature_gain: The cost of the counted accesses that it saves, in the units of the costs given.
+        adjacency_gain: Likewise for the lists.
+        feature_hit_rate: The share of the counted row reads that it serves.
+        adjacency_hit_rate: The share of the counted index reads that it serves.
+    """
+
+    feature_nodes: Tensor
+    adjacency_nodes: Tensor
+    feature_bytes: int
+    adjacency_bytes: int
+    feature_gain: float
+    adjacency_gain: float
+    feature_hit_rate: float
+    adjacency_hit_rate: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches; never more than the budget."""
+        return self.feature_bytes + self.adjacency_bytes
+
+    @property
+    def gain(self) -> float:
+        """The cost of the counted accesses that both caches save."""
+        return self.feature_gain + self.adjacency_gain
+
+    def __str__(self) -> str:
+        lines = [f"{'cache':<10}{'nodes':>12}{'MiB':>12}{'hits':>8}"]
+        for name, nodes, size, hits in (
+            ("features", self.feature_nodes, self.feature_bytes, self.feature_hit_rate),
+            ("adjacency", self.adjacency_nodes, self.adjacency_bytes, self.adjacency_hit_rate),
+        ):
+            lines.append(f"{name:<10}{nodes.numel():>12,}{size / 2**20:>12,.1f}{hits:>8.1%}")
+        return "\n".join(lines)
+
+
+def plan_dual_cache(
+    feature_counts: Tensor,
+    adjacency_counts: Tensor,
+    degrees: Tensor,
+    feature_row_bytes: int,
+    index_bytes: int,
+    budget_bytes: int,
+    *,
+    feature_cost: float | None = None,
+    adjacency_cost: float = SECTOR_BYTES,
+    lookup_bytes: tuple[int, int] | None = None,
+) -> DualCachePlan:
+    """Split one budget between feature rows and adjacency lists, greedily by benefit per byte.
+
+    Entries of both kinds compete in one order; one that does not fit is passed over for smaller ones. Ties go to
+    feature rows, then to lower ids. A cache whose lookup table costs more than it is worth stays empty. What is lost
+    against the best possible plan is at most the benefit of the first entry that did not fit.
+
+    Args:
+        feature_counts: How often each row was read, ``[num_nodes]``; see
+            :func:`~lightning_gnn.sampling.count_accesses`, or take degrees.
+        adjacency_counts: How many entries of each adjacency list were read, ``[num_nodes]``.
+        degrees: In-degrees, ``[num_nodes]``.
+        feature_row_bytes: Bytes of a feature row.
+        index_bytes: Bytes of an entry of an adjacency list.
+        budget_bytes: Bytes on the device for both caches, lookup tables included.
+        feature_cost: What it costs to read one row from host memory, in measured seconds or in any unit shared with
+            ``adjacency_cost``; by default the bytes of the sectors that it covers.
+        adjacency_cost: What it costs to read one entry of a list from host memory; by default the bytes of a sector.
+        lookup_bytes: Bytes of the lookup tables of the two caches, paid by a cache that is not empty; by default
+            ``4 * num_nodes`` (``slot``) and ``16 * num_nodes + 8`` (``offset`` and ``indptr``).
+
+    Raises:
+        ValueError: Tensors that differ in length, a negative or non-finite count, cost or size.
+
+    Source: DUCATI, section 4.3, which fits curves to the same order and searches the split on them; here the order
+    itself is walked, lookup tables count, and costs may be measured.
+    """
+    num_nodes = degrees.numel()
+    counts = [_checked_counts(feature_counts, num_nodes), _checked_counts(adjacency_counts, num_nodes)]
+    sizes = [np.full(num_nodes, feature_row_bytes, np.int64), _as_array(degrees).astype(np.int64) * index_bytes]
+    if feature_cost is None:
+        feature_cost = math.ceil(feature_row_bytes / SECTOR_BYTES) * SECTOR_BYTES
+    costs = (feature_cost, adjacency_cost)
+    tables = (4 * num_nodes, 16 * num_nodes + 8) if lookup_bytes is None else lookup_bytes
+    for number in (*costs, *tables, feature_row_bytes, index_bytes, budget_bytes):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"costs, sizes and the budget must be finite and not negative, but one is {number}")
+    if num_nodes and int(degrees.min()) < 0:
+        raise ValueError("degrees must not be negative")
+
+    candidates = [np.flatnonzero((counts[kind] > 0) & (sizes[kind] > 0)) for kind in (0, 1)]
+    kinds = np.repeat(np.arange(2, dtype=np.int8), [c.size for c in candidates])
+    node = np.concatenate(candidates)
+    size = np.concatenate([sizes[kind][candidates[kind]] for kind in (0, 1)])
+    gain = np.concatenate([counts[kind][candidates[kind]] * costs[kind] for kind in (0, 1)])
+    order = np.argsort(-(gain / size), kind="stable")
+    order = order[gain[order] > 0]
+
+    best, best_gain = np.empty(0, np.int64), 0.0
+    for allowed in ((True, False), (False, True), (True, True)):
+        left = int(budget_bytes) - sum(int(table) for table, use in zip(tables, allowed, strict=True) if use)
+        if left > 0:
+            chosen = _fill(order, kinds, size, np.array(allowed), left)
+            if gain[chosen].sum() > best_gain:
+                best, best_gain = chosen, float(gain[chosen].sum())
+    parts = [best[kinds[best] == kind] for kind in (0, 1)]
+    reads = [max(float(count.sum()), 1e-300) for count in counts]
+    return DualCachePlan(
+        *(torch.from_numpy(node[part].astype(np.int64)) for part in parts),
+        *(int(size[part].sum()) + int(table) * bool(part.size) for part, table in zip(parts, tables, strict=True)),
+        *(float(gain[part].sum()) for part in parts),
+        *(float(counts[kind][node[parts[kind]]].sum()) / reads[kind] for kind in (0, 1)),
+    )
+
+
+def hottest(scores: Tensor, count: int) -> Tensor:
+    """Return the nodes with the highest scores, such as degrees or access counts; ties go to lower ids.
+
+    Args:
+        scores: Numbers ``[num_nodes]``.
+        count: How many nodes; all of them if there are fewer.
+
+    Returns:
+        int64 ``[min(count, num_nodes)]``, the hottest first.
+    """
+    return torch.argsort(scores, descending=True, stable=True)[: max(count, 0)]
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(order, kinds, size, allowed, left):
+    chosen = np.empty(order.size, np.int64)
+    n = 0
+    for entry in order:
+        if allowed[kinds[entry]] and size[entry] <= left:
+            left -= size[entry]
+            chosen[n] = entry
+            n += 1
+    return chosen[:n].copy()
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_lists(indices, starts, degrees, out):
+    at = 0
+    for i in range(starts.size):
+        for p in range(degrees[i]):
+            out[at + p] = indices[starts[i] + p]
+        at += degrees[i]
+
+
+def _checked(nodes: Tensor, num_nodes: int) -> Tensor:
+    nodes = nodes.detach().to("cpu", torch.int64)
+    if nodes.numel():
+        low, high = (int(value) for value in torch.aminmax(nodes))
+        if low < 0 or high >= num_nodes:
+            raise IndexError(f"cannot cache node {low if low < 0 else high}: the graph has {num_nodes} nodes")
+    seen = torch.zeros(num_nodes, dtype=torch.bool)
+    seen[nodes] = True
+    if int(seen.sum()) != nodes.numel():
+        raise ValueError("a node to cache is given twice")
+    return nodes
+
+
+def _checked_counts(counts: Tensor, num_nodes: int) -> np.ndarray:
+    array = _as_array(counts).astype(np.float64)
+    if array.shape != (num_nodes,):
+        raise ValueError(f"expected one count per node, {num_nodes}, but got the shape {list(array.shape)}")
+    if not bool((np.isfinite(array) & (array >= 0)).all()):
+        raise ValueError("counts must be finite and not negative")
+    return array
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()

@@ -1,0 +1,152 @@
+"""The comparison that ends a sweep, as a Hydra callback."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
+SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
+
+
+class ComparisonTable(Callback):
+    """Compares the runs of a sweep: one row each, with mean and standard deviation over the seeds beside them.
+
+    It reads the ``metrics.json`` that each run has left in its directory, so it works with every launcher, and writes
+    ``comparison.csv`` beside them. The command fails (exit code 1) if a run has failed.
+    """
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Called by Hydra when all runs have ended."""
+        directory = Path(config.hydra.sweep.dir)
+        rows = compare(directory)
+        if not rows:
+            return
+        _write(rows, directory / "comparison.csv")
+        _print(rows, directory / "comparison.csv")
+        if any(row["status"] != "ok" for row in rows):
+            sys.exit(1)
+
+
+def compare(directory: str | Path) -> list[dict[str, Any]]:
+    """Read the runs below a sweep's directory.
+
+    Returns:
+        One row per run, in order: ``job``, ``status`` (``ok`` or ``failed``), what it was told that differs from other
+        runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in the seed only, and
+        ``error``.
+    """
+    jobs = sorted(Path(directory).glob("**/.hydra/overrides.yaml"), key=_job_number)
+    overrides = [dict(str(item).lstrip("+").partition("=")[::2] for item in OmegaConf.load(path)) for path in jobs]
+    keys = list(dict.fromkeys(key for given in overrides for key in given))
+    varied = [key for key in keys if len({given.get(key) for given in overrides}) > 1]
+    rows = []
+    for path, given in zip(jobs, overrides, strict=True):
+        metrics = _metrics(path.parents[1])
+        error = metrics.get("error")
+        rows.append(
+            {
+                "job": _job_number(path),
+                "status": "failed" if error else "ok",
+                **{key: given.get(key, "") for key in varied},
+                **{name: metrics[name] for name in FIGURES if metrics.get(name) is not None},
+                "error": error or "",
+            }
+        )
+    _add_statistics(rows, [key for key in varied if key != "seed"])
+    return rows
+
+
+def _job_number(overrides: Path) -> int:
+    return int(OmegaConf.load(overrides.with_name("hydra.yaml")).hydra.job.num)
+
+
+def _metrics(directory: Path) -> dict[str, Any]:
+    path = directory / "metrics.json"
+    if not path.is_file():
+        return {"error": "the run has left no metrics.json"}
+    metrics: dict[str, Any] = json.loads(path.read_text())
+    return metrics
+
+
+def _add_statistics(rows: list[dict[str, Any]], keys: list[str]) -> None:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    for group in groups.values():
+        for score in SCORES:
+            values = [row[score] for row in group if score in row]
+            if not values:
+                continue
+            for row in group:
+                row[f"{score}_mean"] = statistics.fmean(values)
+                row[f"{score}_std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+                row["runs"] = len(group)
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(column for row in rows for column in row if column != "error"))
+    return [*columns, "error"]
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, _columns(rows), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _print(rows: list[dict[str, Any]], path: Path) -> None:
+    score = next((name for name in SCORES if any(name in row for row in rows)), "test_acc")
+    statistics_of = {f"{name}_{kind}" for name in SCORES for kind in ("mean", "std")} | {"runs"}
+    told = [key for key in _columns(rows) if key not in {*FIGURES, *statistics_of, "job", "status", "error"}]
+    figures = [name for name in FIGURES if any(name in row for row in rows)]
+    table = Table(title="Comparison", title_justify="left", title_style="bold", box=box.ROUNDED, caption=str(path), caption_justify="left")
+    for name in ["job", *told]:
+        table.add_column(name, style="cyan")
+    for name in [*figures, f"{score}: mean ± std"]:
+        table.add_column(name, justify="right")
+    previous: tuple[Any, ...] | None = None
+    for row in rows:
+        group = tuple(row[key] for key in told if key != "seed")
+        if previous is not None and group != previous:
+            table.add_section()
+        previous = group
+        cells = [str(row["job"]), *(str(row[key]) for key in told)]
+        if row["status"] == "ok":
+            cells += [_shown(name, row.get(name)) for name in figures] + [_spread(row, score)]
+        else:
+            cells += ["[red]failed[/red]", *[""] * len(figures)] if figures else ["[red]failed[/red]"]
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for row in rows:
+        if row["status"] != "ok":
+            console.print(f"job {row['job']} failed: {row['error']}", style="red", markup=False, highlight=False)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name.endswith("_acc"):
+        return f"{value:.2%}"
+    return f"{value:.4f}" if name.endswith("_auc") else f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
+
+
+def _spread(row: dict[str, Any], score: str) -> str:
+    if f"{score}_mean" not in row:
+        return ""
+    mean, std = row[f"{score}_mean"], row[f"{score}_std"]
+    shown = f"{mean:.2%} ± {std:.2%}" if score.endswith("_acc") else f"{mean:.4f} ± {std:.4f}"
+    return f"{shown} ({row['runs']})"

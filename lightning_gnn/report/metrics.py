@@ -1,0 +1,55 @@
+"""The figures of a run as one dictionary, and metrics.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning_gnn.callbacks import EpochThroughput
+
+
+def collect_metrics(
+    scores: dict[str, float], throughput: EpochThroughput | None, num_epochs: int, **more: Any
+) -> dict[str, Any]:
+    """Put together what metrics.json holds.
+
+    Args:
+        scores: Figures such as ``test_acc`` and ``val_acc``.
+        throughput: The typical epoch; None if none was measured.
+        num_epochs: How many epochs were trained.
+        **more: Further entries, as they are.
+
+    Returns:
+        ``scores``, ``epochs``, ``epoch_time_s``, ``sampled_edges_per_s``, ``mteps``, ``time_split`` (seconds per
+        epoch: ``sampling_s`` and ``features_s`` of the preparing threads, ``model_s``, ``wait_s`` and ``other_s`` of
+        the training thread) and ``more``; None for what was not measured.
+    """
+    measured = throughput is not None
+    return {
+        **scores,
+        "epochs": num_epochs,
+        "epoch_time_s": throughput.epoch_time_s if throughput else None,
+        "sampled_edges_per_s": throughput.sampled_edges_per_s if throughput else None,
+        "mteps": throughput.mteps if throughput else None,
+        "time_split": {
+            name: getattr(throughput, name) if measured else None
+            for name in ("sampling_s", "features_s", "model_s", "wait_s", "other_s")
+        },
+        **more,
+    }
+
+
+def write_metrics(metrics: dict[str, Any], directory: str | Path) -> Path:
+    """Write ``metrics.json``; figures that are no finite number become null, which JSON has no other word for."""
+    path = Path(directory) / "metrics.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,145 @@
+"""A run that is stopped and resumed ends with the weights of one that was not, bit for bit."""
+
+import re
+import shlex
+import signal
+import threading
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn.callbacks import StopOnSignal
+from tests.cli.command import NODE, lgnn, metrics_of, signal_at, spawn, weights_of
+
+ONE_CYCLE = ["task._target_=tests.cli.command.OneCycle"]
+VARIANTS = {
+    "plain": [],
+    "threads": ["datamodule.num_workers=2"],
+    "one-cycle": ONE_CYCLE,
+    "accumulated": ["trainer.accumulate_grad_batches=2"],
+    "mid-epoch validation": ["+trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=1"],
+}
+
+
+def assert_same_weights(left, right):
+    left, right = weights_of(left / "checkpoints/last.ckpt"), weights_of(right / "checkpoints/last.ckpt")
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step):
+    overrides = VARIANTS[variant]
+    assert lgnn(tmp_path / "whole", *overrides) == 0
+    assert lgnn(tmp_path / "cut", *overrides, *signal_at(step, signal.SIGINT)) == 130
+    assert not (tmp_path / "cut/metrics.json").exists()
+    assert lgnn(tmp_path / "resumed", *overrides, f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
+    assert metrics_of(tmp_path / "whole")["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_interrupted_in_validation(tmp_path, step):
+    assert lgnn(tmp_path / "whole") == 0
+    assert lgnn(tmp_path / "cut", *signal_at(step, signal.SIGINT, hook="on_validation_start")) == 130
+    assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_waits_for_the_optimizer_step_when_gradients_are_accumulated(tmp_path):
+    accumulate = "trainer.accumulate_grad_batches=3"
+    assert lgnn(tmp_path, accumulate, *signal_at(2, signal.SIGINT)) == 130
+    checkpoint = torch.load(tmp_path / "checkpoints/interrupted.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 1
+    assert checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 3
+
+
+def test_message_and_command_to_resume(tmp_path, capfd):
+    assert lgnn(tmp_path / "a dir", *signal_at(2, signal.SIGTERM)) == 143
+    shown = capfd.readouterr().err
+    assert "SIGTERM: stopping after this batch" in shown
+    command = shlex.split(re.search(r"^ +(lgnn .*)$", shown, re.MULTILINE)[1])
+    assert command[1 : 1 + len(NODE)] == NODE
+    assert command[-1] == f"ckpt_path='{tmp_path}/a dir/checkpoints/interrupted.ckpt'"
+    assert lgnn(tmp_path / "resumed", command[-1]) == 0
+
+
+def test_second_signal_stops_at_once_and_names_the_last_checkpoint(tmp_path, capfd):
+    assert lgnn(tmp_path, *signal_at(8, signal.SIGINT, times=2)) == 130
+    shown = capfd.readouterr().err
+    assert f"ckpt_path={tmp_path}/checkpoints/" in shown
+    assert not (tmp_path / "checkpoints/interrupted.ckpt").exists()
+
+
+def test_second_signal_before_any_checkpoint(tmp_path, capfd):
+    assert lgnn(tmp_path, *signal_at(2, signal.SIGINT, times=2)) == 130
+    assert "there is no checkpoint" in capfd.readouterr().err
+
+
+def test_interrupted_in_the_test(tmp_path, capfd):
+    assert lgnn(tmp_path, *signal_at(0, signal.SIGINT, hook="on_test_start")) == 130
+    assert "checkpoints/" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", "one-cycle"])
+def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):
+    overrides = [*NODE, *VARIANTS[variant], "callbacks.last.every_n_train_steps=3"]
+    killed = spawn(*overrides, f"hydra.run.dir={tmp_path}/cut", *signal_at(8, signal.SIGKILL))
+    assert killed.returncode == -signal.SIGKILL
+    assert torch.load(tmp_path / "cut/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
+    # Every fifth step is the end of an epoch, so that both end with the checkpoint of the last step.
+    assert lgnn(tmp_path / "whole", *VARIANTS[variant], "callbacks.last.every_n_train_steps=5") == 0
+    resumed = ["callbacks.last.every_n_train_steps=5", f"ckpt_path={tmp_path}/cut/checkpoints/last.ckpt"]
+    assert lgnn(tmp_path / "resumed", *VARIANTS[variant], *resumed) == 0
+    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
+
+
+@pytest.mark.slow
+def test_interrupted_process(tmp_path):
+    cut = spawn(*NODE, f"hydra.run.dir={tmp_path}/cut", *signal_at(3, signal.SIGINT))
+    assert cut.returncode == 130, cut.stderr
+    assert "Traceback" not in cut.stderr
+    assert (tmp_path / "cut/checkpoints/interrupted.ckpt").is_file()
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return pl.Trainer(callbacks=[pl.Callback()], logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+
+
+def test_leaves_signals_alone_outside_the_main_thread(trainer):
+    before = signal.getsignal(signal.SIGINT)
+    stop = StopOnSignal()
+
+    def start():
+        stop.setup(trainer, None, "fit")
+        stop.on_train_start(trainer, None)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not stop._previous
+
+
+def test_restores_the_handlers_after_a_run_and_after_an_error(trainer):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    stop = StopOnSignal()
+    for end in (stop.teardown, stop.on_exception):
+        stop.setup(trainer, None, "fit")
+        stop.on_train_start(trainer, None)
+        assert signal.getsignal(signal.SIGINT) == stop._handle
+        end(trainer, None, None)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_runs_behind_the_other_callbacks(trainer):
+    stop = StopOnSignal()
+    trainer.callbacks.insert(0, stop)
+    stop.setup(trainer, None, "fit")
+    assert trainer.callbacks[-1] is stop
+    assert trainer.callbacks.count(stop) == 1

@@ -1,0 +1,106 @@
+"""Run the command, in this process or in one of its own, on a graph that takes moments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn import cli
+from lightning_gnn.nn import NodeClassifier
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "data.num_nodes=600",
+    "data.num_edges=4000",
+    "data.num_classes=3",
+    "data.num_features=8",
+    "data.split=[0.5,0.1,0.2]",
+    "model.hidden_channels=16",
+    "datamodule.num_workers=0",
+    "torch_threads=1",
+    "trainer.enable_progress_bar=false",
+]
+NODE = [*TINY, "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "trainer.max_epochs=2"]
+"""Five optimizer steps per epoch."""
+
+
+def lgnn(directory, *overrides, base=NODE):
+    """Run in this process; return the exit code."""
+    argv, sys.argv = sys.argv, ["lgnn", *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    try:
+        cli.main()
+    except SystemExit as error:
+        return error.code
+    finally:
+        sys.argv = argv
+        torch.set_num_threads(threads)
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    return 0
+
+
+def spawn(*arguments, cwd=ROOT, **environment):
+    """Run in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_gnn", *arguments],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def metrics_of(directory):
+    return json.loads((Path(directory) / "metrics.json").read_text())
+
+
+def weights_of(checkpoint):
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+class SignalAt(pl.Callback):
+    """Sends this process a signal, as a user or a batch system would."""
+
+    def __init__(self, step, number, hook="on_train_batch_start", times=1):
+        self.step, self.number, self.hook, self.times = step, number, hook, times
+
+    def on_train_batch_start(self, trainer, *args):
+        self._send(trainer, "on_train_batch_start")
+
+    def on_validation_start(self, trainer, *args):
+        self._send(trainer, "on_validation_start")
+
+    def on_test_start(self, trainer, *args):
+        self._send(trainer, "on_test_start")
+
+    def _send(self, trainer, hook):
+        if hook == self.hook and trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+            self.step = sys.maxsize
+
+
+class OneCycle(NodeClassifier):
+    """Its schedule is as long as the run, for which Lightning has to look at the loader early."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def signal_at(step, number, **more):
+    """Overrides that add :class:`SignalAt`."""
+    return [
+        "+callbacks.kill._target_=tests.cli.command.SignalAt",
+        *(f"+callbacks.kill.{key}={value}" for key, value in {"step": step, "number": int(number), **more}.items()),
+    ]

@@ -1,0 +1,193 @@
+"""The command as a user runs it, on tiny graphs."""
+
+import csv
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gnn.report.comparison import compare
+from tests.cli.command import NODE, ROOT, TINY, lgnn, metrics_of, spawn
+
+LINK = [
+    *TINY, "task=link", "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=256",
+    "task.split.num_train=200", "task.split.num_val=50", "task.split.num_test=50", "trainer.max_epochs=2",
+]  # fmt: skip
+
+
+def test_what_a_run_leaves_and_says(tmp_path, capfd):
+    assert lgnn(tmp_path) == 0
+    out, err = capfd.readouterr()
+    for name in ("Test accuracy", "Validation accuracy", "Epoch time", "Sampled edges/s", "MTEPS", "Sampling", "Waiting"):
+        assert name in out
+    assert err == ""
+    metrics = metrics_of(tmp_path)
+    assert 0 <= metrics["test_acc"] <= 1
+    assert 0 <= metrics["val_acc"] <= 1
+    assert metrics["epochs"] == 2
+    assert metrics["mteps"] > 0
+    assert metrics["sampled_edges_per_s"] > 0
+    assert set(metrics["time_split"]) == {"sampling_s", "features_s", "model_s", "wait_s", "other_s"}
+    assert sum(metrics["time_split"][name] for name in ("model_s", "wait_s", "other_s")) == pytest.approx(
+        metrics["epoch_time_s"], rel=0.2
+    )
+    for name in (".hydra/config.yaml", "logs/metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+        assert (tmp_path / name).is_file()
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    logged = (tmp_path / "logs/metrics.csv").read_text()
+    assert "mteps" in logged
+    assert "val_acc" in logged
+
+
+def test_learns_more_than_chance_and_equal_seeds_give_equal_runs(tmp_path):
+    for name in ("one", "two"):
+        assert lgnn(tmp_path / name, "trainer.max_epochs=6", "task.lr=0.01", "data.feature_noise=0.2", "seed=3") == 0
+    assert metrics_of(tmp_path / "one")["test_acc"] > 0.7
+    assert metrics_of(tmp_path / "one")["test_loss"] == metrics_of(tmp_path / "two")["test_loss"]
+
+
+def test_link_prediction(tmp_path, capfd):
+    assert lgnn(tmp_path, base=LINK) == 0
+    assert "Test AUC" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    assert 0 <= metrics["test_auc"] <= 1
+    assert 0 <= metrics["val_auc"] <= 1
+    assert metrics["task"] == "link"
+
+
+def test_full_graph(tmp_path):
+    overrides = ["datamodule=full", "model=gcn", "model.num_layers=2", "trainer.max_epochs=3"]
+    assert lgnn(tmp_path, *overrides, base=[item for item in TINY if not item.startswith("datamodule")]) == 0
+    metrics = metrics_of(tmp_path)
+    assert metrics["sampled_edges_per_s"] is None
+    assert metrics["mteps"] == pytest.approx(4000 / metrics["epoch_time_s"] / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("choice", ["model=gat", "logger=none", "callbacks=none", "trainer=fast_dev", "experiment=smoke"])
+def test_choices(tmp_path, choice):
+    assert lgnn(tmp_path, choice) == 0
+    assert 0 <= metrics_of(tmp_path)["test_acc"] <= 1
+
+
+def test_evaluate_and_predict_from_a_checkpoint(tmp_path, capfd):
+    assert lgnn(tmp_path / "train") == 0
+    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
+    assert lgnn(tmp_path / "test", "mode=test", checkpoint) == 0
+    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(tmp_path / "train")["test_acc"]
+    assert lgnn(tmp_path / "predict", "mode=predict", checkpoint) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 3)
+    capfd.readouterr()
+    assert lgnn(tmp_path / "other", "mode=test", checkpoint, "model.hidden_channels=8") == 2
+    assert "does not fit the configured model" in capfd.readouterr().err
+
+
+ERRORS = {
+    "mode=tset": "mode='tset' is unknown; use one of train, test, predict",
+    "mode=test": "mode=test needs a checkpoint; give ckpt_path=PATH",
+    "ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
+    "model.num_layers=3": "model.num_layers=3, but datamodule.num_neighbors=[4,4] has 2 fanouts",
+    "datamodule.num_neighbors=[4,-2]": "num_neighbors holds -2",
+    "datamodule.batch_size=0": "datamodule: batch_size must be at least 1, but is 0",
+    "datamodule.num_workers=-1": "num_workers must not be negative",
+    "data.num_edges=10000000": "data: num_edges=10000000 is too dense",
+    "data._target_=no.such.function": "Error locating target 'no.such.function'",
+    "+data.colour=red": "unexpected keyword argument 'colour'",
+    "model.dropout=1.5": "model: dropout is a probability in [0, 1), got 1.5",
+    "task.lr=-1": "task: lr must be positive, got -1",
+    "task.name=both": "task.name='both' is unknown",
+    "trainer.precision=7": "Precision '7' is invalid",
+    "trainer=npu": "needs the package torch-npu",
+    "data=custom": "Missing mandatory value: data.root",
+    "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
+    "datamodule=link": "datamodule=link makes batches of edges",
+}
+
+
+@pytest.mark.parametrize("overrides", ERRORS)
+def test_wrong_configurations_are_one_line(tmp_path, capfd, overrides):
+    given = overrides.split()
+    base = [item for item in NODE if not (item.startswith("data.") and any(o.startswith("data=") for o in given))]
+    assert lgnn(tmp_path, *given, base=base) == 2
+    err = capfd.readouterr().err
+    assert ERRORS[overrides] in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert not (tmp_path / "metrics.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_that_is_not_there(tmp_path, capfd):
+    assert lgnn(tmp_path, "trainer=gpu") == 2
+    assert "torch finds none" in capfd.readouterr().err
+
+
+def test_full_error_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(Exception, match="is unknown"):
+        lgnn(tmp_path, "mode=tset")
+
+
+def test_unknown_choice_is_hydras_own_message(tmp_path, capfd):
+    assert lgnn(tmp_path, "model=gnc") == 1
+    err = capfd.readouterr().err
+    assert "Could not find 'model/gnc'" in err
+    assert "Traceback" not in err
+
+
+def test_sweep_compares_and_a_failed_job_does_not_hide_the_others(tmp_path, capfd):
+    assert lgnn(tmp_path, "-m", "model=sage,gcn", "seed=1,2", "trainer.max_epochs=1") == 0
+    assert "Comparison" in capfd.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "comparison.csv").open()))
+    assert [(row["model"], row["seed"]) for row in rows] == [("sage", "1"), ("sage", "2"), ("gcn", "1"), ("gcn", "2")]
+    for first, second in (rows[:2], rows[2:]):
+        scores = [float(first["test_acc"]), float(second["test_acc"])]
+        assert float(first["test_acc_mean"]) == pytest.approx(np.mean(scores))
+        assert float(second["test_acc_std"]) == pytest.approx(np.std(scores, ddof=1))
+    shutil.rmtree(tmp_path)
+    assert lgnn(tmp_path, "-m", "model.dropout=2,0.1", "trainer.max_epochs=1") == 1
+    shown = capfd.readouterr().out
+    assert "failed" in shown
+    assert "dropout is a probability" in shown
+    assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
+
+
+@pytest.mark.slow
+def test_sweep_with_joblib(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    run = spawn("-m", *NODE, *launcher, f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.max_epochs=1")
+    assert run.returncode == 0, run.stderr
+    assert [row["status"] for row in compare(tmp_path)] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    run = spawn(*NODE, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={tmp_path}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Test accuracy") == 1
+    assert metrics_of(tmp_path)["mteps"] > 0
+
+
+@pytest.mark.slow
+def test_help_and_relative_paths_from_another_directory(tmp_path):
+    shown = spawn("--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    for text in ("usage: lgnn", "model: gat, gcn, sage", "datamodule.num_neighbors", "Examples"):
+        assert text in shown.stdout
+    missing = spawn("data=custom", "data.root=here", f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert re.search(rf"{re.escape(str(tmp_path))}/here", missing.stderr.replace("\n", ""))
+
+
+RAW = ROOT.parent / "shared/data/planetoid"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
+def test_relative_root_and_published_settings(tmp_path):
+    root = "data.root=../shared/data/planetoid"
+    run = spawn(root, "data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=40", f"hydra.run.dir={tmp_path}")
+    assert run.returncode == 0, run.stderr
+    assert metrics_of(tmp_path)["test_acc"] > 0.75

@@ -1,0 +1,126 @@
+"""Gathering feature rows on a GPU: from device memory, from pinned host memory, through a cache of hot rows.
+
+A pinned host tensor is read in place over the bus (unified virtual addressing), so one kernel serves all three. The
+values of a row are adjacent, so the threads of a warp read whole sectors wherever the table lies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 2048
+_COLUMNS = (256, 128, 64)
+_MAX_ROWS = 128
+_NUM_WARPS = 4
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit(do_not_specialize=["num_out", "num_rows"])
+def gather_kernel(
+    out,  # *float32 or *float16, or if COPY of the table's type [num_out, num_columns], contiguous
+    index,  # *int64 or *int32 [num_out]
+    table,  # *float32, *float16, *int8, or if COPY any integer [num_rows, num_columns], rows row_stride apart
+    scales,  # *float32 [num_rows]; read if QUANTISED
+    slot,  # *int32 [num_rows], row of the cache or -1; read if CACHED
+    cache,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED
+    num_out,
+    num_rows,
+    num_columns: tl.constexpr,  # known when compiling, so that 100 columns are read four at a time
+    row_stride: tl.constexpr,
+    COPY: tl.constexpr,
+    BAD: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    CACHED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; a bad index gives BAD (if COPY) or NaN."""
+    # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    wanted = at < num_out
+    in_row = column < num_columns
+    row = tl.load(index + at, mask=wanted, other=0).to(tl.int64)
+    valid = wanted & (row >= 0) & (row < num_rows)
+    start = table + row * row_stride
+    if CACHED:
+        place = tl.load(slot + row, mask=valid, other=-1).to(tl.int64)
+        # Choosing the address leaves one load per value, where two masked loads would take twice the registers.
+        start = tl.where(place >= 0, cache + place * num_columns, start)
+    values = tl.load(start[:, None] + column[None, :], mask=valid[:, None] & in_row[None, :], other=BAD)
+    if not COPY:
+        values = values.to(tl.float32)
+        if QUANTISED:
+            values = values * tl.load(scales + row, mask=valid, other=0.0)[:, None]
+        values = tl.where(valid[:, None], values, float("nan")).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * num_columns + column[None, :], values, mask=wanted[:, None] & in_row[None, :])
+
+
+def gather(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    slot: Tensor | None = None,
+    cache: Tensor | None = None,
+) -> Tensor:
+    """Gather rows into ``out``, without reading beyond the table whatever the index holds.
+
+    Rows of an index outside the table come out as NaN, or as -1 (False) where ``out`` holds integers (bools).
+
+    Args:
+        table: Any dtype ``[num_rows, num_columns]``, columns adjacent, in device memory or pinned host memory.
+        index: int64 or int32 ``[num_out]``, contiguous, on the device.
+        out: ``[num_out, num_columns]``, contiguous, on the device: of the table's dtype, or float32 or float16 where
+            the table is float32, float16, or int8 with ``scales``.
+        scales: float32 ``[num_rows]``, what the values of an int8 row are multiplied with.
+        slot: int32 ``[num_rows]``, the place of each row in the cache, or -1.
+        cache: Hot rows, of the table's dtype ``[cache_rows, num_columns]``, contiguous, on the device.
+
+    Returns:
+        ``out``.
+    """
+    if out.numel() == 0:
+        return out
+    copy = scales is None and table.dtype == out.dtype
+    bad = -1 if copy and table.dtype != torch.bool else 0
+    target = out
+    if copy:  # as integers: every bit pattern survives, and one kernel serves all dtypes
+        integer = _INTEGERS[min(table.element_size(), 8)]
+        table, target = table.view(integer), out.view(integer)
+        cache = None if cache is None else cache.view(integer)
+    num_columns = target.size(1)
+    columns, rows = block_shape(num_columns)
+    gather_kernel[triton.cdiv(index.numel(), rows), triton.cdiv(num_columns, columns)](
+        target,
+        index,
+        table,
+        table if scales is None else scales,
+        index if slot is None else slot,
+        table if cache is None else cache,
+        index.numel(),
+        table.size(0),
+        num_columns,
+        table.stride(0),
+        COPY=copy,
+        BAD=bad,
+        QUANTISED=scales is not None,
+        CACHED=slot is not None,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=_NUM_WARPS,
+    )
+    return out
+
+
+def block_shape(num_columns: int) -> tuple[int, int]:
+    """Choose the columns (least padding, at least 64 where there are so many) and the rows of a program's tile."""
+    if num_columns <= _COLUMNS[-1]:
+        columns = triton.next_power_of_2(num_columns)
+    else:
+        columns = min(_COLUMNS, key=lambda width: triton.cdiv(num_columns, width) * width)
+    return columns, min(_TILE // columns, _MAX_ROWS)
+
