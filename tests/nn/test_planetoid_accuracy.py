@@ -20,16 +20,16 @@ pytestmark = [
     pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}"),
 ]
 
-# The GCN paper reports 81.5 and 70.3 %, the GAT paper 83.0 and 72.5 %. Fewer epochs and no dropout of the input
-# features, which takes most of the time, keep the test short; the configs in conf/ go closer.
+# The GCN paper reports 81.5 and 70.3 %, the GAT paper 83.0 and 72.5 % after more epochs. Here the epochs are few and
+# input features are not dropped, which would take most of the time. Single GAT runs on Cora range from 80 to 83 %.
 GAT_OF_THE_PAPER = partial(GAT, hidden_channels=64, heads=8, output_heads=1, dropout=0.6, act="elu")
-SETTINGS = {
-    ("GCN", "Cora"): (partial(GCN, hidden_channels=64, dropout=0.5), 5e-4, 50, 5, 0.805),
-    ("GCN", "CiteSeer"): (partial(GCN, hidden_channels=64, dropout=0.5), 5e-4, 60, 5, 0.69),
-    ("GraphSAGE", "Cora"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 5e-4, 40, 3, 0.785),
-    ("GraphSAGE", "CiteSeer"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 5e-4, 25, 3, 0.675),
-    ("GAT", "Cora"): (GAT_OF_THE_PAPER, 5e-4, 100, 3, 0.81),
-    ("GAT", "CiteSeer"): (GAT_OF_THE_PAPER, 2e-3, 60, 3, 0.695),
+SETTINGS = {  # model, lr, weight decay, epochs, seeds, least mean accuracy
+    ("GCN", "Cora"): (partial(GCN, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 50, 5, 0.805),
+    ("GCN", "CiteSeer"): (partial(GCN, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 60, 5, 0.69),
+    ("GraphSAGE", "Cora"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 40, 3, 0.785),
+    ("GraphSAGE", "CiteSeer"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 25, 3, 0.675),
+    ("GAT", "Cora"): (GAT_OF_THE_PAPER, 0.005, 5e-4, 150, 5, 0.81),
+    ("GAT", "CiteSeer"): (GAT_OF_THE_PAPER, 0.01, 2e-3, 60, 3, 0.71),
 }
 
 
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("model", "dataset"), SETTINGS)
 def test_mean_test_accuracy(model: str, dataset: str, root: Path, record_property: Any) -> None:
-    build, weight_decay, epochs, seeds, expected = SETTINGS[model, dataset]
+    build, lr, weight_decay, epochs, seeds, expected = SETTINGS[model, dataset]
     data = planetoid(dataset, root)
     num_classes = int(data.y.max()) + 1
     loader: DataLoader[Any] = DataLoader([data], batch_size=None)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_mean_test_accuracy(model: str, dataset: str, root: Path, record_propert
         module = NodeClassifier(
             build(data.num_features, num_layers=2, out_channels=num_classes),
             num_classes,
-            lr=0.01,
+            lr=lr,
             weight_decay=weight_decay,
         )
         trainer = pl.Trainer(
