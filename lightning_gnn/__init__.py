@@ -4,6 +4,7 @@ from lightning_gnn.datamodules import FullGraphDataModule, LinkDataModule, Neigh
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.ops import gather_rows, sample_neighbors
 from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling.pyg import enable_pyg_sampling
 
 __version__ = "0.1.0"
 
@@ -14,6 +15,7 @@ __all__ = [
     "LinkDataModule",
     "NeighborDataModule",
     "NeighborSampler",
+    "enable_pyg_sampling",
     "gather_rows",
     "sample_neighbors",
 ]

@@ -56,7 +56,7 @@ def count_accesses(
         IndexError: A seed outside the graph.
         ValueError: No seeds, or a batch size or number of batches below 1.
 
-    Source: the pre-sampling of GNNLab (Yang et al., EuroSys 2022, section 6) and DUCATI (section 4.2).
+    Source: the pre-sampling of GNNLab (Yang et al., EuroSys 2022), which DUCATI extends to adjacency lists.
     """
     if batch_size < 1 or num_batches < 1 or seeds.numel() == 0:
         raise ValueError(

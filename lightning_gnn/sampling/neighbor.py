@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 
 import numba
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 from torch_geometric.data import Data
 from torch_geometric.sampler import (
     BaseSampler,
@@ -60,7 +58,6 @@ class NeighborSampler(BaseSampler):
         self.disjoint = disjoint
         self.seed = torch.initial_seed() if seed is None else seed
         self.backend = backend
-        self._calls = itertools.count()
 
     @property
     def num_neighbors(self) -> list[int]:
@@ -83,7 +80,7 @@ class NeighborSampler(BaseSampler):
 
         Args:
             inputs: The seeds, int64 ``[batch_size]``.
-            key: The key of the mini-batch; by default one is made from the seed and the number of calls so far.
+            key: The key of the mini-batch; by default one is drawn from torch's global random stream.
 
         Raises:
             IndexError: A seed outside the graph.
@@ -149,9 +146,8 @@ class NeighborSampler(BaseSampler):
         return out
 
     def _next_key(self) -> int:
-        # A worker process counts on its own; torch gives it another seed in each epoch.
-        worker = get_worker_info()
-        return batch_key(self.seed, epoch=0 if worker is None else worker.seed, batch=next(self._calls))
+        # torch seeds its global stream in each worker process anew, in each epoch.
+        return batch_key(self.seed, batch=int(torch.randint(2**62, ())))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"

@@ -30,7 +30,8 @@ def enable_pyg_sampling() -> PyGSampling:
 
     It holds for loaders that are made from now on, in this process, until the handle is disabled; use the handle as a
     context manager to limit it to a block. A loader keeps the sampler that it was made with, so one made while this was
-    enabled goes on working afterwards. Enabling twice is fine: it ends when every handle is disabled.
+    enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
+    enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
 
     Homogeneous graphs are sampled by us, without pyg-lib; the random numbers come from torch's global generator, as
     PyG's do. Heterogeneous graphs stay with PyG's sampler, where pyg-lib or torch-sparse is installed.

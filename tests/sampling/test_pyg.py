@@ -1,0 +1,299 @@
+import threading
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch_geometric.typing
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.lightning import LightningLinkData, LightningNodeData, datamodule
+from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, link_neighbor_loader, neighbor_loader
+from torch_geometric.nn import GraphSAGE
+from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
+from torch_geometric.sampler.base import NumNeighbors
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
+from torch_geometric.utils import subgraph
+
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.sampling.pyg import LoaderNeighborSampler, enable_pyg_sampling
+from tests.batch_checks import check, check_hops
+from tests.batching_data import small_data
+
+MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
+PYG_CANNOT = not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE)
+
+
+@pytest.fixture
+def enabled():
+    with enable_pyg_sampling() as handle:
+        yield handle
+
+
+# --- the switch -------------------------------------------------------------------------------------------------------
+
+
+def substituted():
+    return [module.NeighborSampler is LoaderNeighborSampler for module in MODULES]
+
+
+def untouched():
+    return all(module.NeighborSampler is PyGNeighborSampler for module in MODULES)
+
+
+def test_is_off_until_it_is_enabled_and_after_it_is_disabled():
+    assert untouched()
+    handle = enable_pyg_sampling()
+    try:
+        assert all(substituted())
+        assert repr(handle) == "PyGSampling(enabled)"
+    finally:
+        handle.disable()
+    assert untouched()
+    assert repr(handle) == "PyGSampling(disabled)"
+    handle.disable()
+    assert untouched()
+
+
+def test_an_exception_undoes_it():
+    with pytest.raises(RuntimeError, match="mine"), enable_pyg_sampling():
+        raise RuntimeError("mine")
+    assert untouched()
+
+
+def test_nested_and_interleaved_use():
+    with enable_pyg_sampling() as outer:
+        with enable_pyg_sampling():
+            assert all(substituted())
+        assert all(substituted())
+        inner = enable_pyg_sampling()
+        outer.disable()
+        assert all(substituted())
+        inner.disable()
+        assert untouched()
+        with outer:
+            assert all(substituted())
+        assert untouched()
+    assert untouched()
+
+
+def test_it_leaves_a_sampler_that_someone_else_put_there_since(monkeypatch):
+    class Other(PyGNeighborSampler):
+        pass
+
+    with enable_pyg_sampling():
+        monkeypatch.setattr(link_neighbor_loader, "NeighborSampler", Other)
+    assert link_neighbor_loader.NeighborSampler is Other
+    assert neighbor_loader.NeighborSampler is PyGNeighborSampler
+    monkeypatch.undo()
+    link_neighbor_loader.NeighborSampler = PyGNeighborSampler
+
+
+def test_threads_that_enable_and_disable_leave_no_trace():
+    data = small_data()
+    failures = []
+
+    def work():
+        for _ in range(30):
+            with enable_pyg_sampling():
+                loader = NeighborLoader(data, [2], batch_size=8)
+                if not isinstance(loader.node_sampler, LoaderNeighborSampler):
+                    failures.append(loader.node_sampler)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert untouched()
+
+
+def test_a_loader_outlives_the_switch():
+    data = small_data()
+    with enable_pyg_sampling():
+        loader = NeighborLoader(data, [3, 2], batch_size=100)
+        links = LinkNeighborLoader(data, [3, 2], batch_size=1000)
+    for batch in [*loader, *links]:
+        check(batch, data)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_sampler_that_the_user_gives_is_kept():
+    data = small_data()
+    sampler = LoaderNeighborSampler(data, [1])
+    assert NeighborLoader(data, [5], neighbor_sampler=sampler).node_sampler is sampler
+
+
+# --- PyG's Lightning data modules -------------------------------------------------------------------------------------
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = GraphSAGE(12, 16, num_layers=2, out_channels=4)
+
+    def training_step(self, batch, _):
+        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
+        return torch.nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.training_step(batch, index), batch_size=batch.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_lightning_node_data_with_other_options_for_evaluation():
+    data = small_data()
+    module = LightningNodeData(
+        data,
+        num_neighbors=[3, 2],
+        batch_size=50,
+        eval_loader_kwargs={"num_neighbors": [-1, -1], "subgraph_type": "induced", "batch_size": 80},
+    )
+    assert isinstance(module.graph_sampler, LoaderNeighborSampler)
+    assert isinstance(module.graph_sampler, PyGNeighborSampler)
+    assert module.graph_sampler.num_neighbors.values == [3, 2]
+    assert module.eval_graph_sampler.num_neighbors.values == [-1, -1]
+    assert module.eval_graph_sampler.graph is module.graph_sampler.graph
+    for batch in module.train_dataloader():
+        check(batch, data)
+        check_hops(batch, 2)
+        assert data.train_mask[batch.input_id].all()
+    for batch in module.val_dataloader():
+        assert subgraph(batch.n_id, data.edge_index)[0].size(1) == batch.num_edges
+        assert data.val_mask[batch.input_id].all()
+
+
+def test_training_on_lightning_node_data_after_the_switch(tmp_path):
+    with enable_pyg_sampling():
+        module = LightningNodeData(small_data(), num_neighbors=[3, 2], batch_size=50)
+    if not isinstance(module, pl.LightningDataModule):
+        pytest.skip("PyG's data modules belong to the package lightning here")
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Classifier(), datamodule=module)
+    assert torch.isfinite(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.usefixtures("enabled")
+def test_lightning_link_data():
+    data = small_data()
+    module = LightningLinkData(
+        data,
+        input_train_edges=data.edge_index[:, :100],
+        input_val_edges=data.edge_index[:, 100:150],
+        loader="neighbor",
+        num_neighbors=[3, 2],
+        neg_sampling="binary",
+        batch_size=25,
+    )
+    for dataloader, size in ((module.train_dataloader(), 100), (module.val_dataloader(), 50)):
+        seen = 0
+        for batch in dataloader:
+            check(batch, data)
+            seen += batch.input_id.numel()
+            assert batch.edge_label_index.size(1) == 2 * batch.input_id.numel()
+        assert seen == size
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_attr": "time", "disjoint": True}, "temporal sampling is not supported.*time_attr='time'"),
+        ({"time_attr": "time", "input_time": torch.arange(400)}, "temporal sampling is not supported"),
+        ({"weight_attr": "edge_weight"}, "weighted sampling is not supported.*weight_attr='edge_weight'"),
+        ({"subgraph_type": "induced", "disjoint": True}, "disjoint"),
+        ({"subgraph_type": "both"}, "both"),
+        ({"num_neighbors": [5, -2]}, "-2"),
+        ({"num_neighbors": {("a", "to", "b"): [3]}}, "heterogeneous"),
+    ],
+)
+def test_refused_options(options, message):
+    data = small_data()
+    data.time = torch.arange(400)
+    with pytest.raises(ValueError, match=message):
+        NeighborLoader(data, **{"num_neighbors": [3], **options})
+
+
+@pytest.mark.usefixtures("enabled")
+def test_temporal_links_are_refused():
+    data = small_data()
+    data.time = torch.arange(400)
+    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+        LinkNeighborLoader(data, [3], time_attr="time", edge_label_time=torch.arange(4000))
+    with pytest.raises(ValueError, match="edge_label_time"):
+        LinkNeighborLoader(data, [3], time_attr="time")
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("option", [{"weight_attr": "edge_weight"}, {"time_attr": "time"}])
+def test_options_for_evaluation_are_refused_too(option):
+    module = LightningNodeData(small_data(), num_neighbors=[3], eval_loader_kwargs=option)
+    next(iter(module.train_dataloader()))
+    with pytest.raises(ValueError, match="is not supported"):
+        next(iter(module.val_dataloader()))
+
+
+@pytest.mark.usefixtures("enabled")
+def test_times_without_time_attr_are_refused():
+    module = LightningNodeData(small_data(), num_neighbors=[3], input_train_time=torch.arange(400))
+    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+        next(iter(module.train_dataloader()))
+
+
+def test_backward_sampling_is_refused():
+    with pytest.raises(ValueError, match="backward"):
+        LoaderNeighborSampler(small_data(), [3], sample_direction="backward")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Data(num_nodes=3, adj=torch.eye(3)), "data.adj "),
+        (Data(num_nodes=3, adj_t=torch.eye(3).to_sparse_csr()), "sparse_csr: use data.edge_index"),
+        (Data(num_nodes=3, graph=CSCGraph.from_edge_index(torch.tensor([[0], [1]]), 3)), "data.graph"),
+        (Data(num_nodes=3, edge_index=torch.tensor([[0], [5]])), "node 5"),
+    ],
+)
+def test_refused_graphs(data, message):
+    with pytest.raises(ValueError, match=message):
+        LoaderNeighborSampler(data, [3])
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.skipif(not PYG_CANNOT, reason="PyG can sample heterogeneous graphs here")
+def test_heterogeneous_graphs_are_refused_where_pyg_cannot_sample_them():
+    data = HeteroData()
+    data["a"].x = torch.ones(4, 1)
+    data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match=r"heterogeneous.*pyg-lib"):
+        NeighborLoader(data, [2], input_nodes="a")
+    store = MyGraphStore()
+    store.put_edge_index(torch.tensor([[0, 1], [1, 2]]), edge_type=("a", "to", "a"), layout="coo", size=(4, 4))
+    with pytest.raises(ValueError, match=r"heterogeneous.*pyg-lib"):
+        NeighborLoader((MyFeatureStore(), store), [2], input_nodes=("a", torch.arange(2)))
+
+
+def test_heterogeneous_graphs_go_to_pygs_sampler_where_it_works(monkeypatch):
+    data = HeteroData()
+    data["a"].x = torch.ones(4, 1)
+    data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
+    monkeypatch.setattr(PyGNeighborSampler, "_sample", lambda self, seed, time=None, **kwargs: (seed, time))
+    sampler = LoaderNeighborSampler(data, NumNeighbors([2]), replace=True)
+    assert sampler.is_hetero
+    assert sampler.replace
+    assert sampler._sample({"a": 1}) == ({"a": 1}, None)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_seed_outside_the_graph_is_named():
+    with pytest.raises(IndexError, match="node 400"):
+        NeighborLoader(small_data(), [2], input_nodes=torch.tensor([400]))([0])
