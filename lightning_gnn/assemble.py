@@ -31,6 +31,8 @@ def check_config(cfg: DictConfig) -> None:
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
+    if missing := OmegaConf.missing_keys(cfg):
+        raise ValueError("; ".join(f"{key} is missing; give {key}=VALUE" for key in sorted(missing)))
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
     if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
@@ -40,9 +42,10 @@ def check_config(cfg: DictConfig) -> None:
     fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
     depth = OmegaConf.select(cfg, "model.num_layers")
     if fanouts is not None and depth is not None and len(fanouts) != depth:
+        listed = ",".join(str(fanout) for fanout in fanouts)
         raise ValueError(
-            f"model.num_layers={depth}, but datamodule.num_neighbors=[{','.join(str(fanout) for fanout in fanouts)}] has "
-            f"{len(fanouts)} fanouts; give one fanout per layer"
+            f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
+            "give one fanout per layer"
         )
     check_accelerator(cfg.trainer.accelerator)
 
@@ -54,8 +57,10 @@ def check_accelerator(name: str) -> None:
         RuntimeError: Names it.
     """
     if name in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        built = f"torch {torch.__version__} was built with CUDA {torch.version.cuda}" if torch.version.cuda else (
-            f"torch {torch.__version__} was built without CUDA"
+        built = (
+            f"torch {torch.__version__} was built with CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else (f"torch {torch.__version__} was built without CUDA")
         )
         raise RuntimeError(f"trainer.accelerator={name} needs a GPU, but torch finds none ({built}); use trainer=cpu")
     if name == "npu":

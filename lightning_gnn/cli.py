@@ -21,25 +21,18 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from lightning_gnn.assemble import build_data, build_link_task, build_node_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
+from lightning_gnn.errors import UserError, explained
 from lightning_gnn.report import collect_metrics, print_table, save_figure, write_metrics
 
 TASKS = {"node": build_node_task, "link": build_link_task}
-USER_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError, InstantiationException)
-USER_ERRORS += (MisconfigurationException, OmegaConfBaseException)
-
-
-class UserError(Exception):
-    """Something the user can put right; shown as one line."""
 
 
 def main() -> None:
@@ -87,7 +80,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     _be_quiet()
     if cfg.torch_threads is not None and cfg.torch_threads > 0:
         torch.set_num_threads(cfg.torch_threads)
-    with _explained():
+    with explained():
         check_config(cfg)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         if cfg.task.name not in TASKS:
@@ -97,10 +90,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         trainer = build_trainer(cfg)
     title = _describe(cfg, module)
     if trainer.is_global_zero:
-        _console().print(title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False)
+        _console().print(
+            title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False
+        )
 
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
-    with _interruptible(trainer), _explained(only_ours=True):
+    with _interruptible(trainer), explained(only_ours=True):
         if cfg.mode == "predict":
             scores = _predict(trainer, module, datamodule, ckpt_path, cfg.output_dir)
         else:
@@ -125,21 +120,28 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             save_figure(metrics, curves.epochs, cfg.task.metric, title, Path(cfg.output_dir) / "report.png")
         if cfg.mode != "predict":
             print_table(metrics, title, _console())
-        _console().print(f"{metrics['total_time_s']:.0f} s in all; files in {cfg.output_dir}", soft_wrap=True, highlight=False)
+        _console().print(
+            f"{metrics['total_time_s']:.0f} s in all; files in {cfg.output_dir}", soft_wrap=True, highlight=False
+        )
     return metrics
 
 
 def _fit_and_test(
-    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, datamodule: pl.LightningDataModule, ckpt_path: str | None
+    cfg: DictConfig,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    ckpt_path: str | None,
 ) -> dict[str, float]:
     metric, scores = cfg.task.metric, {}
     if cfg.mode == "train":
         trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
-        best = trainer.checkpoint_callback
         val = trainer.callback_metrics.get(f"val_{metric}")
-        ckpt_path = getattr(best, "best_model_path", None) or None
-        if ckpt_path is not None and best.best_model_score is not None:
-            val = best.best_model_score
+        best = trainer.checkpoint_callback
+        ckpt_path = None
+        if isinstance(best, ModelCheckpoint) and best.best_model_path:
+            ckpt_path = best.best_model_path
+            val = val if best.best_model_score is None else best.best_model_score
         if val is not None:
             scores[f"val_{metric}"] = float(val)
     if getattr(datamodule, "test_dataloader", None) is not None:
@@ -150,7 +152,11 @@ def _fit_and_test(
 
 
 def _predict(
-    trainer: pl.Trainer, module: pl.LightningModule, datamodule: pl.LightningDataModule, ckpt_path: str | None, directory: str
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    ckpt_path: str | None,
+    directory: str,
 ) -> dict[str, float]:
     """Write the outputs for each node (logits ``[num_nodes, num_classes]``) to predictions.npy."""
     batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
@@ -158,43 +164,6 @@ def _predict(
     np.save(Path(directory) / "predictions.npy", logits.numpy())
     _console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
-
-
-@contextmanager
-def _explained(only_ours: bool = False) -> Iterator[None]:
-    """Turn errors that a user can put right into a :class:`UserError`.
-
-    Args:
-        only_ours: Leave alone what was not raised by this package's checks or by Lightning's: it may be a bug, whose
-            traceback is wanted.
-    """
-    try:
-        yield
-    except USER_ERRORS as error:
-        if only_ours and not _is_ours(error):
-            raise
-        raise UserError(_explain(error)) from error
-
-
-def _is_ours(error: BaseException) -> bool:
-    if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
-        return True
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
-
-
-def _explain(error: BaseException) -> str:
-    """Return one line: what was being built, and what is wrong."""
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        notes = getattr(error, "__notes__", [])
-        error = error.__cause__
-        error.__notes__ = notes  # type: ignore[attr-defined]
-    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
-    text = text.replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", "")
-    if "loading state_dict" in text:
-        text = f"the checkpoint does not fit the configured model: {text}"
-    note = next(iter(getattr(error, "__notes__", [])), None)
-    return text if note is None or text.startswith((f"{note}:", f"{note}.")) else f"{note}: {text}"
 
 
 @contextmanager
@@ -235,12 +204,17 @@ def _resume_command(checkpoint: Path) -> str:
 
 def _failed(cfg: DictConfig, message: str) -> float:
     """Leave a trace of a failed run of a sweep; NaN is what optimising sweepers take for failure."""
-    write_metrics({"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}, cfg.output_dir)
+    write_metrics(
+        {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed},
+        cfg.output_dir,
+    )
     return float("nan")
 
 
 def _describe(cfg: DictConfig, module: pl.LightningModule) -> str:
-    graph = cfg.data.get("name") or (HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None)
+    graph = cfg.data.get("name") or (
+        HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None
+    )
     fanouts = cfg.datamodule.get("num_neighbors")
     batches = "full graph" if fanouts is None else f"fanouts {list(fanouts)}, batch {cfg.datamodule.get('batch_size')}"
     depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
@@ -273,7 +247,7 @@ def _be_quiet() -> None:
         ".*Experiment logs directory .* exists.*",
         ".*your dataloader is not resumable.*",
         ".*The dirpath has changed from.*",
-        ".*`sync_dist=True`.*",
+        ".*sync_dist=True.*",
         ".*could not find the monitored key in the returned metrics.*",  # resumed behind the validation of an epoch
     ):
         warnings.filterwarnings("ignore", message)

@@ -123,4 +123,3 @@ def block_shape(num_columns: int) -> tuple[int, int]:
     else:
         columns = min(_COLUMNS, key=lambda width: triton.cdiv(num_columns, width) * width)
     return columns, min(_TILE // columns, _MAX_ROWS)
-

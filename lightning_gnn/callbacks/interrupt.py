@@ -37,7 +37,7 @@ class StopOnSignal(pl.Callback):
         """Move behind the other callbacks, whose part of a batch must be done before the checkpoint is written."""
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]  # type: ignore[attr-defined]
         self.signal = self.checkpoint = None
-        # Lightning replaces the handler of SIGTERM between here and the start of a stage, and restores it before teardown.
+        # Between here and the start of a stage Lightning replaces SIGTERM's handler; it restores it before teardown.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
@@ -50,9 +50,10 @@ class StopOnSignal(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Likewise after a validation in between."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate():
-            if self._must_stop(trainer):
-                self._save_and_stop(trainer)
+        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fit_loop._should_accumulate():
+            return
+        if self._must_stop(trainer):
+            self._save_and_stop(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep a run that was told to stop in its very last moments from going on to its next stage."""

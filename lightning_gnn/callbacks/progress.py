@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import RichProgressBar
+from rich.progress import BarColumn
 
 
 class ShortProgressBar(RichProgressBar):
@@ -19,7 +21,17 @@ class ShortProgressBar(RichProgressBar):
         super().__init__()
         self.metrics_shown = tuple(metrics)
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        """Return Lightning's columns without the speed, which the report tells, and with a bar that leaves room."""
+        columns = super().configure_columns(trainer)[:4]
+        for column in columns:
+            if isinstance(column, BarColumn):
+                column.bar_width = 12
+        return columns
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         """Return the figures to show."""
         values = super().get_metrics(trainer, pl_module)
         chosen = {name: values.get(name, values.get(f"{name}_step")) for name in self.metrics_shown}

@@ -74,10 +74,11 @@ class Throughput(pl.Callback):
         if not self.epochs:
             return None
         rows = [asdict(epoch) for epoch in (self.epochs[1:] or self.epochs)]
-        columns = {field.name: [row[field.name] for row in rows] for field in fields(EpochThroughput)}
-        return EpochThroughput(
-            **{name: None if None in values else type(values[0])(median(values)) for name, values in columns.items()}
-        )
+        middle: dict[str, Any] = {}
+        for field in fields(EpochThroughput):
+            values = [row[field.name] for row in rows]
+            middle[field.name] = None if None in values else type(values[0])(median(values))
+        return EpochThroughput(**middle)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
@@ -91,7 +92,9 @@ class Throughput(pl.Callback):
         """Leave a validation in mid-epoch out."""
         self._mark = time.perf_counter()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Count the wait for the batch, and the batch."""
         self._batch_start = time.perf_counter()
         if self._epoch is not None:

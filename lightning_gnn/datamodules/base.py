@@ -47,7 +47,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
         for key in ("sampler", "batch_sampler", "drop_last"):
             if key not in (eval_loader_kwargs or {}):
                 self.eval_loader_kwargs.pop(key, None)
-        self._resumed_rng: dict[str, Any] | None = None
+        self._resumed_rng: list[dict[str, Any]] | None = None
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
         """Return the arguments of one loader.
@@ -77,12 +77,15 @@ class MiniBatchDataModule(pl.LightningDataModule):
         return kwargs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside Lightning's own state."""
+        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
         rng = {"cpu": torch.get_rng_state()}
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and torch.accelerator.is_available():
             rng[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
-        return {"seed": self.seed, "rng": rng}
+        by_rank: list[Any] = [rng] * self._world_size
+        if self._world_size > 1:
+            torch.distributed.all_gather_object(by_rank, rng)
+        return {"seed": self.seed, "rng": by_rank}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the seed of the interrupted run, and its random stream once training goes on."""
@@ -94,14 +97,14 @@ class MiniBatchDataModule(pl.LightningDataModule):
         if self.trainer is None or not self.trainer.training:
             return 0
         if self._resumed_rng is not None:
-            for device, state in self._resumed_rng.items():
+            by_rank, self._resumed_rng = self._resumed_rng, None
+            for device, state in (by_rank[self._rank] if self._rank < len(by_rank) else {}).items():
                 torch.set_rng_state(state) if device == "cpu" else getattr(torch, device).set_rng_state(state)
-            self._resumed_rng = None
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
-        kind = DistributedSampler if training else UnrepeatedDistributedSampler
+        kind = DistributedSampler if training else _EvaluationOrder
         return kind(
             range(num_seeds),  # type: ignore[arg-type]
             num_replicas=self._world_size,
@@ -118,3 +121,10 @@ class MiniBatchDataModule(pl.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
+
+
+class _EvaluationOrder(UnrepeatedDistributedSampler):
+    """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass

@@ -1,7 +1,7 @@
 """What an accelerator keeps of a graph that lies in host memory: hot feature rows, hot adjacency lists, one budget.
 
 The two caches and the split of one budget between them by pre-sampling are DUCATI's (Zhang, Shen, Shao, Chen: DUCATI: A
-Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GPU, SIGMOD 2023, section 4).
+Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GPU, SIGMOD 2023).
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def plan_dual_cache(
     """Split one budget between feature rows and adjacency lists, greedily by benefit per byte.
 
     Entries of both kinds compete in one order; one that does not fit is passed over for smaller ones. Ties go to
-    feature rows, then to lower ids. A cache whose lookup table costs more than it is worth stays empty. What is lost
-    against the best possible plan is at most the benefit of the first entry that did not fit.
+    feature rows, then to lower ids. A cache whose lookup table costs more than it is worth stays empty. Against the
+    best possible plan, at most the benefit of the first entry that does not fit is lost.
 
     Args:
         feature_counts: How often each row was read, ``[num_nodes]``; see
@@ -207,8 +207,7 @@ def plan_dual_cache(
     Raises:
         ValueError: Tensors that differ in length, a negative or non-finite count, cost or size.
 
-    Source: DUCATI, section 4.3, which fits curves to the same order and searches the split on them; here the order
-    itself is walked, lookup tables count, and costs may be measured.
+    Source: the allocator of DUCATI; here lookup tables count too, and costs may be measured.
     """
     num_nodes = degrees.numel()
     counts = [_checked_counts(feature_counts, num_nodes), _checked_counts(adjacency_counts, num_nodes)]
@@ -239,13 +238,11 @@ def plan_dual_cache(
             if gain[chosen].sum() > best_gain:
                 best, best_gain = chosen, float(gain[chosen].sum())
     parts = [best[kinds[best] == kind] for kind in (0, 1)]
-    reads = [max(float(count.sum()), 1e-300) for count in counts]
-    return DualCachePlan(
-        *(torch.from_numpy(node[part].astype(np.int64)) for part in parts),
-        *(int(size[part].sum()) + int(table) * bool(part.size) for part, table in zip(parts, tables, strict=True)),
-        *(float(gain[part].sum()) for part in parts),
-        *(float(counts[kind][node[parts[kind]]].sum()) / reads[kind] for kind in (0, 1)),
-    )
+    nodes = [torch.from_numpy(node[part].astype(np.int64)) for part in parts]
+    spent = [int(size[part].sum()) + int(table) * bool(part.size) for part, table in zip(parts, tables, strict=True)]
+    saved = [float(gain[part].sum()) for part in parts]
+    served = [float(count[node[part]].sum() / (count.sum() or 1.0)) for count, part in zip(counts, parts, strict=True)]
+    return DualCachePlan(nodes[0], nodes[1], spent[0], spent[1], saved[0], saved[1], served[0], served[1])
 
 
 def hottest(scores: Tensor, count: int) -> Tensor:

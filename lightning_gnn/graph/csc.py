@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.graph.cache import CachedAdjacency
+
 INT32_MAX = 2**31 - 1
 
 
@@ -40,6 +42,16 @@ class CSCGraph:
     def num_edges(self) -> int:
         """Number of edges, duplicates and self-loops counted."""
         return self.indices.numel()
+
+    @property
+    def in_degrees(self) -> Tensor:
+        """Edges into each node, int64 ``[num_nodes]``."""
+        return self.indptr.diff()
+
+    @property
+    def out_degrees(self) -> Tensor:
+        """Edges out of each node, int64 ``[num_nodes]``: how many lists name it. One pass over the edges."""
+        return torch.bincount(self.indices, minlength=self.num_nodes)
 
     @classmethod
     def from_edge_index(cls, edge_index: Tensor, num_nodes: int | None = None) -> CSCGraph:
@@ -151,6 +163,20 @@ class CSCGraph:
         if self.edge_ids is None:
             return edge_index
         return torch.empty_like(edge_index).index_copy_(1, self.edge_ids.to(torch.int64), edge_index)
+
+    def cache_adjacency(self, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
+        """Copy the adjacency lists of some nodes to a device, so that sampling reads them there.
+
+        Args:
+            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice; see
+                :func:`~lightning_gnn.graph.cache.plan_dual_cache`.
+            device: Where to.
+
+        Raises:
+            IndexError: A node outside the graph.
+            ValueError: A node is given twice.
+        """
+        return CachedAdjacency.build(self.indptr, self.indices, nodes, device)
 
     def pin_memory(self) -> CSCGraph:
         """Return a copy in page-locked host memory, which an accelerator can read directly."""

@@ -9,30 +9,52 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.buffers import pool
+from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.csc import load_array
+
+_BLOCK = 1 << 16
 
 
 class FeatureTable:
-    """Node features in host memory or memory-mapped from a file.
+    """Node features in host memory, on a device, or memory-mapped from a file, with or without a cache of hot rows.
+
+    Int8 tables are symmetrically quantised by row: a feature is its value times the scale of its row.
 
     Args:
-        values: float32 or float16 ``[num_nodes, num_features]``.
+        values: float32 or float16 ``[num_nodes, num_features]``, or int8 with ``scales``.
         check_finite: Look for NaN and infinite values, one pass over the table.
+        scales: float32 ``[num_nodes]`` of an int8 table, else None.
+        cache: Hot rows that are read from elsewhere; see :meth:`cached`.
 
     Raises:
-        TypeError: Another dtype.
-        ValueError: Another number of dimensions, or a value that is not finite.
+        TypeError: Another dtype, or int8 without ``scales``.
+        ValueError: A wrong shape, or a value that is not finite.
     """
 
-    def __init__(self, values: Tensor, check_finite: bool = False) -> None:
-        if not isinstance(values, Tensor) or values.dtype not in (torch.float32, torch.float16):
-            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise TypeError(f"features must be float32 or float16, but are {kind}")
+    def __init__(
+        self,
+        values: Tensor,
+        check_finite: bool = False,
+        scales: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> None:
+        kind = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
+        quantised = kind == "torch.int8" and scales is not None
+        if not quantised and kind not in ("torch.float32", "torch.float16"):
+            hint = " without scales; FeatureTable.quantized() makes both" if kind == "torch.int8" else ""
+            raise TypeError(f"features must be float32 or float16, but are {kind}{hint}")
         if values.dim() != 2:
             raise ValueError(f"features must have the shape [num_nodes, num_features], but have {list(values.shape)}")
+        if scales is not None:
+            if not quantised or scales.dtype != torch.float32:
+                raise TypeError(f"float32 scales belong to int8 features, but got {scales.dtype} for {values.dtype}")
+            if list(scales.shape) != [values.size(0)]:
+                raise ValueError(f"scales must have the shape [{values.size(0)}], but have {list(scales.shape)}")
         if check_finite:
-            check_finite_rows(values)
+            check_finite_rows(values if scales is None else scales)
         self.values = values
+        self.scales = scales
+        self.cache = cache
 
     @property
     def num_nodes(self) -> int:
@@ -46,57 +68,125 @@ class FeatureTable:
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32 or float16."""
-        return self.values.dtype
+        """What :meth:`gather` returns: float32 or float16; float32 for int8 tables."""
+        return self.values.dtype if self.scales is None else torch.float32
 
-    def gather(self, n_id: Tensor, out: Tensor | None = None) -> Tensor:
-        """Copy the rows of some nodes.
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one stored row, its scale left out."""
+        return self.num_features * self.values.element_size()
+
+    @property
+    def cache_rows(self) -> int:
+        """Number of rows in the cache."""
+        return 0 if self.cache is None else self.cache.rows.size(0)
+
+    def gather(self, n_id: Tensor, out: Tensor | None = None, check: bool = False) -> Tensor:
+        """Copy the rows of some nodes to where ``n_id`` is.
 
         Args:
-            n_id: Node ids, int64 ``[n]``.
-            out: Where to write, ``[n, num_features]`` of the table's dtype; by default a buffer from the pool.
+            n_id: Node ids, int64 or int32 ``[n]``. On an accelerator, the table must be there too, or in pinned memory.
+            out: Where to write, ``[n, num_features]`` of the table's dtype, or float32 for a float16 table, or float16
+                for an int8 table; by default a buffer from the pool, or new device memory.
+            check: Check the ids on an accelerator too, which waits for it; on the CPU they always are. Unchecked rows
+                out of range come out as NaN.
 
         Raises:
             IndexError: A node id is out of range.
             TypeError: Wrong dtype of ``n_id`` or ``out``.
-            ValueError: Wrong shape of ``out``.
+            ValueError: Wrong shape of ``out``, or memory that the accelerator cannot read.
         """
         if out is None:
-            out = pool.empty((n_id.numel(), self.num_features), self.dtype)
-        torch.ops.lightning_gnn.gather_rows(self.values, n_id, out)
+            shape = (n_id.numel(), self.num_features)
+            on_host = n_id.is_cpu
+            out = pool.empty(shape, self.dtype) if on_host else torch.empty(shape, dtype=self.dtype, device=n_id.device)
+        slot, rows = (None, None) if self.cache is None else (self.cache.slot, self.cache.rows)
+        torch.ops.lightning_gnn.gather_rows(self.values, n_id, out, self.scales, slot, rows, check)
         return out
 
+    def quantized(self) -> FeatureTable:
+        """Return an int8 copy of the table, a quarter (of float16, half) of its size; without the cache.
+
+        The scale of a row is its largest absolute value over 127. A feature comes back with an error of at most half
+        the scale of its row, beside the rounding of float32 (a further 3e-5 of the scale).
+
+        Raises:
+            ValueError: A value is not finite.
+        """
+        if self.scales is not None:
+            return FeatureTable(self.values, scales=self.scales)
+        check_finite_rows(self.values)
+        values = torch.empty(self.values.shape, dtype=torch.int8)
+        scales = torch.empty(self.num_nodes)
+        for start in range(0, self.num_nodes, _BLOCK):
+            rows = self.values[start : start + _BLOCK].to("cpu", torch.float32)
+            largest = rows.abs().amax(dim=1) if self.num_features else torch.zeros(rows.size(0))
+            # A scale below the normal numbers would lose bits; rows of zeros get one too, and stay zeros.
+            scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+            values[start : start + _BLOCK] = (rows / scale[:, None]).round_().clamp_(-127, 127)
+            scales[start : start + _BLOCK] = scale
+        return FeatureTable(values, scales=scales)
+
+    def cached(self, nodes: Tensor, device: torch.device | str) -> FeatureTable:
+        """Return the table with the rows of some nodes, and all scales, copied to a device.
+
+        Args:
+            nodes: Whose rows, int64 or int32 ``[cache_rows]``, none of them twice:
+                ``hottest(graph.out_degrees, cache_rows)``, ``hottest(count_accesses(…).features, cache_rows)``, or the
+                ``feature_nodes`` of :func:`~lightning_gnn.graph.cache.plan_dual_cache`.
+            device: Where gathered rows are wanted. For an accelerator, pin the table too.
+
+        Raises:
+            IndexError: A node outside the table.
+            ValueError: A node is given twice.
+        """
+        scales = None if self.scales is None else self.scales.to(device)
+        return FeatureTable(self.values, scales=scales, cache=RowCache.build(self.values, nodes, device))
+
     def pin_memory(self) -> FeatureTable:
-        """Return a copy in page-locked host memory, which an accelerator can read directly."""
-        return FeatureTable(self.values.pin_memory())
+        """Return a copy in page-locked host memory, which an accelerator can read directly; a cache stays as it is."""
+        scales = self.scales.pin_memory() if self.scales is not None and self.scales.is_cpu else self.scales
+        return FeatureTable(self.values.pin_memory(), scales=scales, cache=self.cache)
 
     def share_memory_(self) -> FeatureTable:
         """Move the table into shared memory; returns self."""
         self.values.share_memory_()
+        if self.scales is not None:
+            self.scales.share_memory_()
         return self
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as one ``.npy`` file."""
+        """Write the table as one ``.npy`` file; the scales of an int8 table go beside it, as ``….scales.npy``."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, self.values.numpy(), allow_pickle=False)
+        if self.scales is not None:
+            np.save(_scales_path(path), self.scales.cpu().numpy(), allow_pickle=False)
+        np.save(path, self.values.cpu().numpy(), allow_pickle=False)
         return path
 
     @classmethod
     def load(cls, path: str | Path, mmap: bool = True) -> FeatureTable:
-        """Read a ``.npy`` file; with ``mmap`` its rows stay on disk until they are gathered.
+        """Read what :meth:`save` wrote; with ``mmap`` the rows stay on disk until they are gathered.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: There is no such file, or no scales beside an int8 table.
             ValueError: It is truncated or holds no numbers.
         """
-        return cls(load_array(path, mmap))
+        values = load_array(path, mmap)
+        scales = load_array(_scales_path(Path(path)), mmap=False) if values.dtype == torch.int8 else None
+        return cls(values, scales=scales)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_features={self.num_features}, {self.dtype})"
+        kind = self.dtype if self.scales is None else self.values.dtype
+        cache = f", cache_rows={self.cache_rows}" if self.cache is not None else ""
+        return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_features={self.num_features}, {kind}{cache})"
 
 
-def check_finite_rows(values: Tensor, name: str = "x", block: int = 1 << 16) -> None:
+def _scales_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.scales.npy")
+
+
+def check_finite_rows(values: Tensor, name: str = "x", block: int = _BLOCK) -> None:
     """Look for NaN and infinite features, block by block so that a memory-mapped table never comes in whole.
 
     Args:

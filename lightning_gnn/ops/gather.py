@@ -10,63 +10,170 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.buffers import pool
+from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.memory import copy_bytes
 
 
-def gather_rows(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copy rows of a table, ``out[i] = table[index[i]]``.
+def gather_rows(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    cache: RowCache | None = None,
+    check: bool = False,
+) -> Tensor:
+    """Copy rows of a table, ``out[i] = table[index[i]]``, to where the index is.
+
+    With a CUDA index this is a Triton kernel (without Triton, torch), and the table may be on the device or in pinned
+    host memory, which the kernel reads in place.
 
     Args:
         table: float32, float16 or any other dtype ``[num_rows, ...]``.
-        index: int64 or int32 ``[n]``, on the device of the table.
-        out: Where to write, ``[n, ...]`` of the table's dtype, contiguous; by default a buffer from the pool.
+        index: int64 or int32 ``[n]``.
+        out: Where to write, ``[n, ...]``, contiguous: of the table's dtype, or float32 for a float16 table, or float32
+            or float16 where there are ``scales``; by default a buffer from the pool, or new device memory.
+        scales: What the rows of an int8 table are multiplied with, float32 ``[num_rows]``.
+        cache: Copies of some rows, read instead of the table's, on the device of the index.
+        check: Check the index on CUDA too, which waits for the device. Unchecked, a row out of range comes out as NaN
+            (-1 in a table of integers); the samplers of this package give none. On the CPU the check is always made.
 
     Returns:
         ``out``.
 
     Raises:
         IndexError: An index is outside ``[0, num_rows)``.
-        TypeError: ``index`` is not of an integer dtype, or ``out`` is not of the table's dtype.
-        ValueError: A shape does not fit, or ``out`` is not contiguous.
+        TypeError: ``index`` is not of an integer dtype, or the dtype of ``out`` does not follow from the table's.
+        ValueError: A shape does not fit, ``out`` is not contiguous, or a tensor is where it cannot be read.
     """
     if out is None:
         shape = (index.numel(), *table.shape[1:])
-        out = pool.empty(shape, table.dtype) if table.is_cpu else table.new_empty(shape)
-    torch.ops.lightning_gnn.gather_rows(table, index, out)
+        dtype = table.dtype if scales is None else torch.float32
+        out = pool.empty(shape, dtype) if index.is_cpu else torch.empty(shape, dtype=dtype, device=index.device)
+    slot, rows = (None, None) if cache is None else (cache.slot, cache.rows)
+    torch.ops.lightning_gnn.gather_rows(table, index, out, scales, slot, rows, check)
     return out
 
 
-library.define("gather_rows(Tensor table, Tensor index, Tensor(a!) out) -> ()")
+library.define(
+    "gather_rows(Tensor table, Tensor index, Tensor(a!) out, Tensor? scales=None, Tensor? slot=None,"
+    " Tensor? cache=None, bool check=False) -> ()"
+)
 
 
 @torch.library.impl(library, "gather_rows", "CPU")
-def _gather_cpu(table: Tensor, index: Tensor, out: Tensor) -> None:
-    _check(table, index, out)
+def _gather_cpu(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    slot: Tensor | None = None,
+    cache: Tensor | None = None,
+    check: bool = True,
+) -> None:
+    check_arguments(table, index, out, scales, slot, cache)
     if index.numel() == 0:
         return
-    low, high = (int(value) for value in torch.aminmax(index))
-    if low < 0 or high >= table.size(0):
-        raise IndexError(f"index holds row {low if low < 0 else high}, but the table has {table.size(0)} rows")
+    check_index(index, table.size(0))
+    if out.numel() == 0:
+        return
+    if slot is not None:
+        gather_torch(table, index, out, scales, slot, cache)
+    elif scales is not None:
+        rows = out if out.dtype == torch.float32 else pool.empty(out.shape, torch.float32)
+        shape = (-1, rows[0].numel())
+        contiguous = table.contiguous().reshape(shape)
+        _dequantise(contiguous.numpy(), scales.numpy(), index.contiguous().numpy(), rows.view(shape).numpy())
+        if rows is not out:
+            out.copy_(rows)
+    elif out.dtype != table.dtype:
+        rows = pool.empty(out.shape, table.dtype)
+        _gather_cpu(table, index, rows)
+        out.copy_(rows)
     # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
     # per worker would only fight the others.
-    if threading.current_thread() is threading.main_thread() or not table.is_contiguous():
+    elif threading.current_thread() is threading.main_thread() or not table.is_contiguous():
         torch.index_select(table, 0, index, out=out)
     else:
         row_bytes = table[0].numel() * table.element_size()
         _copy_rows(_as_bytes(table), index.contiguous().numpy(), _as_bytes(out), row_bytes)
 
 
-def _check(table: Tensor, index: Tensor, out: Tensor) -> None:
+def gather_torch(
+    table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
+) -> None:
+    """Gather with torch's own operators, for devices without a kernel; the arguments are checked already.
+
+    Args:
+        table: ``[num_rows, ...]``, anywhere.
+        index: int64 or int32 ``[n]``.
+        out: ``[n, ...]``, on the device of the index.
+        scales: float32 ``[num_rows]``, anywhere, or None.
+        slot: int32 ``[num_rows]``, anywhere, or None.
+        cache: ``[cache_rows, ...]`` of the table's dtype, anywhere; given if ``slot`` is.
+    """
+
+    def taken(source: Tensor, which: Tensor) -> Tensor:
+        return source.index_select(0, which.to(source.device)).to(out.device)
+
+    if slot is None or cache is None:
+        values = taken(table, index)
+    else:
+        place = taken(slot, index)
+        hit = place >= 0
+        values = torch.empty(out.shape, dtype=table.dtype, device=out.device)
+        values[hit] = taken(cache, place[hit])
+        values[~hit] = taken(table, index[~hit])
+    if scales is not None:
+        values = values.to(torch.float32) * taken(scales, index).view(-1, *[1] * (out.dim() - 1))
+    out.copy_(values)
+
+
+def check_arguments(
+    table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
+) -> None:
+    """Check dtypes and shapes as :func:`gather_rows` describes them; no value is read.
+
+    Raises:
+        TypeError: A wrong dtype.
+        ValueError: A wrong shape, or half a cache.
+    """
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index must be int64 or int32, but is {index.dtype}")
     if index.dim() != 1 or table.dim() < 1:
         raise ValueError(f"expected a table of rows and an index [n], got {list(table.shape)} and {list(index.shape)}")
-    if out.dtype != table.dtype:
+    if scales is not None:
+        if table.dtype != torch.int8 or scales.dtype != torch.float32 or list(scales.shape) != [table.size(0)]:
+            raise TypeError(
+                f"scales must be float32 [{table.size(0)}] beside an int8 table, but are {scales.dtype} "
+                f"{list(scales.shape)} beside {table.dtype}"
+            )
+        if out.dtype not in (torch.float32, torch.float16):
+            raise TypeError(f"out must be float32 or float16 where there are scales, but is {out.dtype}")
+    elif out.dtype != table.dtype and (table.dtype, out.dtype) != (torch.float16, torch.float32):
         raise TypeError(f"out must be {table.dtype} as the table is, but is {out.dtype}")
     shape = [index.numel(), *table.shape[1:]]
     if list(out.shape) != shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {shape}, but is {list(out.shape)}")
+    if (slot is None) != (cache is None):
+        raise ValueError("a cache is a slot per row and the rows; only one of them is given")
+    if slot is not None and cache is not None:
+        if slot.dtype != torch.int32 or list(slot.shape) != [table.size(0)]:
+            raise ValueError(f"slot must be int32 [{table.size(0)}], but is {slot.dtype} {list(slot.shape)}")
+        if cache.dtype != table.dtype or cache.shape[1:] != table.shape[1:] or not cache.is_contiguous():
+            raise ValueError(f"the cache is {cache.dtype} {list(cache.shape)}, the table {table.dtype} {table.shape}")
+
+
+def check_index(index: Tensor, num_rows: int) -> None:
+    """Look at the values of an index that is not empty; on a device this waits for it.
+
+    Raises:
+        IndexError: One is outside ``[0, num_rows)``.
+    """
+    low, high = (int(value) for value in torch.aminmax(index))
+    if low < 0 or high >= num_rows:
+        raise IndexError(f"index holds row {low if low < 0 else high}, but the table has {num_rows} rows")
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:
@@ -77,3 +184,12 @@ def _as_bytes(tensor: Tensor) -> np.ndarray:
 def _copy_rows(table, index, out, row_bytes):
     for i in range(index.size):
         copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
+
+
+@numba.njit(nogil=True, cache=True)
+def _dequantise(table, scales, index, out):
+    for i in range(index.size):
+        row = index[i]
+        scale = scales[row]
+        for j in range(table.shape[1]):
+            out[i, j] = np.float32(table[row, j]) * scale

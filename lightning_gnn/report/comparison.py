@@ -43,8 +43,8 @@ def compare(directory: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         One row per run, in order: ``job``, ``status`` (``ok`` or ``failed``), what it was told that differs from other
-        runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in the seed only, and
-        ``error``.
+        runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in
+        the seed only, and ``error``.
     """
     jobs = sorted(Path(directory).glob("**/.hydra/overrides.yaml"), key=_job_number)
     overrides = [dict(str(item).lstrip("+").partition("=")[::2] for item in OmegaConf.load(path)) for path in jobs]
@@ -112,15 +112,23 @@ def _print(rows: list[dict[str, Any]], path: Path) -> None:
     statistics_of = {f"{name}_{kind}" for name in SCORES for kind in ("mean", "std")} | {"runs"}
     told = [key for key in _columns(rows) if key not in {*FIGURES, *statistics_of, "job", "status", "error"}]
     figures = [name for name in FIGURES if any(name in row for row in rows)]
-    table = Table(title="Comparison", title_justify="left", title_style="bold", box=box.ROUNDED, caption=str(path), caption_justify="left")
+    table = Table(
+        title="Comparison",
+        title_justify="left",
+        title_style="bold",
+        box=box.ROUNDED,
+        caption=str(path),
+        caption_justify="left",
+    )
     for name in ["job", *told]:
         table.add_column(name, style="cyan")
     for name in [*figures, f"{score}: mean ± std"]:
         table.add_column(name, justify="right")
+    repeated = any(row.get("runs", 1) > 1 for row in rows)
     previous: tuple[Any, ...] | None = None
     for row in rows:
         group = tuple(row[key] for key in told if key != "seed")
-        if previous is not None and group != previous:
+        if repeated and previous is not None and group != previous:
             table.add_section()
         previous = group
         cells = [str(row["job"]), *(str(row[key]) for key in told)]
@@ -145,7 +153,7 @@ def _shown(name: str, value: float | None) -> str:
 
 
 def _spread(row: dict[str, Any], score: str) -> str:
-    if f"{score}_mean" not in row:
+    if row.get("runs", 1) < 2:
         return ""
     mean, std = row[f"{score}_mean"], row[f"{score}_std"]
     shown = f"{mean:.2%} ± {std:.2%}" if score.endswith("_acc") else f"{mean:.4f} ± {std:.4f}"

@@ -8,9 +8,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#3b6fb6", "#e08a2e", "#4a9b6e", "#c3c7cd", "#b8473d", "#30343b"
-STYLE = {
+STYLE: Any = {
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -44,7 +45,9 @@ def save_figure(
         timed = metrics.get("epoch_time_s") is not None
         grid = figure.add_gridspec(2 if timed else 1, 2, height_ratios=[3.2, 1] if timed else [1])
         name = {"acc": "Accuracy", "auc": "Area under the ROC curve"}.get(metric, metric)
-        _curves(figure.add_subplot(grid[0, 0]), epochs, "Loss", {"train_loss_epoch": "training", "val_loss": "validation"})
+        _curves(
+            figure.add_subplot(grid[0, 0]), epochs, "Loss", {"train_loss_epoch": "training", "val_loss": "validation"}
+        )
         scores = figure.add_subplot(grid[0, 1])
         _curves(scores, epochs, name, {f"train_{metric}": "training", f"val_{metric}": "validation"})
         _mark_test(scores, metrics.get(f"test_{metric}"), epochs, percent=metric == "acc")
@@ -58,10 +61,17 @@ def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[
     for (key, label), color in zip(lines.items(), (BLUE, ORANGE), strict=True):
         points = [(row["epoch"] + 1, row[key]) for row in epochs if key in row]
         if points:
-            axes.plot(*zip(*points, strict=True), color=color, label=label, lw=1.8, marker="o" if len(points) < 30 else "", ms=4)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=color,
+                label=label,
+                lw=1.8,
+                marker="o" if len(points) < 30 else "",
+                ms=4,
+            )
     axes.set_title(title)
     axes.set_xlabel("epoch")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=GREY, alpha=0.4, lw=0.7)
     if axes.has_data():
         axes.legend(loc="best")
@@ -69,17 +79,22 @@ def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[
 
 def _mark_test(axes: Axes, score: float | None, epochs: list[dict[str, float]], percent: bool) -> None:
     if percent:
-        axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if score is None or not epochs:
         return
     shown = f"{score:.1%}" if percent else f"{score:.3f}"
-    axes.axhline(score, color=RED, lw=1.2, ls="--", label=f"test of the best checkpoint: {shown}")
+    axes.axhline(score, color=RED, lw=1.2, ls="--", label=f"test: {shown}")
     axes.legend(loc="lower right")
 
 
 def _time_split(axes: Axes, metrics: dict[str, Any]) -> None:
     split, epoch = metrics["time_split"], metrics["epoch_time_s"]
-    bars = [("training thread", [("model", split["model_s"], BLUE), ("waiting", split["wait_s"], RED), ("other", split["other_s"], GREY)])]
+    bars = [
+        (
+            "training thread",
+            [("model", split["model_s"], BLUE), ("waiting", split["wait_s"], RED), ("other", split["other_s"], GREY)],
+        )
+    ]
     if split["sampling_s"] is not None:
         parts = [("sampling", split["sampling_s"], GREEN), ("features", split["features_s"], ORANGE)]
         bars.append(("preparation", parts))
@@ -90,12 +105,22 @@ def _time_split(axes: Axes, metrics: dict[str, Any]) -> None:
             axes.barh(row, time, left=left, color=color, height=0.62, edgecolor="white", label=f"{name} {time:.2g} s")
             if time > 0.12 * longest:
                 dark = color != GREY
-                axes.text(left + time / 2, row, f"{name} {time:.2g} s", ha="center", va="center", fontsize=9, color="white" if dark else INK)
+                axes.text(
+                    left + time / 2,
+                    row,
+                    f"{name} {time:.2g} s",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if dark else INK,
+                )
             left += time
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("seconds (of all preparing threads together)" if len(bars) > 1 else "seconds")
-    axes.set_title(f"Where an epoch of {epoch:.3g} s goes ({metrics['mteps']:.3g} MTEPS)")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.005, 0.97), ncols=5, fontsize=9, handlelength=1.0, columnspacing=1.4)
+    axes.set_xlabel("seconds per epoch")
+    axes.set_title(f"One epoch: {epoch:.3g} s, {metrics['mteps']:.3g} MTEPS")
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1.005, 0.97), ncols=5, fontsize=9, handlelength=1.0, columnspacing=1.4
+    )

@@ -14,7 +14,8 @@ STAGES = {"test": "Test", "val": "Validation"}
 
 def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
     """Print the figures of :func:`~lightning_gnn.report.collect_metrics`, leaving out what was not measured."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
+    console.print(f"\n{title}", style="bold", highlight=False)
+    table = Table(box=box.ROUNDED, show_header=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
@@ -22,7 +23,9 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
         stage, _, kind = name.partition("_")
         if stage in STAGES and kind in NAMES and value is not None:
             shown = f"{value:.2%}" if kind == "acc" else f"{value:.4f}"
-            table.add_row(f"{STAGES[stage]} {NAMES[kind]}", shown, _note(stage, metrics), style="bold" if kind != "loss" else None)
+            table.add_row(
+                f"{STAGES[stage]} {NAMES[kind]}", shown, _note(metrics), style="bold" if kind != "loss" else None
+            )
     if metrics.get("epoch_time_s") is not None:
         table.add_section()
         for row in _speed(metrics):
@@ -33,22 +36,22 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
     console.print(table)
 
 
-def _note(stage: str, metrics: dict[str, Any]) -> str:
-    return "of the best checkpoint" if stage == "val" or metrics.get("mode") == "train" else ""
+def _note(metrics: dict[str, Any]) -> str:
+    return "of the best checkpoint" if metrics.get("mode") == "train" and metrics.get("checkpoint") else ""
 
 
 def _speed(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = [("Epoch time", f"{metrics['epoch_time_s']:.3g} s", "training only, median")]
     if metrics["sampled_edges_per_s"] is not None:
         rows.append(("Sampled edges/s", f"{metrics['sampled_edges_per_s'] / 1e6:.3g} M", "per sampling thread"))
-    rows.append(("MTEPS", f"{metrics['mteps']:.3g}", "million edges of all mini-batches / epoch time"))
+    rows.append(("MTEPS", f"{metrics['mteps']:.3g}", "million edges trained on per second"))
     return rows
 
 
 def _split(split: dict[str, float | None], epoch: float) -> list[tuple[str, str, str]]:
-    threads, main = "preparation, beside the training thread", "of the training thread"
+    threads, main = "preparing, beside training", "of the training thread"
     if split["sampling_s"] is not None and split["sampling_s"] + (split["features_s"] or 0) <= (split["wait_s"] or 0):
-        threads = "preparation, while the training thread waits"
+        threads = "preparing, training thread waits"
     rows = [
         ("Sampling", split["sampling_s"], threads),
         ("Features", split["features_s"], threads),

@@ -25,13 +25,24 @@ TINY = [
     "torch_threads=1",
     "trainer.enable_progress_bar=false",
 ]
-NODE = [*TINY, "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "trainer.max_epochs=2"]
+NODE = [
+    *TINY,
+    "model.num_layers=2",
+    "datamodule.num_neighbors=[4,4]",
+    "datamodule.batch_size=64",
+    "trainer.max_epochs=2",
+]
 """Five optimizer steps per epoch."""
 
 
 def lgnn(directory, *overrides, base=NODE):
     """Run in this process; return the exit code."""
-    argv, sys.argv = sys.argv, ["lgnn", *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides]
+    flags = [item for item in overrides if item.startswith("-")]
+    overrides = [item for item in overrides if item not in flags]
+    argv, sys.argv = (
+        sys.argv,
+        ["lgnn", *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
+    )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()
     try:

@@ -174,32 +174,55 @@ def test_heterogeneous_graphs_and_missing_splits_are_named():
         NeighborDataModule(data, num_neighbors=[2]).train_dataloader()
 
 
-@pytest.mark.slow
-def test_two_processes_share_the_seeds(tmp_path):
-    """Two gloo ranks see disjoint halves of each epoch, and evaluate each node once."""
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        """
+def test_evaluation_sees_the_same_batches_in_each_epoch():
+    loader = datamodule(seed=1).val_dataloader()
+    first = [batch.e_id.tolist() for batch in loader]
+    loader.sampler.set_epoch(7)
+    assert [batch.e_id.tolist() for batch in loader] == first
+
+
+RANKS = """
 import sys, torch, pytorch_lightning as pl
 from tests.datamodules.test_neighbor import Model, datamodule, trainer
 
 class Recorder(Model):
+    validated = ()
+
     def validation_step(self, batch, batch_idx):
-        self.validated = getattr(self, "validated", []) + batch.input_id.tolist()
+        self.validated += tuple(batch.input_id.tolist())
 
 if __name__ == "__main__":
+    folder, ckpt_path = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     pl.seed_everything(1, verbose=False)
     model = Recorder()
-    trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0).fit(model, datamodule())
-    rank = model.trainer.global_rank
-    torch.save(([s for step in model.history for s in step[1]], model.validated), f"{sys.argv[1]}/{rank}.pt")
+    saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    run = trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
+    run.fit(model, datamodule(), ckpt_path=ckpt_path)
+    torch.save((model.history, model.validated, list(model.parameters())), f"{folder}/{run.global_rank}.pt")
 """
-    )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=180, env=environment)
-    (train_0, val_0), (train_1, val_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_seeds_and_resume_exactly(tmp_path):
+    """Two gloo ranks see disjoint halves of an epoch, evaluate each node once, and resume bit for bit."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+
+    def run(folder, *arguments):
+        folder.mkdir()
+        command = [sys.executable, str(tmp_path / "ranks.py"), str(folder), *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, timeout=180, env=environment)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    whole = run(tmp_path / "whole")
     data = small_data()
-    assert len(train_0) == len(train_1)
-    assert set(train_0) | set(train_1) == set(data.train_mask.nonzero().view(-1).tolist())
-    assert len(set(train_0) & set(train_1)) <= 1  # an odd number of seeds: one is repeated
-    assert sorted(val_0 + val_1) == data.val_mask.nonzero().view(-1).tolist()
+    train = [[seed for step in history for seed in step[1]] for history, _, _ in whole]
+    assert len(train[0]) == len(train[1])
+    assert set(train[0]) | set(train[1]) == set(data.train_mask.nonzero().view(-1).tolist())
+    assert len(set(train[0]) & set(train[1])) <= 1  # an odd number of seeds: one is repeated
+    assert sorted(whole[0][1] + whole[1][1]) == data.val_mask.nonzero().view(-1).tolist()
+
+    resumed = run(tmp_path / "resumed", str(tmp_path / "whole" / "step=2.ckpt"))
+    for rank in (0, 1):
+        assert resumed[rank][0] == whole[rank][0][2:]
+        assert all(torch.equal(a, b) for a, b in zip(resumed[rank][2], whole[rank][2], strict=True))

@@ -1,4 +1,5 @@
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -85,3 +86,86 @@ def test_autograd_keeps_a_buffer_alive():
     pool.empty((512, 64), torch.float32).fill_(-1)
     loss.backward()
     assert bool((weight.grad == 2 * 512).all())
+
+
+@given(
+    st.integers(0, 12),
+    st.integers(0, 9),
+    st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 3e4, 3e38]),
+    st.integers(0, 2**32),
+)
+def test_quantised_features_are_within_half_a_scale(rows, columns, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(rows, columns, generator=generator).mul_(2).sub_(1).mul_(size)
+    values[::3] = 0
+    table = FeatureTable(values).quantized()
+    n_id = torch.arange(rows)
+    assert table.values.dtype == torch.int8
+    error = (table.gather(n_id).double() - values.double()).abs()
+    scales = table.scales.double()[:, None]
+    assert bool((error <= scales * (0.5 + 3e-5)).all())
+    assert bool((table.gather(n_id)[::3] == 0).all())
+    if rows and columns and size >= 1e-30:
+        assert torch.allclose(scales[:, 0], values.abs().amax(dim=1).double() / 127, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tables_gather_into_other_dtypes_and_from_worker_threads(dtype):
+    table = FeatureTable(torch.randn(60, 11).to(dtype))
+    n_id = torch.randint(60, (100,), dtype=torch.int32)
+    small = table.quantized()
+    expected = small.values[n_id.long()] * small.scales[n_id.long()][:, None]
+    assert small.dtype == torch.float32
+    assert torch.equal(small.gather(n_id), expected)
+    assert torch.equal(small.gather(n_id, torch.empty(100, 11, dtype=torch.float16)), expected.half())
+    wide = table.gather(n_id, torch.empty(100, 11))
+    assert torch.equal(wide, table.values[n_id.long()].float())
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(small.gather, n_id).result(timeout=60), expected)
+        out = torch.empty(100, 11)
+        assert torch.equal(thread.submit(table.gather, n_id, out).result(timeout=60), wide)
+    with pytest.raises(IndexError, match="holds row 60"):
+        small.gather(torch.tensor([60]))
+
+
+def test_cached_rows_come_from_the_cache():
+    for table in (FeatureTable(torch.randn(20, 3)), FeatureTable(torch.randn(20, 3)).quantized()):
+        nodes = torch.tensor([19, 4, 7])
+        cached = table.cached(nodes, "cpu")
+        n_id = torch.tensor([4, 0, 19, 4, 7, 1])
+        assert cached.cache_rows == 3
+        assert torch.equal(cached.gather(n_id), table.gather(n_id))
+        cached.cache.rows.zero_()
+        assert cached.gather(n_id).any(dim=1).tolist() == [False, True, False, False, False, True]
+        assert "cache_rows=3" in repr(cached)
+        assert table.cache_rows == 0
+
+
+def test_quantised_tables_are_two_files(tmp_path):
+    table = FeatureTable(torch.randn(50, 6)).quantized()
+    path = table.save(tmp_path / "deep" / "x.npy")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["x.npy", "x.scales.npy"]
+    for mmap in (True, False):
+        loaded = FeatureTable.load(path, mmap)
+        assert torch.equal(loaded.values, table.values)
+        assert torch.equal(loaded.scales, table.scales)
+    assert torch.equal(loaded.quantized().scales, table.scales)
+    (path.parent / "x.scales.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"x\.scales\.npy"):
+        FeatureTable.load(path)
+
+
+def test_bad_quantised_tables():
+    values = torch.ones(3, 2, dtype=torch.int8)
+    with pytest.raises(TypeError, match="int8 without scales"):
+        FeatureTable(values)
+    with pytest.raises(TypeError, match="float32 scales belong to int8"):
+        FeatureTable(values.float(), scales=torch.ones(3))
+    with pytest.raises(TypeError, match="float32 scales belong to int8"):
+        FeatureTable(values, scales=torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"scales must have the shape \[3\]"):
+        FeatureTable(values, scales=torch.ones(2))
+    with pytest.raises(ValueError, match="x of node 1 holds NaN"):
+        FeatureTable(torch.tensor([[1.0], [float("inf")]])).quantized()
+    with pytest.raises(TypeError, match="out must be float32 or float16"):
+        FeatureTable(values, scales=torch.ones(3)).gather(torch.tensor([0]), torch.empty(1, 2, dtype=torch.int8))

@@ -1,0 +1,78 @@
+"""Gathering rows on CUDA: the Triton kernel where Triton is installed, torch's own operators elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ops.gather import check_arguments, check_index, gather_torch
+from lightning_gnn.ops.library import library
+
+
+# A call with a pinned table and a CUDA index comes here too: among the devices of its tensors, the dispatcher takes the
+# accelerator.
+@torch.library.impl(library, "gather_rows", "CUDA")
+def gather_cuda(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    slot: Tensor | None = None,
+    cache: Tensor | None = None,
+    check: bool = False,
+) -> None:
+    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on CUDA.
+
+    Raises:
+        IndexError: ``check`` is set, and an index is out of range.
+        TypeError: A wrong dtype.
+        ValueError: A wrong shape, or a tensor is where the device cannot read it.
+    """
+    check_arguments(table, index, out, scales, slot, cache)
+    if index.device != out.device:
+        raise ValueError(f"index is on {index.device}, but out on {out.device}; move the index there")
+    for name, tensor in (("table", table), ("scales", scales), ("slot", slot), ("cache", cache)):
+        if tensor is not None and tensor.device != out.device and not (tensor.is_cpu and tensor.is_pinned()):
+            where = "pageable host memory; pin it with pin_memory()" if tensor.is_cpu else f"on {tensor.device}"
+            raise ValueError(f"rows are wanted on {out.device}, which cannot read the {name}: it is {where}")
+    if out.numel() == 0:
+        return
+    if check:
+        check_index(index, table.size(0))
+    kernel = _kernel()
+    if kernel is None:
+        gather_torch(table, index, out, scales, slot, cache)
+        return
+    rows = _as_matrix(table)
+    with torch.cuda.device_of(out):
+        kernel(
+            rows,
+            index.contiguous(),
+            _as_matrix(out),
+            None if scales is None else scales.contiguous(),
+            None if slot is None else slot.contiguous(),
+            None if cache is None else _as_matrix(cache),
+        )
+
+
+@functools.cache
+def _kernel() -> Callable | None:
+    try:
+        from lightning_gnn.triton_kernels.gather import gather
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise  # of this package something is missing: running slowly instead would hide it
+        return None
+    return gather
+
+
+def _as_matrix(table: Tensor) -> Tensor:
+    """View a table as ``[num_rows, num_columns]`` with adjacent columns."""
+    if table.dim() == 2 and (table.stride(1) == 1 or table.size(1) == 1):
+        return table
+    if not table.is_contiguous():
+        raise ValueError(f"the rows of a table must lie together, but its strides are {table.stride()}")
+    return table.view(table.size(0), -1)

@@ -1,0 +1,263 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+from lightning_gnn.graph import FeatureTable
+from lightning_gnn.graph.cache import RowCache, hottest
+from lightning_gnn.ops import gather_rows, gather_triton
+from lightning_gnn.ops.gather_triton import gather_cuda
+from lightning_gnn.triton_kernels.gather import block_shape, gather
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = {  # table, out
+    "float32": (torch.float32, torch.float32),
+    "float16": (torch.float16, torch.float16),
+    "float16 to float32": (torch.float16, torch.float32),
+    "float32 to float16": (torch.float32, torch.float16),
+    "int8 to float32": (torch.int8, torch.float32),
+    "int8 to float16": (torch.int8, torch.float16),
+}
+CACHES = ("none", "empty", "some", "all")
+
+
+def on_cuda(test):
+    reason = "needs a CUDA device; the interpreter stands in for it"
+    return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)(test))
+
+
+def made(rows, columns, dtype, seed=0):
+    """Make (table, scales or None)."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.int8:
+        values = torch.randint(-127, 128, (rows, columns), dtype=dtype, generator=generator)
+        return values, torch.rand(rows, generator=generator)
+    return torch.randn(rows, columns, generator=generator).to(dtype), None
+
+
+def cache_of(table, kind):
+    """Make (slot, cache) whose rows differ from the table's, so that a test sees where a row came from."""
+    rows = table.size(0)
+    if kind == "none":
+        return None, None
+    count = {"empty": 0, "some": rows // 2, "all": rows}[kind]
+    chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[:count]
+    slot = torch.full((rows,), -1, dtype=torch.int32)
+    slot[chosen] = torch.arange(count, dtype=torch.int32)
+    return slot, (table[chosen] // 2 if table.dtype == torch.int8 else table[chosen] + 1).contiguous()
+
+
+def wanted(table, index, out_dtype, scales, slot, cache):
+    index = index.long()
+    values = table[index]
+    if slot is not None:
+        place = slot[index].long()
+        values[place >= 0] = cache[place[place >= 0]]
+    if scales is not None:
+        values = values.float() * scales[index][:, None]
+    return values.to(out_dtype)
+
+
+def on_device(*tensors):
+    return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
+
+
+def kernel_result(table, index, out_dtype, scales=None, slot=None, cache=None):
+    # What is not written stays visible.
+    out = torch.full((index.numel(), table.size(1)), 99, dtype=out_dtype)
+    table, index, out, scales, slot, cache = on_device(table, index, out, scales, slot, cache)
+    return gather(table, index, out, scales, slot, cache).cpu()
+
+
+@pytest.mark.parametrize("columns", [1, 7, 100, 129, 602])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cached", CACHES)
+def test_kernel_equals_torch(kind, columns, cached):
+    dtype, out_dtype = KINDS[kind]
+    table, scales = made(37, columns, dtype)
+    slot, cache = cache_of(table, cached)
+    index = torch.randint(37, (45,), dtype=torch.int64)  # more than rows: duplicates
+    out = kernel_result(table, index, out_dtype, scales, slot, cache)
+    assert torch.equal(out, wanted(table, index, out_dtype, scales, slot, cache))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 30),
+    st.integers(0, 150),
+    st.sampled_from(list(KINDS)),
+    st.sampled_from(CACHES),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.lists(st.integers(0, 10**6), max_size=150),
+)
+def test_any_shape(rows, columns, kind, cached, index_dtype, index):
+    dtype, out_dtype = KINDS[kind]
+    table, scales = made(rows, columns, dtype)
+    slot, cache = cache_of(table, cached)
+    index = torch.tensor(index, dtype=index_dtype) % rows
+    out = kernel_result(table, index, out_dtype, scales, slot, cache)
+    assert torch.equal(out, wanted(table, index, out_dtype, scales, slot, cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.uint8])
+def test_copies_of_any_dtype_keep_every_bit(dtype):
+    table = torch.randint(0, 2, (20, 5)).to(dtype)
+    if dtype.is_floating_point:
+        table[3] = float("nan")
+    index = torch.tensor([3, 3, 0, 19])
+    out = kernel_result(table, index, dtype)
+    assert torch.equal(out.view(torch.uint8), table[index].view(torch.uint8))
+
+
+def test_rows_further_apart_than_long():
+    table = torch.randn(20, 50)
+    feature_slice = on_device(table)[0][:, 10:30]
+    index = torch.arange(20).flip(0)[:17]
+    out = gather(feature_slice, *on_device(index, torch.empty(17, 20))).cpu()
+    assert torch.equal(out, table[index, 10:30])
+    slot, cache = on_device(*cache_of(table[:, 10:30], "some"))
+    out = gather(feature_slice, *on_device(index, torch.empty(17, 20)), None, slot, cache).cpu()
+    assert torch.equal(out, wanted(table[:, 10:30], index, torch.float32, None, slot.cpu(), cache.cpu()))
+
+
+@pytest.mark.parametrize("cached", CACHES)
+@pytest.mark.parametrize("bad", [-1, 10, 2**40, -(2**40)])
+def test_an_index_out_of_range_reads_nothing(bad, cached):
+    index = torch.tensor([0, bad, 9])
+    for kind in ("float32", "float16 to float32", "int8 to float16"):
+        dtype, out_dtype = KINDS[kind]
+        table, scales = made(10, 6, dtype)
+        slot, cache = cache_of(table, cached)
+        out = kernel_result(table, index, out_dtype, scales, slot, cache)
+        good = torch.tensor([0, 9])
+        assert bool(out[1].isnan().all())
+        assert torch.equal(out[[0, 2]], wanted(table, good, out_dtype, scales, slot, cache))
+    assert kernel_result(torch.arange(10)[:, None], index, torch.int64)[1].item() == -1
+    assert kernel_result(torch.ones(10, 3, dtype=torch.bool), index, torch.bool)[1].tolist() == [False] * 3
+
+
+def test_tiles_cover_the_columns():
+    for columns in range(1, 1200):
+        width, rows = block_shape(columns)
+        assert width & (width - 1) == 0
+        assert rows & (rows - 1) == 0
+        assert width * rows <= 2048
+        assert width <= 2 * columns
+
+
+@pytest.mark.parametrize("with_kernel", [True, False])
+@pytest.mark.parametrize("shape", [(30,), (30, 5), (30, 2, 3), (30, 0)])
+def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monkeypatch):
+    if not with_kernel:
+        monkeypatch.setattr(gather_triton, "_kernel", lambda: None)
+    table = torch.randn(shape)
+    index = torch.randint(30, (17,), dtype=torch.int32)
+    out = torch.empty(17, *shape[1:])
+    gather_cuda(*(tensors := on_device(table, index, out)))
+    assert torch.equal(tensors[2].cpu(), gather_rows(table, index))
+
+
+@pytest.mark.parametrize("with_kernel", [True, False])
+@pytest.mark.parametrize("cache_rows", [0, 9, 30])
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypatch):
+    if not with_kernel:
+        monkeypatch.setattr(gather_triton, "_kernel", lambda: None)
+    table = FeatureTable(torch.randn(30, 12).to(torch.float16 if kind == "float16" else torch.float32))
+    table = table.quantized() if kind == "int8" else table
+    cached = table.cached(hottest(torch.rand(30), cache_rows), "cpu")
+    index = torch.randint(30, (50,))
+    assert torch.equal(cached.gather(index), table.gather(index))
+    out = torch.empty(50, 12, dtype=table.dtype)
+    if DEVICE == "cpu":  # the operator of CUDA, on tensors that the interpreter can read
+        gather_cuda(cached.values, index, out, cached.scales, cached.cache.slot, cached.cache.rows)
+        assert torch.equal(out, table.gather(index))
+
+
+def test_cuda_arguments_are_checked():
+    table, index, out = torch.randn(5, 2), torch.tensor([0, 5]), torch.empty(2, 2)
+    with pytest.raises(IndexError, match="index holds row 5, but the table has 5 rows"):
+        gather_cuda(table, index, out, check=True)
+    with pytest.raises(TypeError, match="out must be"):
+        gather_cuda(table, index, out.half())
+    with pytest.raises(ValueError, match="index is on meta, but out on cpu"):
+        gather_cuda(table, index.to("meta"), out)
+    with pytest.raises(ValueError, match="cannot read the table: it is on meta"):
+        gather_cuda(table.to("meta"), index, out)
+    with pytest.raises(ValueError, match="must lie together"):
+        gather_cuda(torch.randn(2, 5).t(), index, out)
+    with pytest.raises(ValueError, match="only one of them is given"):
+        gather_cuda(table, index, out, None, torch.zeros(5, dtype=torch.int32))
+
+
+def test_without_triton_torch_gathers():
+    code = (
+        "import sys; sys.modules['triton'] = None; from lightning_gnn.ops import gather_triton as g; print(g._kernel())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "None"
+
+
+def test_compiles_for_a100_and_h100_without_spills():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_gather.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["sm"] for row in rows} == {80, 90}
+    for row in rows:
+        assert row.get("STACK", 0) == row.get("LOCAL", 0) == 0
+        assert row.get("REG", 0) <= 128
+        if (row["table"], row["columns"]) == ("i32", 100):
+            assert any("v4" in load for load in row["loads"])  # 16 bytes at a time
+
+
+@on_cuda
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("place", ["device", "pinned"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("columns", [1, 100, 602])
+def test_on_a_device(kind, place, cached, columns):
+    host = FeatureTable(torch.randn(5000, columns).to(torch.float16 if kind == "float16" else torch.float32))
+    host = host.quantized() if kind == "int8" else host
+    n_id = torch.randint(5000, (20_000,))
+    if place == "pinned":
+        table = host.pin_memory()
+    else:
+        table = FeatureTable(host.values.cuda(), scales=None if host.scales is None else host.scales.cuda())
+    if cached:
+        table = table.cached(hottest(torch.rand(5000), 1000), "cuda")
+    out = table.gather(n_id.cuda())
+    assert out.is_cuda
+    assert torch.equal(out.cpu(), host.gather(n_id))
+
+
+@on_cuda
+def test_pageable_memory_is_refused():
+    with pytest.raises(ValueError, match="pin it with pin_memory"):
+        gather_rows(torch.randn(5, 2), torch.tensor([0]).cuda())
+    with pytest.raises(ValueError, match="move the index there"):
+        gather_rows(torch.randn(5, 2).cuda(), torch.tensor([0]))
+
+
+@on_cuda
+def test_offsets_beyond_32_bits():
+    rows = 2**31 // 512 + 1000
+    table = torch.zeros(rows, 512, dtype=torch.int8, device="cuda")
+    table[-1] = 7
+    cache = RowCache.build(table, torch.tensor([0]), "cuda")
+    scales = torch.ones(rows, device="cuda")
+    index = torch.tensor([rows - 1, 0], device="cuda")
+    assert gather_rows(table, index, scales=scales, cache=cache)[:, 0].tolist() == [7, 0]

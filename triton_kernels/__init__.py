@@ -1,0 +1,1 @@
+"""Triton kernels, one file per family; imported lazily by ``lightning_gnn.ops``, as Triton exists on Linux only."""
