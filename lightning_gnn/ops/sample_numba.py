@@ -1,7 +1,7 @@
 """Neighbour sampling on the CPU, compiled, outside the GIL.
 
-Each hop is three passes with independent memory accesses: pick edge ids, gather ``indices`` of the picks, relabel. The
-relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local id, so it costs one cache
+Each hop is two passes of memory accesses that do not wait for each other: pick edge ids, then gather ``indices`` of the
+picks and relabel them. The relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local id, so it costs one cache
 miss per edge, and nothing is cleared between batches. A graph too large for such a table, and disjoint sampling, take
 an open-addressing hash table instead, which grows with the batch.
 """
@@ -19,6 +19,7 @@ TABLE_LIMIT = 1 << 29
 """Largest node table a thread may hold, in bytes (8 per node); larger graphs are relabelled by hashing."""
 
 _AHEAD = 16
+_FAR_AHEAD = 32
 _SMALL_FANOUT = 64
 _LAST_STAMP = 2**31 - 1
 
@@ -231,11 +232,17 @@ def _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, count, nee
 
 @numba.njit(nogil=True, cache=True)
 def _relabel_table(table, stamp, node, k, row, edge, begin, end, indices):
-    for q in range(begin, end):
+    # Two memory accesses follow each other here, to indices and to the table. Each is asked for long before its turn.
+    for q in range(begin, min(begin + _AHEAD, end)):
         row[q] = indices[edge[q]]
+        prefetch(table, row[q])
     for q in range(begin, end):
-        if q + _AHEAD < end:
-            prefetch(table, row[q + _AHEAD])
+        ahead = q + _AHEAD
+        if ahead < end:
+            if ahead + _FAR_AHEAD < end:
+                prefetch(indices, edge[ahead + _FAR_AHEAD])
+            row[ahead] = indices[edge[ahead]]
+            prefetch(table, row[ahead])
         u = row[q]
         entry = table[u]
         if (entry >> 32) == stamp:
