@@ -43,14 +43,14 @@ OURS = {
     for threads in (1, 2)
 }
 PYG = {
-    f"PyG{', trimmed' * trim}, {workers} workers, 2 torch threads": {
+    f"PyG{', trimmed' * trim}, {workers} workers, {threads} torch thread{'s' * (threads > 1)}": {
         "library": "pyg",
         "num_workers": workers,
-        "torch_threads": 2,
+        "torch_threads": threads,
         "trim": trim,
     }
     for trim in (False, True)
-    for workers in (0, 2)
+    for workers, threads in ((0, 2), (2, 2), (2, 1))
 }
 CONTESTANTS = {**OURS, **PYG}
 
@@ -67,7 +67,7 @@ class _TimedEpochs(pl.Callback):
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.num_devices and pl_module.device.type == "cuda":
+        if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         self._gate.report(time.perf_counter() - self._start)
 

@@ -201,7 +201,8 @@ def compare(
         sides.append(best(ran, key=lambda row: row["median"]) if ran else None)
     result: dict[str, Any] = {"what": what, "target": target}
     if sides[0] is None or sides[1] is None:
-        return {**result, "missing": MISSING}
+        absent = any("missing" in row for row in rows if row["name"] in (*ours, *peers))
+        return {**result, "missing": MISSING if absent else "not run"}
     left, right = sides[0]["median"], sides[1]["median"]
     ratio = _rounded(left / right if higher_is_better else right / left)
     return {**result, "ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
@@ -223,6 +224,8 @@ def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
         )
         table.add_row(row["name"], *figures)
     console.print(table)
+    if result["machine"]["load_before"] > 0.5 * result["machine"]["cores"]:
+        console.print("The machine was busy before this run: do not trust these figures.", style="yellow")
     for comparison in result["comparisons"]:
         console.print(f"{comparison['what']}: {_verdict(comparison)}", highlight=False)
     for key, value in result.get("extra", {}).items():

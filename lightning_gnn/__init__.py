@@ -1,10 +1,14 @@
 """GNN training on the hardware people really have, as plugins for a PyTorch Lightning ``Trainer``."""
 
-from lightning_gnn.datamodules import FullGraphDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn.datamodules import (
+    FullGraphDataModule,
+    LinkDataModule,
+    NeighborDataModule,
+    PersistentSamplerDataModule,
+)
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.ops import gather_rows, sample_neighbors
-from lightning_gnn.sampling import NeighborSampler
-from lightning_gnn.sampling.pyg import enable_pyg_sampling
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler, enable_pyg_sampling
 
 __version__ = "0.1.0"
 
@@ -15,6 +19,8 @@ __all__ = [
     "LinkDataModule",
     "NeighborDataModule",
     "NeighborSampler",
+    "PersistentNeighborSampler",
+    "PersistentSamplerDataModule",
     "enable_pyg_sampling",
     "gather_rows",
     "sample_neighbors",

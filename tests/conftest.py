@@ -6,6 +6,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which Lightning and PyG do
+
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)

@@ -125,14 +125,10 @@ def bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT: tl.c
 
 
 @triton.jit
-def expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, stage, ticket_of, sizes,
+def expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, sizes,
                 stamp, key, fanout, replace, slots, level, pid, programs,
-                DISJOINT: tl.constexpr, STAGED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-                T: tl.constexpr):  # fmt: skip
-    """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat.
-
-    If STAGED, the sources come from the rows that the queue sampled.
-    """
+                DISJOINT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
     low, high = level_rows(sizes, level, pid, programs)
     t = low
     while t < high:
@@ -144,29 +140,57 @@ def expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, tab
         at = tl.load(rowptr + i, mask=on, other=0)
         taken = tl.where(on, width(degree, fanout, replace), 0)
         picks = pick_row(node_key(key, v), degree, fanout, replace, K)
-        if STAGED:
-            ticket = tl.load(ticket_of + v, mask=on, other=0).to(tl.int64)
         for j in tl.static_range(K):
-            picked = j < taken
-            tl.store(eid + at + j, begin + picks[j], mask=picked)
-            tl.store(col + at + j, i, mask=picked)
-            if STAGED:
-                u = tl.load(stage + ticket * K + j, mask=picked, other=0)
-                bid(u, i, at + j, picked, state, src, table, stamp, level, slots, DISJOINT)
+            tl.store(eid + at + j, begin + picks[j], mask=j < taken)
+            tl.store(col + at + j, i, mask=j < taken)
         t += R
-    if not STAGED:
-        tl.debug_barrier()  # an edge id is written by one thread and read by another
-        t = tl.load(rowptr + low)
-        end = tl.load(rowptr + high)
-        while t < end:
-            pos = t + tl.arange(0, T)
-            on = pos < end
-            u = tl.load(indices + tl.load(eid + pos, mask=on, other=0), mask=on, other=0).to(tl.int32)
-            tree = pos
-            if DISJOINT:
-                tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
-            bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
-            t += T
+    tl.debug_barrier()  # an edge id is written by one thread and read by another
+    t = tl.load(rowptr + low)
+    end = tl.load(rowptr + high)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        u = tl.load(indices + tl.load(eid + pos, mask=on, other=0), mask=on, other=0).to(tl.int32)
+        tree = pos
+        if DISJOINT:
+            tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
+        t += T
+
+
+@triton.jit
+def replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, sizes, stamp, fanout, replace, level,
+                pid, programs, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Expand from what the queue sampled, int32 ``[tickets, 2, K]``: offsets and sources."""
+    low, high = level_rows(sizes, level, pid, programs)
+    t = low
+    while t < high:
+        i = t + tl.arange(0, R)
+        on = i < high
+        v = tl.load(nodes + i, mask=on, other=0)
+        begin = tl.load(indptr + v, mask=on, other=0)
+        degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
+        at = tl.load(rowptr + i, mask=on, other=0)
+        taken = tl.where(on, width(degree, fanout, replace), 0)
+        row = stage + tl.load(ticket_of + v, mask=on, other=0).to(tl.int64) * (2 * K)
+        most = tl.max(taken, 0)
+        j = 0
+        while j < most:
+            for c in tl.static_range(5):  # loads in flight
+                picked = j + c < taken
+                tl.store(eid + at + j + c, begin + tl.load(row + j + c, mask=picked, other=0), mask=picked)
+                tl.store(src + at + j + c, tl.load(row + K + j + c, mask=picked, other=0), mask=picked)
+                tl.store(col + at + j + c, i, mask=picked)
+            j += 5
+        t += R
+    tl.debug_barrier()  # a source is written by one thread and read by another
+    t = tl.load(rowptr + low)
+    end = tl.load(rowptr + high)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        bid(tl.load(src + pos, mask=on, other=0), pos, pos, on, state, src, src, stamp, level, 1, False)
+        t += T
 
 
 @triton.jit
@@ -297,9 +321,13 @@ def level_phase(indptr, indices, seeds, control, state, nodes, trees, rowptr, sr
         else:
             fanout = tl.load(control + FANOUT + level - 1).to(tl.int32)
             if (fanout >= 0) & (fanout <= K):
-                expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, stage, ticket_of,
-                            sizes, stamp, key, fanout, replace, slots, level, pid, programs,
-                            DISJOINT, STAGED, K, R, T)  # fmt: skip
+                if STAGED:
+                    replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, sizes, stamp, fanout,
+                                replace, level, pid, programs, K, R, T)  # fmt: skip
+                else:
+                    expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+                                stamp, key, fanout, replace, slots, level, pid, programs,
+                                DISJOINT, K, R, T)  # fmt: skip
             else:
                 expand_flat(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table,
                             sizes, stamp, key, fanout, replace, slots, level, pid, programs, DISJOINT, T)  # fmt: skip

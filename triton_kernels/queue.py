@@ -14,7 +14,7 @@ size:
   the earlier one, so the fixpoint is that of hop-by-hop sampling, whatever the schedule.
 
 What races write is keyed by slot, so that expansions of one node never mix. The order of the output comes from the
-phases of ``phases.py`` afterwards, which take the sampled sources from the slot of each node's final hop.
+phases of ``phases.py`` afterwards, which take the sampled edges from the slot of each node's final hop.
 """
 
 import triton
@@ -52,7 +52,7 @@ def publish(queue, at, capacity, stamp, hop, node, new):
 
 @triton.jit
 def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size,
-             ONCE: tl.constexpr, K: tl.constexpr, R: tl.constexpr):  # fmt: skip
+             ONCE: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Do tasks until none is outstanding, or if ONCE those of a single claim.
 
     R is the number of threads: one slot per thread, so that each racing read of a slot has one reader.
@@ -95,43 +95,39 @@ def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, 
             deeper = hop + 1 < num_hops  # nodes of the last hop are not expanded
             found = word(stamp, 2 * hop + 3, hop.to(tl.int64) * 0 + 0xFFFFFFFF)
 
-            # All neighbours: one at a time. Children are counted before their parent is retired below.
-            every = tl.where(fanout < 0, taken, 0)
-            most = tl.max(every, 0)
-            j = 0
-            while j < most:
-                on = j < every
-                u = tl.load(indices + begin + j, mask=on, other=0).to(tl.int32)
-                old = tl.atomic_min(state + u, found, mask=on, sem="relaxed")
-                new = on & deeper & (old > found)
-                at = tl.cumsum(new.to(tl.int32), 0) - new.to(tl.int32)
-                total = tl.sum(new.to(tl.int32), 0).to(tl.int64)
-                if total > 0:
-                    at += (tl.atomic_add(work, (total << 32) + total, sem="relaxed") >> 32).to(tl.int32)
-                    publish(queue, at, queue_slots, stamp, hop + 1, u, new)
-                j += 1
-
-            # Fanouts up to K: all gathers in flight, then all bids, then one reservation for all children.
-            taken = tl.where(fanout < 0, 0, taken)
             picks = pick_row(node_key(key, v), degree, fanout, replace, K)
-            sources = ()
+            row = stage + slot.to(tl.int64) * (2 * K)
             for k in tl.static_range(K):
-                u = tl.load(indices + begin + picks[k], mask=k < taken, other=0).to(tl.int32)
-                sources = sources + (u,)  # noqa: RUF005 (Triton has no unpacking)
-                tl.store(stage + slot.to(tl.int64) * K + k, u, mask=k < taken)
-            news = ()
-            mine = tl.zeros([R], tl.int32)
-            for k in tl.static_range(K):
-                old = tl.atomic_min(state + sources[k], found, mask=k < taken, sem="relaxed")
-                new = (k < taken) & deeper & (old > found)
-                news = news + (new,)  # noqa: RUF005
-                mine += new.to(tl.int32)
-            at = tl.cumsum(mine, 0) - mine
-            total = tl.sum(mine, 0).to(tl.int64)
-            at += (tl.atomic_add(work, (total << 32) + total - num_ready, sem="relaxed") >> 32).to(tl.int32)
-            for k in tl.static_range(K):
-                publish(queue, at, queue_slots, stamp, hop + 1, sources[k], news[k])
-                at += news[k].to(tl.int32)
+                tl.store(row + k, picks[k], mask=(fanout >= 0) & (k < taken))
+            tl.debug_barrier()
+            k = 0
+            most = tl.maximum(tl.max(taken, 0), 1)
+            while k < most:  # CHUNK gathers in flight, then as many bids, then one reservation for all children
+                sources = ()
+                for c in tl.static_range(CHUNK):
+                    on = k + c < taken
+                    picked = on & (fanout >= 0)
+                    p = tl.where(fanout < 0, k + c, tl.load(row + k + c, mask=picked, other=0))
+                    u = tl.load(indices + begin + p, mask=on, other=0).to(tl.int32)
+                    tl.store(row + K + k + c, u, mask=picked)
+                    sources = sources + (u,)  # noqa: RUF005 (Triton has no unpacking)
+                news = ()
+                mine = tl.zeros([R], tl.int32)
+                for c in tl.static_range(CHUNK):
+                    on = k + c < taken
+                    old = tl.atomic_min(state + sources[c], found, mask=on, sem="relaxed")
+                    new = on & deeper & (old > found)
+                    news = news + (new,)  # noqa: RUF005
+                    mine += new.to(tl.int32)
+                at = tl.cumsum(mine, 0) - mine
+                total = tl.sum(mine, 0).to(tl.int64)
+                # The parents are retired with their last children, never before.
+                retired = tl.where(k + CHUNK >= most, num_ready, 0)
+                at += (tl.atomic_add(work, (total << 32) + total - retired, sem="relaxed") >> 32).to(tl.int32)
+                for c in tl.static_range(CHUNK):
+                    publish(queue, at, queue_slots, stamp, hop + 1, sources[c], news[c])
+                    at += news[c].to(tl.int32)
+                k += CHUNK
 
             todo = todo & (ready == 0)
             if tl.sum(todo.to(tl.int32), 0) == 0:
@@ -147,7 +143,7 @@ def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, 
 
 @triton.jit
 def find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T: tl.constexpr):
-    """Note the slot that holds the sources of each expanded node at its final hop."""
+    """Note the slot that holds the sample of each expanded node at its final hop."""
     num_seeds = tl.load(control + NUM_SEEDS).to(tl.int32)
     tasks = tl.load(control + WORK) >> 32
     t = pid.to(tl.int64) * T
@@ -160,7 +156,7 @@ def find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T: tl.c
         v = tl.where(is_seed, seed, task & 0xFFFFFFFF).to(tl.int32)
         now = tl.load(state + v, mask=on, other=0)
         final = ((now >> 32) & 63) == 2 * ((task >> 32) & 63) + 1
-        # A seed given twice has two slots with the same sources; either will do.
+        # A seed given twice has two slots with the same sample; either will do.
         tl.store(ticket_of + v, i, mask=is_seed | (on & final))
         t += programs * T
 
@@ -179,7 +175,7 @@ def queue_kernel(
     col,  # *int32 [capacity], local id of the target of each edge position
     mark,  # *int32 [capacity], 0, or 1 + number of edges of the node that the edge position found
     queue,  # *int64 [queue_slots], tasks
-    stage,  # *int32 [queue_slots, K], sources that the task of a slot sampled
+    stage,  # *int32 [queue_slots, 2, K], offsets and sources that the task of a slot sampled
     ticket_of,  # *int32 [num_nodes], slot of the final task of a node
     queue_slots,
     fetch_size,  # slots per claim
@@ -189,6 +185,7 @@ def queue_kernel(
     end,  # phase to stop before
     FUSED: tl.constexpr,  # several phases in one launch, with a grid barrier between
     K: tl.constexpr,  # largest fanout
+    CHUNK: tl.constexpr,  # in-edges of a task that are gathered at a time
     R: tl.constexpr,  # tasks per tile: one per thread
     T: tl.constexpr,  # edges per tile
     P: tl.constexpr,  # a power of two, at least the number of programs
@@ -199,7 +196,7 @@ def queue_kernel(
     phase = begin
     while phase < end:
         if phase == DISCOVER:
-            discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, False, K, R)
+            discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, False, K, CHUNK, R)
         elif phase == FIND_TICKETS:
             find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T)
         else:
@@ -217,10 +214,10 @@ def queue_kernel(
 
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size"])
 def discover_kernel(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size,
-                    K: tl.constexpr, R: tl.constexpr):  # fmt: skip
+                    K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Discover without the queue's balancing (the paper's figure 10): one claim per program, a program for each claim.
 
     Arguments as for :func:`queue_kernel`. Claims are numbered as programs start, so that a program only ever waits for
     programs that run already, in whatever order the hardware starts them.
     """
-    discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, True, K, R)
+    discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, True, K, CHUNK, R)

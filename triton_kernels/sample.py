@@ -50,7 +50,7 @@ class TritonNeighborSampler:
     """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
 
     Scratch memory: 8 bytes per node of the graph (12 if ``persistent`` or ``no_queue``); 16 bytes per edge a batch may
-    have (20 in graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent`` or ``no_queue``, ``8 + 4 *
+    have (20 in graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent`` or ``no_queue``, ``8 + 8 *
     max(fanouts)`` per task; if disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch
     may have are bounded by its fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more
     when a batch has more. Calls take turns, and are ordered on the stream that is current; the output is the caller's.
@@ -189,7 +189,9 @@ class TritonNeighborSampler:
         if self.num_programs is not None or INTERPRETED:
             return self._most_programs()
         if variant not in self._programs:
-            registers = getattr(kernel.warmup(*args, grid=(1,), **options), "n_regs", None) or 255
+            compiled = kernel.warmup(*args, grid=(1,), **options)
+            compiled._init_handles()  # loads the binary: the driver tells the registers
+            registers = compiled.n_regs or 255
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
             sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -308,9 +310,9 @@ class _Batch:
         s = self.sampler
         fetch_size = min(s.fetch_size, self.queue_slots)
         queue = s._scratch("queue", self.queue_slots, torch.int64, 0)
-        stage = s._scratch("stage", self.queue_slots * self.K, torch.int32)
+        stage = s._scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
         ticket_of = s._scratch("ticket_of", s.num_nodes, torch.int32)
-        tile = dict(K=self.K, R=32 * s.num_warps, num_warps=s.num_warps)
+        tile = dict(K=self.K, CHUNK=chunk_size(self.K), R=32 * s.num_warps, num_warps=s.num_warps)
         args = (
             s.indptr, s.indices, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid,
             self.col, self.mark, queue, stage, ticket_of, self.queue_slots, fetch_size, self.sizes, self.counts,
@@ -354,6 +356,11 @@ def queue_can(fanouts: Sequence[int]) -> bool:
     as_numbers = [float("inf") if fanout < 0 else fanout for fanout in fanouts]
     shrinking = all(a >= b for a, b in zip(as_numbers, as_numbers[1:], strict=False))
     return shrinking and all(fanout <= REGISTER_FANOUTS[-1] for fanout in fanouts)
+
+
+def chunk_size(K: int) -> int:
+    """Return how many of K in-edges the queue gathers at a time: all, or even chunks of at most 10."""
+    return triton.cdiv(K, triton.cdiv(K, 10))
 
 
 def _device_of(indices: Tensor) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.batching.pipeline import OrderedPipeline
+from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 
 
@@ -66,6 +67,7 @@ class _ThreadedLoader:
         rank: int = 0,
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
+        tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
         if num_workers < 0:
@@ -78,6 +80,7 @@ class _ThreadedLoader:
         self.rank = rank
         self.loader_id = loader_id
         self.first_batch = first_batch
+        self.tables = dict(tables or {})
         self.num_threads = num_workers
         self.prefetch_factor_threads = prefetch_factor or 2
         self.times = PreparationTimes()
@@ -135,9 +138,11 @@ class _ThreadedLoader:
         return batch, PreparationTimes(1, out.node.numel(), out.row.numel(), sampled - start, end - sampled)
 
     def _rows(self, key: str, ids: Tensor) -> Any:
+        if key in self.tables:
+            return self.tables[key].gather(ids)
         value = self.data[key]
         dim = self.data.__cat_dim__(key, value)
-        if isinstance(value, Tensor) and value.is_cpu and dim == 0:
+        if isinstance(value, Tensor) and value.is_cpu and ids.is_cpu and dim == 0:
             return gather_rows(value, ids)
         if isinstance(value, Tensor):
             return value.index_select(dim, ids.to(value.device))
@@ -198,6 +203,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         rank: Which process of a distributed run.
         loader_id: Which loader of the run.
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
+        tables: Where to gather some attributes from instead of ``data``, such as device memory.
 
     Raises:
         TypeError: The data is not homogeneous.

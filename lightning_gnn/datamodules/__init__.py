@@ -3,5 +3,6 @@
 from lightning_gnn.datamodules.full import FullGraphDataModule
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.neighbor import NeighborDataModule
+from lightning_gnn.datamodules.persistent import PersistentSamplerDataModule
 
-__all__ = ["FullGraphDataModule", "LinkDataModule", "NeighborDataModule"]
+__all__ = ["FullGraphDataModule", "LinkDataModule", "NeighborDataModule", "PersistentSamplerDataModule"]

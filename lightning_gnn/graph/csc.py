@@ -178,6 +178,15 @@ class CSCGraph:
         """
         return CachedAdjacency.build(self.indptr, self.indices, nodes, device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of ``indptr`` and ``indices``."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.indptr, self.indices))
+
+    def to(self, device: torch.device | str) -> CSCGraph:
+        """Return a copy on a device."""
+        return self._map(lambda tensor: tensor.to(device))
+
     def pin_memory(self) -> CSCGraph:
         """Return a copy in page-locked host memory, which an accelerator can read directly."""
         return self._map(Tensor.pin_memory)

@@ -143,6 +143,10 @@ class FeatureTable:
         scales = None if self.scales is None else self.scales.to(device)
         return FeatureTable(self.values, scales=scales, cache=RowCache.build(self.values, nodes, device))
 
+    def to(self, device: torch.device | str) -> FeatureTable:
+        """Return a copy on a device, without the cache."""
+        return FeatureTable(self.values.to(device), scales=None if self.scales is None else self.scales.to(device))
+
     def pin_memory(self) -> FeatureTable:
         """Return a copy in page-locked host memory, which an accelerator can read directly; a cache stays as it is."""
         scales = self.scales.pin_memory() if self.scales is not None and self.scales.is_cpu else self.scales

@@ -24,8 +24,9 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample_numba import sample_numba
 from lightning_gnn.ops.sample_reference import sample_reference
+from lightning_gnn.ops.sample_triton import triton_sampler
 
-BACKENDS = ("numba", "pyg_lib", "reference")
+BACKENDS = ("numba", "triton", "pyg_lib", "reference")
 
 
 class NeighborSample(NamedTuple):
@@ -61,14 +62,15 @@ def sample_neighbors(
     """Sample in-neighbours of the seeds, hop by hop.
 
     Args:
-        graph: The topology.
-        seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed.
+        graph: The topology, on the CPU, on a GPU, or in pinned memory.
+        seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed. Checking them on a GPU waits for
+            it.
         fanouts: In-edges to pick per node and hop; -1 takes all.
         key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
         replace: Draw with replacement.
         disjoint: One tree per seed, which shares no node with the others.
-        backend: ``"numba"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
-            ``"reference"``; by default the one for the device of the graph.
+        backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
+            ``"reference"``; by default Triton if the graph or the seeds are on a GPU, else numba.
 
     Returns:
         The sample, in buffers from the pool.
@@ -79,7 +81,7 @@ def sample_neighbors(
         ValueError: A fanout below -1, or an unknown backend.
     """
     fanouts = check_fanouts(fanouts)
-    seeds = _checked_seeds(seeds, graph.num_nodes)
+    seeds = check_seeds(seeds, graph.num_nodes)
     if backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
     if backend == "reference":
@@ -88,8 +90,13 @@ def sample_neighbors(
         )
         node, row, col, edge, tree = (torch.tensor(ids or [], dtype=torch.int64) for ids in out[:5])
         return NeighborSample(node, torch.stack([row, col]), edge, tree if disjoint else None, out[5], out[6])
+    if backend == "triton":
+        sampler = triton_sampler(graph.indptr, graph.indices)
+        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint))
     if backend not in (None, "numba"):
         raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if graph.indptr.device.type != "cpu":
+        seeds = seeds.to(graph.indptr.device)
     node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
         graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint
     )
@@ -143,7 +150,18 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
     return out
 
 
-def _checked_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+    """Return the seeds as contiguous int64.
+
+    Args:
+        seeds: int64 or int32 ``[batch_size]``.
+        num_nodes: How many nodes the graph has.
+
+    Raises:
+        TypeError: They are no integer tensor.
+        ValueError: They do not have one dimension.
+        IndexError: One is outside ``[0, num_nodes)``.
+    """
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
         kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
         raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}")

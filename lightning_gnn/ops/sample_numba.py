@@ -1,9 +1,9 @@
 """Neighbour sampling on the CPU, compiled, outside the GIL.
 
 Each hop is two passes of memory accesses that do not wait for each other: pick edge ids, then gather ``indices`` of the
-picks and relabel them. The relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local id, so it costs one cache
-miss per edge, and nothing is cleared between batches. A graph too large for such a table, and disjoint sampling, take
-an open-addressing hash table instead, which grows with the batch.
+picks and relabel them. The relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local
+id, so it costs one cache miss per edge, and nothing is cleared between batches. A graph too large for such a table, and
+disjoint sampling, take an open-addressing hash table instead, which grows with the batch.
 """
 
 import threading

@@ -21,7 +21,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.ops import batch_key, sample_neighbors
+from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
 from lightning_gnn.ops.sample import check_fanouts
 
 
@@ -119,26 +119,32 @@ class NeighborSampler(BaseSampler):
     def _sample(self, seeds: Tensor, times: Tensor | None, key: int) -> SamplerOutput:
         if times is not None:
             raise ValueError("temporal sampling is not supported: leave out the times of the seeds")
-        out = sample_neighbors(
-            self.graph,
-            seeds,
-            self.num_neighbors,
-            key,
-            replace=self.replace,
-            disjoint=self.disjoint,
-            backend=self.backend,
-        )
+        out = self.draw(seeds, key)
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
             col=out.edge_index[1],
-            edge=self._original(out.edge),
+            edge=self.original_edges(out.edge),
             batch=out.batch,
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,
         )
 
-    def _original(self, edge: Tensor) -> Tensor:
+    def draw(self, seeds: Tensor, key: int) -> NeighborSample:
+        """Sample a subgraph; what a sampler on another device overrides.
+
+        Args:
+            seeds: int64 ``[batch_size]``.
+            key: The key of the mini-batch.
+
+        Raises:
+            IndexError: A seed outside the graph.
+        """
+        options = {"replace": self.replace, "disjoint": self.disjoint}
+        return sample_neighbors(self.graph, seeds, self.num_neighbors, key, backend=self.backend, **options)
+
+    def original_edges(self, edge: Tensor) -> Tensor:
+        """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
         if self.graph.edge_ids is None:
             return edge
         out = pool.empty(edge.shape, torch.int64)

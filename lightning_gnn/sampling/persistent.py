@@ -1,0 +1,117 @@
+"""PGSampler: whole multi-hop samples on a GPU, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.sampler.base import NumNeighbors
+
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.placement import check_place, choose_place, pinned
+from lightning_gnn.ops import NeighborSample, gather_rows
+from lightning_gnn.ops.sample import check_seeds
+from lightning_gnn.ops.sample_triton import runs_on, triton_sampler
+from lightning_gnn.sampling.neighbor import NeighborSampler
+
+
+class PersistentNeighborSampler(NeighborSampler):
+    """Uniform neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
+
+    All hops of a mini-batch run in one launch, with one host synchronisation, for the sizes. On a machine without a GPU
+    it says so and samples on the CPU: the mini-batches are identical.
+
+    Args:
+        data: The graph.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        replace: Draw with replacement.
+        disjoint: One tree per seed.
+        seed: Start of the random stream; by default torch's initial seed.
+        device: Where to sample; by default the current GPU.
+        topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` leaves it in page-locked host memory, which the
+            kernel reads over PCIe; ``"auto"`` takes the first if at most half of the free memory is needed.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal. See
+            ``lightning_gnn.triton_kernels.sample.MODES`` for the baselines.
+        fetch_size: Tasks that a program of the queue claims at a time.
+        hot_nodes: Nodes whose adjacency lists are copied to the device where the topology is in pinned memory.
+
+    Raises:
+        TypeError: ``data`` is no homogeneous graph, or fanouts are no integers.
+        ValueError: A graph, fanout, topology, mode or fetch size that is not valid.
+        RuntimeError: Page-locked memory was refused; the message has the sizes.
+
+    Source: PGSampler, sections III and IV. The termination rule and the order of nodes and edges are this project's.
+    """
+
+    def __init__(
+        self,
+        data: Data | CSCGraph,
+        num_neighbors: Sequence[int] | NumNeighbors,
+        replace: bool = False,
+        disjoint: bool = False,
+        seed: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        topology: str = "auto",
+        mode: str = "fused",
+        fetch_size: int = 32,
+        hot_nodes: Tensor | None = None,
+    ) -> None:
+        super().__init__(data, num_neighbors, replace, disjoint, seed)
+        check_place(topology, "topology")
+        if fetch_size < 1:
+            raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
+        self.device = find_gpu(device)
+        if self.device is None:
+            rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
+            return
+        host = self.graph
+        place = choose_place(topology, host.num_bytes, self.device, "the topology")
+        self.graph = host.to(self.device) if place == "device" else pinned(host, host.num_bytes, self.device, "the topology")
+        hot = None
+        if place == "pinned" and hot_nodes is not None:
+            hot = host.cache_adjacency(hot_nodes, self.device)
+        self._kernel = triton_sampler(
+            self.graph.indptr.to(self.device),
+            self.graph.indices,
+            self.device,
+            mode=mode,
+            fetch_size=fetch_size,
+            cached=hot,
+        )
+
+    def draw(self, seeds: Tensor, key: int) -> NeighborSample:
+        """Sample on the GPU, in one launch.
+
+        Args:
+            seeds: int64 ``[batch_size]``; on the CPU they are checked without waiting for the GPU.
+            key: The key of the mini-batch.
+
+        Raises:
+            IndexError: A seed outside the graph.
+        """
+        if self.device is None:
+            return super().draw(seeds, key)
+        seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
+        return NeighborSample(*self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint))
+
+    def original_edges(self, edge: Tensor) -> Tensor:
+        """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""
+        if self.device is None or self.graph.edge_ids is None:
+            return super().original_edges(edge)
+        return gather_rows(self.graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
+
+
+def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
+    """Return where Triton kernels can run: the device asked for, or the current GPU; None if they cannot.
+
+    Args:
+        device: What the user asked for; ``"cpu"`` runs kernels only under Triton's interpreter.
+    """
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = torch.device(device)
+    return device if runs_on(device) else None

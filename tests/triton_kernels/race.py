@@ -1,0 +1,117 @@
+"""Run every program of a launch as a process over shared memory: real races without a GPU. Run as a script.
+
+The processor keeps stores in order, so this finds errors of the protocol (lost tasks, work done twice, early exits,
+deadlocks), not of the memory order.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import inspect
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import triton.runtime.interpreter as interpreter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from lightning_gnn.triton_kernels import sample as module
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
+
+PATIENCE = 60.0
+
+
+class Forked:
+    """A kernel whose programs run at the same time."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launch(grid[0], args, kwargs)
+
+    def launch(self, programs, args, kwargs):
+        children = []
+        for program in range(programs):
+            child = os.fork()
+            if child == 0:
+                try:
+                    self.run(program, programs, args, kwargs)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            children.append(child)
+        deadline, running, failed = time.monotonic() + PATIENCE, set(children), 0
+        while running and time.monotonic() < deadline:
+            for child in list(running):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    running.discard(child)
+                    failed += status != 0
+            time.sleep(0.002)
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert not running, f"{len(running)} of {programs} programs did not end"
+        assert not failed, f"{failed} of {programs} programs failed"
+
+    def run(self, program, programs, args, kwargs):
+        rng = random.Random(os.getpid())
+        builder = interpreter.InterpreterBuilder
+        original = builder.create_atomic_rmw
+
+        def delayed(*arguments):
+            out = original(*arguments)
+            if rng.random() < 0.2:
+                time.sleep(rng.random() * 0.002)
+            return out
+
+        builder.create_atomic_rmw = delayed
+        fn = self.kernel.rewrite() if hasattr(self.kernel, "rewrite") else self.kernel.fn
+        executor = interpreter.GridExecutor(fn, self.kernel.arg_names, (programs,))
+        interpreter._patch_lang(executor.fn)
+        kwargs = {name: value for name, value in kwargs.items() if name in inspect.getfullargspec(executor.fn).args}
+        bound = inspect.getcallargs(executor.fn, *args, **kwargs)
+        bound = {n: v if n in executor.constexprs else interpreter._implicit_cvt(v) for n, v in bound.items()}
+        interpreter.interpreter_builder.set_grid_dim(programs, 1, 1)
+        interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+        executor.fn(**bound)
+
+
+class SharedSampler(module.TritonNeighborSampler):
+    """Allocates scratch memory that forked programs share."""
+
+    def _allocate(self, size, dtype):
+        return torch.zeros(size, dtype=dtype).share_memory_()
+
+
+def main():
+    torch.set_num_threads(1)
+    for name in ("hop_kernel", "queue_kernel", "discover_kernel"):
+        setattr(module, name, Forked(getattr(module, name)))
+    module.INTERPRETED = False  # programs can meet at a barrier now
+    for name, mode, seeds, fanouts in (
+        ("random", "fused", [3, 0, 40], [4, 3]),
+        ("random", "persistent", [3, 0, 40], [4, 3, 2]),
+        ("clique", "persistent", [1, 2], [4, 3, 2]),
+        ("path", "persistent", [0], [1] * 6),
+        ("cycle", "no_queue", [0, 3], [1, 1]),
+        ("random", "persistent", [0, 0, 7, 8], [-1, 5]),
+    ):
+        indptr, indices = GRAPHS[name]
+        sampler = SharedSampler(
+            torch.tensor(indptr), torch.tensor(indices), mode=mode, fetch_size=2, num_programs=3, num_warps=1
+        )
+        assert_equal_to_reference(sampler, GRAPHS[name], seeds, fanouts, key=11)
+        print(mode, "on", name, "equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Graphs and comparisons that the tests of the Triton sampler share."""
+
+import random
+
+import torch
+
+from lightning_gnn.ops.sample_reference import sample_reference
+
+
+def csc(num_nodes, edges):
+    """Sort (source, target) pairs by target; return (indptr, indices) as lists."""
+    edges = sorted(edges, key=lambda edge: edge[1])
+    indptr = [0] * (num_nodes + 1)
+    for _, target in edges:
+        indptr[target + 1] += 1
+    for v in range(num_nodes):
+        indptr[v + 1] += indptr[v]
+    return indptr, [source for source, _ in edges]
+
+
+def random_graph(num_nodes, num_edges, seed, hub=0.3):
+    """Draw a graph with duplicate edges, self-loops, isolated nodes and a hub, node 0."""
+    rng = random.Random(seed)
+    ends = [(rng.randrange(num_nodes), rng.randrange(num_nodes)) for _ in range(num_edges)]
+    return csc(num_nodes, [(u, 0) if rng.random() < hub else (0, v) if rng.random() < hub else (u, v) for u, v in ends])
+
+
+GRAPHS = {
+    "path": csc(40, [(v + 1, v) for v in range(39)]),
+    "cycle": csc(7, [((v + 1) % 7, v) for v in range(7)]),
+    "star in": csc(90, [(v, 0) for v in range(1, 90)]),
+    "star out": csc(90, [(0, v) for v in range(1, 90)]),
+    "clique": csc(12, [(u, v) for u in range(12) for v in range(12) if u != v]),
+    "self-loops": csc(6, [(v, v) for v in range(6) for _ in range(3)]),
+    "duplicate edges": csc(8, [(1, 0)] * 40 + [(2, 1)] * 3 + [(0, 2)] * 2),
+    "no edges": csc(9, []),
+    "random": random_graph(120, 700, seed=1),
+}
+
+
+def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, dtype=torch.int64):
+    """Sample and return what the reference returns."""
+    out = sampler.sample(torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint)
+    node, edge_index, edge, batch, node_counts, edge_counts = out
+    for ids in (node, edge_index, edge) if batch is None else (node, edge_index, edge, batch):
+        assert ids.dtype == torch.int64
+    row, col = edge_index.tolist()
+    return node.tolist(), row, col, edge.tolist(), None if batch is None else batch.tolist(), node_counts, edge_counts
+
+
+def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False):
+    """Compare a Triton sample with the reference, exactly."""
+    wanted = sample_reference(*graph, seeds, fanouts, key, replace, disjoint)
+    assert sampled(sampler, seeds, fanouts, key, replace, disjoint) == wanted

@@ -1,0 +1,294 @@
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+import triton.runtime.interpreter as interpreter
+
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.triton_kernels import sample as module
+from lightning_gnn.triton_kernels.sample import MODES, TritonNeighborSampler, queue_can
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, random_graph, sampled
+
+pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
+QUEUE_MODES = ("persistent", "no_queue")
+
+
+def sampler_of(graph, dtype=torch.int32, **options):
+    indptr, indices = graph
+    options = {"num_warps": 1, "num_programs": 2, **options}
+    return TritonNeighborSampler(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_equals_reference_on_every_kind_of_graph(name, mode):
+    graph = GRAPHS[name]
+    last = len(graph[0]) - 2
+    sampler = sampler_of(graph, mode=mode, fetch_size=3)
+    assert_equal_to_reference(sampler, graph, [0], [1, 1, 1, 1])
+    assert_equal_to_reference(sampler, graph, [0, last, 1, 0, 0], [3, 2], key=-(2**63))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "fanouts",
+    [[0], [-1], [2, 0, 3], [-1, -1], [-1, 4, 2], [2, 4, 8], [5, 3, 1], [40, 2], [3, -1], [7, 33]],
+    ids=str,
+)
+def test_equals_reference_for_every_kind_of_fanout(fanouts, mode):
+    graph = GRAPHS["random"]
+    sampler = sampler_of(graph, mode=mode, fetch_size=7)
+    for replace in (False, True):
+        assert_equal_to_reference(sampler, graph, [0, 5, 17, 0], fanouts, key=99, replace=replace)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", range(5))
+def test_equals_reference_on_random_cases(case, mode):
+    rng = random.Random(case)
+    num_nodes = rng.choice([1, 5, 50, 150])
+    graph = random_graph(num_nodes, rng.choice([num_nodes, 6 * num_nodes]), case)
+    dtype = rng.choice([torch.int32, torch.int64])
+    sampler = sampler_of(graph, dtype, mode=mode, fetch_size=rng.choice([1, 4, 40]), num_programs=rng.choice([1, 3]))
+    for disjoint in (False, True):
+        seeds = [rng.randrange(num_nodes) for _ in range(rng.choice([1, 4, 40]))]
+        fanouts = sorted((rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3]))), reverse=True)
+        key = rng.randrange(-(2**63), 2**63)
+        assert_equal_to_reference(sampler, graph, seeds, fanouts, key, rng.random() < 0.3, disjoint)
+
+
+@pytest.mark.parametrize("mode", ["fused", "hop_by_hop"])
+def test_disjoint_equals_reference(mode):
+    graph = GRAPHS["random"]
+    sampler = sampler_of(graph, mode=mode)
+    for fanouts, replace in ([-1, 2], False), ([3, 4], True):
+        assert_equal_to_reference(sampler, graph, [3, 0, 3, 8], fanouts, 5, replace, disjoint=True)
+
+
+@pytest.mark.parametrize("mode", QUEUE_MODES)
+@pytest.mark.parametrize("num_programs", [1, 3])
+def test_every_fetch_size(mode, num_programs):
+    graph = GRAPHS["clique"]
+    for fetch_size in (*range(1, 16), 31, 32, 33, 64, 1000):
+        sampler = sampler_of(graph, mode=mode, fetch_size=fetch_size, num_programs=num_programs)
+        assert_equal_to_reference(sampler, graph, [2, 5], [2, 2, 1], key=fetch_size)
+
+
+@pytest.mark.parametrize("mode", QUEUE_MODES)
+def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
+    assert_equal_to_reference(
+        sampler_of(GRAPHS["path"], mode=mode, fetch_size=5, num_programs=4), GRAPHS["path"], [0], [1] * 30
+    )
+
+
+def test_equals_numba_on_a_larger_graph():
+    indptr, indices = random_graph(3000, 20000, seed=3, hub=0.05)
+    graph = CSCGraph.from_csc(torch.tensor(indptr), torch.tensor(indices, dtype=torch.int32))
+    seeds = torch.randint(0, 3000, (200,), generator=torch.Generator().manual_seed(0))
+    wanted = sample_neighbors(graph, seeds, [8, 5, 3], key=7, backend="numba")
+    for mode in MODES:
+        sampler = TritonNeighborSampler(graph.indptr, graph.indices, mode=mode, num_programs=5, fetch_size=50)
+        out = sampler.sample(seeds, [8, 5, 3], 7)
+        assert all(torch.equal(a, b) for a, b in zip(out[:3], wanted[:3], strict=True)), mode
+        assert out[3] is None
+        assert out[4:] == wanted[4:]
+
+
+def test_all_index_types_agree():
+    graph = GRAPHS["random"]
+    out = [
+        sampled(sampler_of(graph, dtype), [4, 9, 4], [4, 3], dtype=seeds_dtype)
+        for dtype in (torch.int32, torch.int64)
+        for seeds_dtype in (torch.int32, torch.int64)
+    ]
+    assert all(one == out[0] for one in out)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_grows_when_a_batch_does_not_fit(mode):
+    graph = GRAPHS["random"]
+    sampler = sampler_of(graph, mode=mode)
+    sampler._start = 1
+    for disjoint in (False, True):
+        assert_equal_to_reference(sampler, graph, [0, 3], [-1, 20, 5], disjoint=disjoint)
+    held = sampler.scratch_bytes
+    assert_equal_to_reference(sampler, graph, [3, 1], [-1, 20, 5])
+    assert sampler.scratch_bytes == held
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scratch_memory_is_what_the_documentation_says(mode):
+    graph, seeds, fanouts = GRAPHS["random"], [1, 2, 3], [4, 3]
+    sampler = sampler_of(graph, mode=mode)
+    sampler.sample(torch.tensor(seeds), fanouts, 1)
+    held = sampler.scratch_bytes
+    num_nodes, capacity = len(graph[0]) - 1, 3 + 12 + 36
+    expected = (8 * num_nodes) + 16 * capacity + 8 * capacity
+    if mode in QUEUE_MODES:
+        expected += 4 * num_nodes + (8 + 8 * 5) * (3 + 12)  # compiled for the fanout 5
+    fixed = (128 + 96 + 2 * 2) * 8 + 4
+    assert held == expected + fixed
+    sampler.sample(torch.tensor(seeds[:2]), fanouts, 2)
+    assert sampler.scratch_bytes == held
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_host_synchronisation_per_batch(mode, monkeypatch):
+    sampler = sampler_of(GRAPHS["random"], mode=mode)
+    reads = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
+    sampler.sample(torch.tensor([1, 2]), [3, 2, 2], 1)
+    assert len(reads) == (4 if mode == "hop_by_hop" else 1)
+
+
+@pytest.mark.parametrize("mode", ["fused", "persistent"])
+def test_words_are_cleared_when_the_stamps_run_out(mode):
+    graph = GRAPHS["random"]
+    sampler = sampler_of(graph, mode=mode)
+    sampler._stamp = 3
+    for key in range(4):
+        assert_equal_to_reference(sampler, graph, [key, 5], [3, 2], key, disjoint=key == 3)
+    assert sampler._stamp > 1000
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_seeds(mode):
+    out = sampler_of(GRAPHS["random"], mode=mode).sample(torch.empty(0, dtype=torch.int64), [3, 2], 1, disjoint=True)
+    assert [tuple(ids.shape) for ids in out[:4]] == [(0,), (2, 0), (0,), (0,)]
+    assert out[4:] == ([0, 0, 0], [0, 0])
+    empty = sampler_of(([0], []), mode=mode).sample(torch.empty(0, dtype=torch.int64), [3], 1)
+    assert empty[3] is None
+    assert empty[4:] == ([0, 0], [0])
+
+
+class Watched:
+    """Refuse every access of the interpreter outside the tensors it was told of."""
+
+    def __init__(self, monkeypatch):
+        self.ranges = []
+        self.accesses = 0
+        builder = interpreter.InterpreterBuilder
+        for name, mask_at in (
+            ("create_load", None),
+            ("create_store", None),
+            ("create_masked_load", 1),
+            ("create_masked_store", 2),
+            ("create_atomic_rmw", 3),
+            ("create_atomic_cas", None),
+        ):
+            original = getattr(builder, name)
+            pointer_at = 1 if name == "create_atomic_rmw" else 0
+            monkeypatch.setattr(builder, name, self.checked(original, name, pointer_at, mask_at))
+
+    def checked(self, original, name, pointer_at, mask_at):
+        def call(builder, *args):
+            pointer = args[pointer_at]
+            addresses = np.atleast_1d(pointer.data).astype(np.uint64)
+            if mask_at is not None and args[mask_at] is not None:
+                addresses = addresses[np.broadcast_to(np.atleast_1d(args[mask_at].data), addresses.shape).astype(bool)]
+            size = max(pointer.dtype.scalar.element_ty.primitive_bitwidth // 8, 1)
+            inside = np.zeros(addresses.shape, bool)
+            for low, high in self.ranges:
+                inside |= (addresses >= low) & (addresses + np.uint64(size) <= high)
+            assert inside.all(), f"{name} out of bounds"
+            self.accesses += addresses.size
+            return original(builder, *args)
+
+        return call
+
+    def allow(self, tensor):
+        low = tensor.data_ptr()
+        self.ranges.append((low, low + tensor.numel() * tensor.element_size()))
+        return tensor
+
+
+class WatchedSampler(TritonNeighborSampler):
+    """Allocates scratch memory that the watch knows, with rubbish in it."""
+
+    def _allocate(self, size, dtype):
+        return self.watch.allow(torch.full((size,), -7, dtype=dtype))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["random", "star in", "no edges"])
+def test_no_access_out_of_bounds(name, mode, monkeypatch):
+    watch = Watched(monkeypatch)
+    indptr, indices = GRAPHS[name]
+    indptr, indices = watch.allow(torch.tensor(indptr)), watch.allow(torch.tensor(indices, dtype=torch.int32))
+    sampler = WatchedSampler(indptr, indices, mode=mode, fetch_size=5, num_warps=1, num_programs=2)
+    sampler.watch = watch
+    sampler._start = 1
+    monkeypatch.setattr(module, "torch", Allowing(watch))
+    last = indptr.numel() - 2
+    for seeds, fanouts, disjoint in ([last], [4, 2], False), ([last, 0, 0], [-1, 3], True), ([0, 0, 1], [-1, 2], False):
+        seeds = watch.allow(torch.tensor(seeds))
+        wanted = sample_neighbors(CSCGraph(indptr, indices), seeds, fanouts, 3, disjoint=disjoint, backend="reference")
+        out = sampler.sample(seeds, fanouts, 3, disjoint=disjoint)
+        assert torch.equal(out[1], wanted.edge_index)
+        assert torch.equal(out[0], wanted.node)
+    assert watch.accesses > 100
+
+
+class Allowing:
+    """Stands in for ``torch`` in the sampler: what it allocates for the output is known to the watch."""
+
+    def __init__(self, watch):
+        self.watch = watch
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *args, **kwargs):
+        # The edges of the output are made from the node tensor with new_empty.
+        return self.watch.allow(torch.empty(*args, **kwargs)).as_subclass(self.owned())
+
+    def empty_like(self, tensor):
+        return self.watch.allow(torch.empty_like(tensor))
+
+    def owned(self):
+        watch = self.watch
+
+        class Owned(torch.Tensor):
+            def new_empty(self, *size):
+                return watch.allow(torch.empty(size, dtype=self.dtype))
+
+        return Owned
+
+
+def test_the_watch_sees_an_access_out_of_bounds(monkeypatch):
+    watch = Watched(monkeypatch)
+    sampler = sampler_of(GRAPHS["random"])
+    with pytest.raises(Exception, match="out of bounds"):
+        sampler.sample(torch.tensor([1]), [2], 1)
+    assert watch.accesses == 0
+
+
+def test_which_fanouts_the_queue_takes():
+    assert all(queue_can(fanouts) for fanouts in ([3], [3, 3, 2], [-1, -1, 4], [32, 0]))
+    assert not any(queue_can(fanouts) for fanouts in ([2, 3], [3, -1], [33, 2], [0, 1]))
+
+
+def test_errors():
+    indptr, indices = torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32)
+    with pytest.raises(ValueError, match="unknown sampling mode 'bsp'; choose one of fused, persistent"):
+        TritonNeighborSampler(indptr, indices, mode="bsp")
+    with pytest.raises(ValueError, match="fetch_size is 0"):
+        TritonNeighborSampler(indptr, indices, fetch_size=0)
+    with pytest.raises(ValueError, match="31 hops"):
+        TritonNeighborSampler(indptr, indices).sample(torch.tensor([0]), [1] * 31, 1)
+
+
+def test_racing_programs_give_the_same_samples():
+    """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""
+    script = Path(__file__).with_name("race.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal") == 6
