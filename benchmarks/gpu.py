@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         }
         out = args.out and args.out.with_name(f"{args.out.stem}_{part}.json")
         results.append(publish(result, out))
+    from benchmarks import persistent
+
+    out = args.out and args.out.with_name(f"{args.out.stem}_persistent.json")
+    results.append(persistent.main([*["--quick"] * args.quick, *(["--out", str(out)] if out else [])]))
     return results
 
 

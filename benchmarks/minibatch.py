@@ -26,7 +26,7 @@ SIZES = {
     "edges": (30_000_000, 400_000),
     "features": (100, 100),
     "batch_size": (1024, 128),
-    "batches": (40, 10),
+    "batches": (24, 10),
 }
 MARGIN = 8
 """Mini-batches before and after those that count: more than two workers with two each under way prepare ahead."""

@@ -20,7 +20,7 @@ def trims_exactly(model: nn.Module, num_hops: int) -> bool:
     """
     if not isinstance(model, BasicGNN):
         return True
-    # With more hops than layers trimming is exact; with fewer it takes edges from layers that need them.
+    # With more hops than layers trimming is exact; with fewer, outer layers would lack the edges that they need.
     if num_hops < model.num_layers:
         return False
     # Jumping knowledge joins the outputs of all layers row by row: they need the same length.
@@ -74,33 +74,72 @@ class _InputDropoutGNN(BasicGNN):
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
     ) -> Tensor:
-        """Return node outputs ``[N', out_channels]`` for features ``x`` ``[N, in_channels]``.
+        """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target). With both ``num_sampled_*`` lists (edges sorted by hop,
-        seeds first, one entry per hop, nodes with the seeds as entry 0) each layer works only on the hops that still
-        reach a seed, unless that would change the seeds' rows; the output then has the N' <= N nodes of the hops that
-        are left, seeds first.
+        seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only the rows that still
+        reach a seed, unless that would change the seeds' rows; the output then has the rows of the seeds alone.
 
         Raises:
             ValueError: ``x`` has not ``in_channels`` columns.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
-        if num_sampled_edges_per_hop is not None and not trims_exactly(self, len(num_sampled_edges_per_hop)):
-            num_sampled_nodes_per_hop = num_sampled_edges_per_hop = None
-        return self._layers(
-            self.input_dropout(x),
-            edge_index,
-            edge_weight,
-            edge_attr,
-            batch,
-            batch_size,
-            num_sampled_nodes_per_hop,
-            num_sampled_edges_per_hop,
-        )
+        nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
+        if nodes is None or edges is None or not trims_exactly(self, len(edges)):
+            out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
+            return out
+        return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges)
 
-    def _layers(self, *args: Any) -> Tensor:
-        out: Tensor = super().forward(*args)
+    def _trimmed(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        edge_attr: Tensor | None,
+        num_nodes: list[int],
+        num_edges: list[int],
+    ) -> Tensor:
+        """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
+
+        PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
+        hop, which nobody reads: nearly all rows of the first layer.
+        """
+        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
+        last = self.num_layers - 1
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            hops = self.num_layers - i
+            edges = sum(num_edges[:hops])
+            x = self._bipartite(
+                conv,
+                x,
+                sum(num_nodes[:hops]),
+                edge_index[:, :edges],
+                None if edge_weight is None else edge_weight[:edges],
+                None if edge_attr is None else edge_attr[:edges],
+            )
+            if i == last and self.jk_mode is None:
+                break
+            if self.act is not None and self.act_first:
+                x = self.act(x)
+            x = norm(x)
+            if self.act is not None and not self.act_first:
+                x = self.act(x)
+            x = self.dropout(x)
+        return self.lin(x) if self.jk_mode is not None else x
+
+    def _bipartite(
+        self,
+        conv: MessagePassing,
+        x: Tensor,
+        num_targets: int,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        edge_attr: Tensor | None,
+    ) -> Tensor:
+        """Apply one layer to ``x`` ``[num_sources, F]``, whose first ``num_targets`` rows are the targets."""
+        extra: dict[str, Any] = {"edge_attr": edge_attr} if self.supports_edge_attr else {}
+        out: Tensor = conv((x, x[:num_targets]), edge_index, **extra)
         return out
 
 
@@ -119,38 +158,35 @@ class GCN(_InputDropoutGNN, pyg.GCN):
         ValueError: an argument is out of range, or a trimmed batch meets ``cached=True``.
     """
 
-    def _layers(
+    def _trimmed(
         self,
         x: Tensor,
         edge_index: Tensor,
         edge_weight: Tensor | None,
         edge_attr: Tensor | None,
-        batch: Tensor | None,
-        batch_size: int | None,
-        num_nodes: list[int] | None,
-        num_edges: list[int] | None,
+        num_nodes: list[int],
+        num_edges: list[int],
     ) -> Tensor:
-        if num_nodes is None or num_edges is None or not self.convs[0].normalize:
-            return super()._layers(x, edge_index, edge_weight, edge_attr, batch, batch_size, num_nodes, num_edges)
-        if self.convs[0].cached:
+        conv = self.convs[0]
+        if conv.cached:
             raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
-        edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
-        last = self.num_layers - 1
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            x, edge_index, edge_weight = self._trim(i, num_nodes, num_edges, x, edge_index, edge_weight)
-            # GCNConv.forward without its normalisation, which would see the trimmed edges only.
-            x = conv.propagate(edge_index, x=conv.lin(x), edge_weight=edge_weight)
-            if conv.bias is not None:
-                x = x + conv.bias
-            if i == last and self.jk_mode is None:
-                break
-            if self.act is not None and self.act_first:
-                x = self.act(x)
-            x = norm(x, batch, batch_size) if self.supports_norm_batch else norm(x)
-            if self.act is not None and not self.act_first:
-                x = self.act(x)
-            x = self.dropout(x)
-        return self.lin(x) if self.jk_mode is not None else x
+        if conv.normalize:
+            edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
+        return super()._trimmed(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+
+    def _bipartite(
+        self,
+        conv: MessagePassing,
+        x: Tensor,
+        num_targets: int,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        edge_attr: Tensor | None,
+    ) -> Tensor:
+        # GCNConv.forward without its normalisation, which would see the trimmed edges only.
+        x = conv.lin(x)
+        x = conv.propagate(edge_index, x=x, edge_weight=edge_weight, size=(x.size(0), num_targets))
+        return x if conv.bias is None else x + conv.bias
 
     def _normalize(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: list[int], num_edges: list[int]

@@ -1,0 +1,148 @@
+"""Sampling on a GPU, one graph and one cell of the grid at a time: what ``benchmarks.persistent`` measures."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.device_clock import Clock, Launch, failure, rounds
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.synthetic import power_law_graph
+from lightning_gnn.ops import batch_key, sample_neighbors
+from lightning_gnn.triton_kernels import sample as kernels
+from lightning_gnn.triton_kernels.sample import MODES, TritonNeighborSampler
+
+
+class Bench:
+    """One graph with a sampler for each mode.
+
+    Args:
+        args: The command line, with ``cells``, ``graphs`` and ``target``.
+        name: Which graph.
+        device: Where to sample.
+        cpu: What to call sampling on the CPU with a transfer.
+    """
+
+    def __init__(self, args: argparse.Namespace, name: str, device: torch.device, cpu: str) -> None:
+        nodes, edges, exponent = args.graphs[name]
+        indptr, indices = power_law_graph(nodes, edges, exponent=exponent, seed=0)
+        self.args, self.name, self.device, self.cpu, self.clock = args, name, device, cpu, Clock(device)
+        self.host = CSCGraph.from_csc(indptr, indices.int())
+        self.graph = self.host.to(device)
+        self.small: dict[str, Any] = {"num_programs": 2, "num_warps": 1} if args.interpret else {}
+        modes = args.modes.split(",") if args.modes else MODES
+        self.samplers = {
+            mode: TritonNeighborSampler(self.graph.indptr, self.graph.indices, mode=mode, **self.small)
+            for mode in modes
+        }
+        generator = torch.Generator().manual_seed(1)
+        most = max(batch for _, _, batch in args.cells)
+        self.seeds = [torch.randperm(nodes, generator=generator)[:most] for _ in range(4)]
+        self.seeds_there = [seeds.to(device) for seeds in self.seeds]
+
+    def sample(self, mode: str, cell: tuple[int, int, int], turn: int) -> Any:
+        """Sample one mini-batch; the seeds are on the device, or on the CPU if it samples."""
+        hops, fanout, batch = cell
+        at, key = turn % len(self.seeds), batch_key(0, batch=turn)
+        if mode != self.cpu:
+            return self.samplers[mode].sample(self.seeds_there[at][:batch], [fanout] * hops, key)
+        out = sample_neighbors(self.host, self.seeds[at][:batch], [fanout] * hops, key, backend="numba")
+        moved = (out.node, out.edge_index, out.edge)
+        return *(ids.to(self.device) for ids in moved), None, *out[4:]
+
+    def check(self, cell: tuple[int, int, int]) -> tuple[dict[str, str], Any]:
+        """Compare three mini-batches of each mode with the CPU's; return what is wrong, and the last sample."""
+        wrong: dict[str, str] = {}
+        wanted = None
+        for turn, mode in itertools.product(range(3), (self.cpu, *self.samplers)):
+            if mode in wrong:
+                continue
+            try:
+                out = self.sample(mode, cell, turn)
+                if mode == self.cpu:
+                    wanted = out
+                for part, ours, theirs in zip(("node", "edge_index", "edge"), out, wanted, strict=False):
+                    if not torch.equal(ours, theirs):
+                        wrong[mode] = f"WRONG SAMPLE: {part} of mini-batch {turn} differs from the CPU's"
+                if [list(counts) for counts in out[4:6]] != [list(counts) for counts in wanted[4:6]]:
+                    wrong[mode] = f"WRONG SAMPLE: sizes of mini-batch {turn} differ from the CPU's"
+            except Exception as error:
+                wrong[mode] = failure(error)
+        return wrong, wanted
+
+    def measure(self, cell: tuple[int, int, int]) -> dict[str, Any]:
+        """Time whole samples and kernels of all modes in one cell of the grid."""
+        wrong, last = self.check(cell)
+        modes = [mode for mode in (*self.samplers, self.cpu) if mode not in wrong]
+        whole = rounds({mode: partial(self.whole, mode, cell) for mode in modes}, self.args.runs, {self.cpu: 3})
+        gpu = [mode for mode in modes if mode != self.cpu]
+        kernel = rounds({mode: partial(self.kernels, mode, cell) for mode in gpu}, self.args.runs)
+        nodes, edges = last[4], last[5]
+        result: dict[str, Any] = {
+            "graph": self.name, "hops": cell[0], "fanout": cell[1], "batch_size": cell[2],
+            "sampled_nodes": sum(nodes), "sampled_edges": sum(edges), "failed": wrong, "whole_us": {}, "kernel_us": {},
+        }  # fmt: skip
+        for figures, kind in ((whole, "whole_us"), (kernel, "kernel_us")):
+            for mode, seen in figures.items():
+                if isinstance(seen, str):
+                    wrong[mode] = seen
+                else:
+                    result[kind][mode] = {"values": [round(us, 1) for us in seen], "median": statistics.median(seen)}
+        result["pre_us"] = {  # what is no kernel: the host, launches, copies, synchronisations
+            mode: result["whole_us"][mode]["median"] - seen["median"]
+            for mode, seen in result["kernel_us"].items()
+            if mode in result["whole_us"]
+        }
+        # Each edge: its source in `indices`, a bid for the source, who won, its local id. Each expanded node: `indptr`
+        # when it is counted and when it is expanded. Each new node: its local id is stored.
+        result["random_accesses"] = 4 * sum(edges) + 2 * sum(nodes[:-1]) + sum(nodes[1:])
+        return result
+
+    def whole(self, mode: str, cell: tuple[int, int, int], turn: int) -> float:
+        """Return the us of a whole sample."""
+        return self.clock.wall(lambda: self.sample(mode, cell, turn))
+
+    def launches(self, mode: str, cell: tuple[int, int, int], turn: int, timed: bool = True) -> list[Launch]:
+        """Return the launches of a sample; untimed, they tell when the host made them."""
+        made = self.clock.launches(lambda: self.sample(mode, cell, turn), kernels, timed)
+        # If the scratch memory had to grow, the launches before do not count.
+        return made[-(3 * (cell[0] + 1) + 1) :] if mode in ("hop_by_hop", "launches") else made
+
+    def kernels(self, mode: str, cell: tuple[int, int, int], turn: int) -> float:
+        """Return the us of all kernels of a sample, the copy to the output included."""
+        return sum(launch.us for launch in self.launches(mode, cell, turn))
+
+    def split(self, cell: tuple[int, int, int]) -> dict[str, Any]:
+        """Split a sample as the paper's table I does: per hop, preparation by the host and kernels."""
+        hops, parts = cell[0], ("expand", "count", "assign")
+        _, last = self.check(cell)
+        timed = [[launch.us for launch in self.launches("hop_by_hop", cell, turn)] for turn in range(self.args.runs)]
+        kernels = [statistics.median(column) for column in zip(*timed, strict=True)]
+        walls = []
+        for turn in range(self.args.runs):
+            begin = self.clock.now()
+            starts = [launch.at for launch in self.launches("hop_by_hop", cell, turn, timed=False)]
+            stamps = [begin, *starts[: 3 * hops + 3 : 3], starts[-1], self.clock.now()]
+            walls.append([after - before for before, after in itertools.pairwise(stamps)])
+        setup, *levels, emit = [statistics.median(column) for column in zip(*walls, strict=True)]
+        by_hop = []
+        for level, wall in enumerate(levels):
+            phases = kernels[3 * level : 3 * level + 3]
+            workload, edges = (last[4][level - 1], last[5][level - 1]) if level else (0, 0)
+            by_hop.append({
+                "hop": level, "workload": workload, "edges": edges,
+                "whole_us": wall, "kernel_us": sum(phases), "pre_us": wall - sum(phases),
+                **{f"{part}_us": us for part, us in zip(parts, phases, strict=True)},
+            })  # fmt: skip
+        queue = [self.launches("no_queue", cell, turn) for turn in range(self.args.runs)]
+        discovery = {
+            kernel: statistics.median(sum(made.us for made in each if made.kernel == kernel) for each in queue)
+            for kernel in dict.fromkeys(made.kernel for made in queue[0])
+        }
+        ends = {"setup_us": setup, "emit_whole_us": emit, "emit_kernel_us": kernels[-1]}
+        return {"hop_by_hop": by_hop, "ends": ends, "no_queue_kernel_us": discovery}
