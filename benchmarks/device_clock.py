@@ -1,7 +1,7 @@
 """Time on a GPU: of a whole call by the wall clock, of its kernels by events.
 
-Triton takes tens of microseconds to launch a kernel, while an idle GPU waits, so that events around a launch would count
-the host too. A short spin on the GPU lets the launch queue up behind it: then they count the kernel.
+Triton takes tens of microseconds to launch a kernel, while an idle GPU waits, so that events around a launch count the
+host too. A short spin on the GPU lets the launch queue up behind it: then they count the kernel.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.out is None and not args.quick and not args.interpret:
         args.out = RESULTS / "gpu_persistent.json"
     args.runs = args.runs or (2 if args.interpret else 10)
-    args.graphs, grid = GRAPHS, ((2, 3), (10, 15, 20), (2048, 4096, 8192, 10240))
+    args.graphs = GRAPHS
+    grid: tuple[tuple[int, ...], ...] = ((2, 3), (10, 15, 20), (2048, 4096, 8192, 10240))
     if args.quick:
         args.graphs = {name: GRAPHS[name] for name in ("ogbn-products", "ogbn-arxiv")}
         grid = (2, 3), (10,), (2048, 10240)
@@ -61,7 +62,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def comparisons(result: dict[str, Any], target: tuple[int, int, int], default: str) -> list[dict[str, Any]]:
     """Hold the figures so far against the targets, by medians."""
-    found = []
+    found: list[dict[str, Any]] = []
     where = "{} hops, fanout {}, batch {}".format(*target)
 
     def add(what: str, cell: dict, ours: str, peer: str, us: tuple[float, float], aim: float | None) -> None:
@@ -69,7 +70,7 @@ def comparisons(result: dict[str, Any], target: tuple[int, int, int], default: s
                       f"{cell['batch_size']}", "target": aim, "ours": ours, "peer": peer,
                       "medians": [round(u, 1) for u in us], "ratio": float(f"{us[1] / us[0]:.4g}")})  # fmt: skip
 
-    def median(cell: dict, mode: str, kind: str = "whole_us") -> float | None:
+    def median(cell: dict, mode: str, kind: str = "whole_us") -> Any:
         return cell[kind].get(mode, {}).get("median")
 
     for cell in result["cells"]:
@@ -184,6 +185,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     write()
     for comparison in result["comparisons"]:
         print(json.dumps(comparison))
+    for key in (key for key in result if "_wins_" in key):
+        print(f"{key}: {len(result[key])} of {len(result['cells'])} cells: {json.dumps(result[key][:8])}")
+    if result["skipped"]:
+        print(f"skipped: {json.dumps(result['skipped'])}")
     if args.out is not None:
         print(persistent_places.draw(result, args.out.with_suffix(".png")))
     if any("WRONG" in what for cell in result["cells"] for what in cell["failed"].values()):

@@ -34,7 +34,7 @@ class Bench:
         self.args, self.name, self.device, self.cpu, self.clock = args, name, device, cpu, Clock(device)
         self.host = CSCGraph.from_csc(indptr, indices.int())
         self.graph = self.host.to(device)
-        self.small: dict[str, Any] = {"num_programs": 2, "num_warps": 1} if args.interpret else {}
+        self.small: dict[str, Any] = {"num_programs": 1, "num_warps": 1} if args.interpret else {}
         modes = args.modes.split(",") if args.modes else MODES
         self.samplers = {
             mode: TritonNeighborSampler(self.graph.indptr, self.graph.indices, mode=mode, **self.small)
@@ -58,7 +58,7 @@ class Bench:
     def check(self, cell: tuple[int, int, int]) -> tuple[dict[str, str], Any]:
         """Compare three mini-batches of each mode with the CPU's; return what is wrong, and the last sample."""
         wrong: dict[str, str] = {}
-        wanted = None
+        wanted: Any = None
         for turn, mode in itertools.product(range(3), (self.cpu, *self.samplers)):
             if mode in wrong:
                 continue

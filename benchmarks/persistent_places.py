@@ -69,7 +69,7 @@ def run(bench: Any, cell: tuple[int, int, int]) -> dict[str, Any]:
         values = torch.rand(bench.host.num_nodes, columns, device=bench.device)
         table = FeatureTable(_pinned(values, bench.device))
         node = bench.sample(next(iter(bench.samplers)), cell, 0)[0]
-        host = bench.host._map(partial(_pinned, device=bench.device))
+        host = bench.host.pin_memory() if bench.device.type == "cuda" else bench.host
     except Exception as error:
         return {**result, "failed": failure(error)}
     for part, measured in (

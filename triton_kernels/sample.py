@@ -15,20 +15,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from lightning_gnn.triton_kernels.phases import (
-    CONTROL_SIZE,
-    MAX_HOPS,
-    SIZES_SIZE,
-    STAMP_BITS,
-    emit_kernel,
-    hop_kernel,
-)
+from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
+from lightning_gnn.triton_kernels.phases import CONTROL_SIZE, MAX_HOPS, SIZES_SIZE, STAMP_BITS
 from lightning_gnn.triton_kernels.queue import QUEUE_PHASES, discover_kernel, queue_kernel
 
 MODES = ("fused", "persistent", "no_queue", "hop_by_hop", "launches")
@@ -123,17 +118,16 @@ class TritonNeighborSampler:
             int64 on the device; nodes per hop, seeds first, and edges per hop.
 
         Raises:
-            ValueError: More than 30 hops, or a sample of 2^31 edges or more.
+            ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
         fanouts = [int(fanout) for fanout in fanouts]
         if len(fanouts) > MAX_HOPS:
             raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
         if not seeds.numel():
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
-            edge_index = empty.new_empty(2, 0)
-            return empty, edge_index, empty.clone(), empty.clone() if disjoint else None, [0] * (len(fanouts) + 1), [
-                0
-            ] * len(fanouts)
+            trees = empty.clone() if disjoint else None
+            no_edges = [0] * len(fanouts)
+            return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self._lock, self._on_device():
             seeds = seeds.to(self.device).contiguous()
             batch = _Batch(self, seeds, fanouts, key, replace, disjoint)
@@ -191,7 +185,7 @@ class TritonNeighborSampler:
         if variant not in self._programs:
             compiled = kernel.warmup(*args, grid=(1,), **options)
             compiled._init_handles()  # loads the binary: the driver tells the registers
-            registers = compiled.n_regs or 255
+            registers = getattr(compiled, "n_regs", None) or 255
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
             sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -209,10 +203,12 @@ class _Batch:
         small = [fanout for fanout in fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.mode = sampler.mode
-        if self.mode in ("persistent", "no_queue") and (disjoint or not queue_can(fanouts)):
-            self.mode = "fused"
         self.bound, self.queue_slots = self._bounds()
-        self.capacity = min(self.bound, max(sampler._start, self.num_seeds))
+        queued = not disjoint and queue_can(fanouts) and self.queue_slots <= _LARGEST
+        if self.mode in ("persistent", "no_queue") and not queued:
+            self.mode = "fused"
+        self.limit = _LARGEST >> 2 if disjoint else _LARGEST  # the hash table has two to four slots for each
+        self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))
 
     def _bounds(self) -> tuple[int, int]:
         """Bound the edge positions and the queue slots that the batch can take."""
@@ -231,15 +227,14 @@ class _Batch:
 
     def grow(self, needed: int) -> None:
         """Make room for a batch that needs at least so many edge positions; later hops may need more."""
-        if needed > _LARGEST:
-            raise ValueError(f"a mini-batch of {self.num_seeds} seeds has {needed} edges or more, but at most 2^31 fit")
-        self.capacity = min(self.bound, max(needed + needed // 4, 2 * self.capacity))
+        if needed > self.limit:
+            raise ValueError(f"a batch of {self.num_seeds} seeds has at least {needed} edges, but {self.limit} may fit")
+        self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
         self.sampler._start = max(self.sampler._start, self.capacity)
 
     def run(self) -> list[int]:
         """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
         s = self.sampler
-        self.capacity = min(self.capacity, _LARGEST >> 2 if self.disjoint else _LARGEST)
         most_nodes = self.capacity if self.disjoint else min(self.capacity, s.num_nodes + self.num_seeds)
         self.src = s._scratch("src", self.capacity, torch.int32)
         self.col = s._scratch("col", self.capacity, torch.int32)
@@ -281,13 +276,13 @@ class _Batch:
             self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
         )  # fmt: skip
         most = s._most_programs()
-        options = dict(
-            DISJOINT=self.disjoint, K=self.K, R=32 * s.num_warps, T=tile, P=triton.next_power_of_2(most),
-            num_warps=s.num_warps,
-        )  # fmt: skip
+        options = {
+            "DISJOINT": self.disjoint, "K": self.K, "R": 32 * s.num_warps, "T": tile,
+            "P": triton.next_power_of_2(most), "num_warps": s.num_warps,
+        }  # fmt: skip
         end = 3 * (self.num_hops + 1)
         if fused:
-            cooperative = dict(options, WHAT=-1, launch_cooperative_grid=True)
+            cooperative = {**options, "WHAT": -1, "launch_cooperative_grid": True}
             variant = ("hop", self.disjoint, self.K)
             programs = s._resident(hop_kernel, variant, (*args, 0, end), cooperative)
             # The interpreter runs programs one after another: several cannot meet at a barrier.
@@ -312,15 +307,15 @@ class _Batch:
         queue = s._scratch("queue", self.queue_slots, torch.int64, 0)
         stage = s._scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
         ticket_of = s._scratch("ticket_of", s.num_nodes, torch.int32)
-        tile = dict(K=self.K, CHUNK=chunk_size(self.K), R=32 * s.num_warps, num_warps=s.num_warps)
+        tile = {"K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps, "num_warps": s.num_warps}
         args = (
             s.indptr, s.indices, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid,
             self.col, self.mark, queue, stage, ticket_of, self.queue_slots, fetch_size, self.sizes, self.counts,
         )  # fmt: skip
-        options = dict(
-            tile, FUSED=True, T=64 * s.num_warps, P=triton.next_power_of_2(s._most_programs()),
-            launch_cooperative_grid=True,
-        )  # fmt: skip
+        options = {
+            **tile, "FUSED": True, "T": 64 * s.num_warps, "P": triton.next_power_of_2(s._most_programs()),
+            "launch_cooperative_grid": True,
+        }  # fmt: skip
         first, end = 0, QUEUE_PHASES + 3 * (self.num_hops + 1)
         if self.mode == "no_queue":
             grid = (triton.cdiv(self.queue_slots, fetch_size),)
@@ -339,22 +334,22 @@ class _Batch:
         nodes_at = sizes[: self.num_hops + 2]
         edges_at = sizes[_SIZES_EDGES + 1 : _SIZES_EDGES + 2 + self.num_hops]
         num_nodes, num_edges = nodes_at[-1], edges_at[-1] - self.num_seeds
-        node = torch.empty(num_nodes, dtype=torch.int64, device=self.sampler.device)
-        edge_index, edge = node.new_empty(2, num_edges), node.new_empty(num_edges)
-        batch = torch.empty_like(node) if self.disjoint else None
+        made = {"dtype": torch.int64, "device": self.sampler.device}
+        node, edge_index, edge = (torch.empty(shape, **made) for shape in (num_nodes, (2, num_edges), num_edges))
+        batch = torch.empty(num_nodes, **made) if self.disjoint else None
         emit_kernel[(triton.cdiv(max(num_nodes, num_edges), 1024),)](
             self.state, self.nodes, self.trees, self.src, self.eid, self.col, node, node if batch is None else batch,
             edge_index, edge, self.num_seeds, num_nodes, num_edges, DISJOINT=self.disjoint, T=1024,
         )  # fmt: skip
-        node_counts = [b - a for a, b in zip(nodes_at, nodes_at[1:], strict=False)]
-        edge_counts = [b - a for a, b in zip(edges_at, edges_at[1:], strict=False)]
+        node_counts = [b - a for a, b in pairwise(nodes_at)]
+        edge_counts = [b - a for a, b in pairwise(edges_at)]
         return node, edge_index, edge, batch, node_counts, edge_counts
 
 
 def queue_can(fanouts: Sequence[int]) -> bool:
     """Tell whether the queue samples these fanouts: they never grow, and each is -1 or at most 32."""
     as_numbers = [float("inf") if fanout < 0 else fanout for fanout in fanouts]
-    shrinking = all(a >= b for a, b in zip(as_numbers, as_numbers[1:], strict=False))
+    shrinking = all(a >= b for a, b in pairwise(as_numbers))
     return shrinking and all(fanout <= REGISTER_FANOUTS[-1] for fanout in fanouts)
 
 
@@ -364,7 +359,7 @@ def chunk_size(K: int) -> int:
 
 
 def _device_of(indices: Tensor) -> torch.device:
-    if indices.device.type != "cpu" or INTERPRETED:
+    if indices.device.type != "cpu" or not isinstance(hop_kernel, JITFunction):
         return indices.device
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not indices.is_pinned():

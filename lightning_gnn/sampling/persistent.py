@@ -70,7 +70,10 @@ class PersistentNeighborSampler(NeighborSampler):
             return
         host = self.graph
         place = choose_place(topology, host.num_bytes, self.device, "the topology")
-        self.graph = host.to(self.device) if place == "device" else pinned(host, host.num_bytes, self.device, "the topology")
+        if place == "device":
+            self.graph = host.to(self.device)
+        else:
+            self.graph = pinned(host, host.num_bytes, self.device, "the topology")
         hot = None
         if place == "pinned" and hot_nodes is not None:
             hot = host.cache_adjacency(hot_nodes, self.device)

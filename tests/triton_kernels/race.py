@@ -100,7 +100,6 @@ def main():
     for name, mode, seeds, fanouts in (
         ("random", "fused", [3, 0, 40], [4, 3]),
         ("random", "persistent", [3, 0, 40], [4, 3, 2]),
-        ("clique", "persistent", [1, 2], [4, 3, 2]),
         ("path", "persistent", [0], [1] * 6),
         ("cycle", "no_queue", [0, 3], [1, 1]),
         ("random", "persistent", [0, 0, 7, 8], [-1, 5]),

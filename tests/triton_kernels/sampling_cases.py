@@ -28,13 +28,13 @@ def random_graph(num_nodes, num_edges, seed, hub=0.3):
 GRAPHS = {
     "path": csc(40, [(v + 1, v) for v in range(39)]),
     "cycle": csc(7, [((v + 1) % 7, v) for v in range(7)]),
-    "star in": csc(90, [(v, 0) for v in range(1, 90)]),
-    "star out": csc(90, [(0, v) for v in range(1, 90)]),
+    "star in": csc(50, [(v, 0) for v in range(1, 50)]),
+    "star out": csc(50, [(0, v) for v in range(1, 50)]),
     "clique": csc(12, [(u, v) for u in range(12) for v in range(12) if u != v]),
     "self-loops": csc(6, [(v, v) for v in range(6) for _ in range(3)]),
     "duplicate edges": csc(8, [(1, 0)] * 40 + [(2, 1)] * 3 + [(0, 2)] * 2),
     "no edges": csc(9, []),
-    "random": random_graph(120, 700, seed=1),
+    "random": random_graph(60, 300, seed=1),
 }
 
 

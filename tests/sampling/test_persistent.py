@@ -1,0 +1,114 @@
+"""The GPU's sampler gives the CPU's mini-batches; without a GPU, Triton's interpreter stands in for it."""
+
+import pytest
+import torch
+from torch_geometric.loader import NodeLoader
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
+from lightning_gnn.triton_kernels.sample import MODES
+from tests.batching_data import small_data
+from tests.ops.test_sample import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_cpu(sample):
+    return [part.cpu() if isinstance(part, torch.Tensor) else part for part in sample]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("topology", ["device", "pinned"])
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_samples_equal_the_cpus(mode, topology, disjoint):
+    data = small_data(num_nodes=60, num_edges=400)
+    seeds = torch.tensor([3, 17, 3, 59])
+    ours = PersistentNeighborSampler(
+        data, [4, 2], disjoint=disjoint, seed=1, device=DEVICE, topology=topology, mode=mode, fetch_size=3
+    )
+    theirs = NeighborSampler(data, [4, 2], disjoint=disjoint, seed=1)
+    for key in (1, -5):
+        a, b = ours.draw(seeds, key), theirs.draw(seeds, key)
+        assert_equal(on_cpu(a), b)
+        assert torch.equal(ours.original_edges(a.edge).cpu(), theirs.original_edges(b.edge))
+
+
+@pytest.mark.parametrize("num_hot", [0, 7, 60])
+def test_hot_adjacency_lists_change_nothing(num_hot):
+    data = small_data(num_nodes=60, num_edges=400)
+    graph = CSCGraph.from_data(data)
+    hot = torch.argsort(graph.in_degrees, descending=True)[:num_hot]
+    for mode in ("fused", "persistent"):
+        ours = PersistentNeighborSampler(data, [3, -1], device=DEVICE, topology="pinned", mode=mode, hot_nodes=hot)
+        seeds = torch.arange(0, 60, 7)
+        assert_equal(on_cpu(ours.draw(seeds, 4)), sample_neighbors(graph, seeds, [3, -1], 4))
+
+
+def test_the_triton_backend_of_the_operator():
+    graph = CSCGraph.from_edge_index(torch.randint(50, (2, 300)), 50).to(DEVICE)
+    seeds = torch.arange(5)
+    expected = sample_neighbors(graph.to("cpu"), seeds, [3, 3], 9)
+    for replace in (False, True):
+        expected = sample_neighbors(graph.to("cpu"), seeds, [3, 3], 9, replace=replace)
+        sample = sample_neighbors(graph, seeds.to(DEVICE), [3, 3], 9, replace=replace, backend="triton")
+        assert_equal(on_cpu(sample), expected)
+
+
+def test_in_pygs_node_loader():
+    data = small_data(num_nodes=60, num_edges=400)
+    sampler = PersistentNeighborSampler(data, [3, 2], device=DEVICE)
+    for batch in NodeLoader(data, sampler, input_nodes=torch.arange(0, 60, 3), batch_size=10):
+        assert torch.equal(batch.n_id.cpu()[batch.edge_index.cpu()], data.edge_index[:, batch.e_id.cpu()])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_samples_the_same():
+    data = small_data()
+    with pytest.warns(UserWarning, match="No GPU for the persistent sampler"):
+        ours = PersistentNeighborSampler(data, [4, 2], seed=1)
+    assert_equal(ours.draw(torch.arange(9), 3), NeighborSampler(data, [4, 2], seed=1).draw(torch.arange(9), 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"topology": "disk"}, ValueError, "topology='disk' is unknown"),
+        ({"fetch_size": 0}, ValueError, "fetch_size must be at least 1"),
+        ({"mode": "quick"}, ValueError, "unknown sampling mode 'quick'"),
+        ({"hot_nodes": torch.tensor([400]), "topology": "pinned"}, IndexError, "400"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        PersistentNeighborSampler(small_data(), [2], device=DEVICE, **options)
+
+
+def test_bad_seeds_are_named():
+    sampler = PersistentNeighborSampler(small_data(), [2], device=DEVICE)
+    with pytest.raises(IndexError, match="seeds hold node 400, but the graph has 400 nodes"):
+        sampler.draw(torch.tensor([400]), 1)
+    with pytest.raises(ValueError, match="num_neighbors holds -3"):
+        PersistentNeighborSampler(small_data(), [-3], device=DEVICE)
+
+
+def test_refused_page_locked_memory_is_said_with_its_size(monkeypatch):
+    from lightning_gnn.graph.placement import pinned
+
+    class Refusing:
+        def pin_memory(self):
+            raise RuntimeError("CUDA error: out of memory\nand more")
+
+    with pytest.raises(RuntimeError, match=r"page-locked memory for the topology, 3\.00 GB, was refused .*ulimit"):
+        pinned(Refusing(), 3_000_000_000, torch.device("cuda"), "the topology")
+
+
+def test_a_graph_too_large_for_the_device_stays_in_host_memory(monkeypatch):
+    from lightning_gnn.graph.placement import choose_place
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    assert choose_place("auto", 10**8, torch.device("cuda"), "it") == "device"
+    with pytest.warns(UserWarning, match=r"it takes 0\.60 GB, more than half of the 1\.00 GB free"):
+        assert choose_place("auto", 6 * 10**8, torch.device("cuda"), "it") == "pinned"

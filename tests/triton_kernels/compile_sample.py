@@ -1,0 +1,65 @@
+"""Compile the sampling kernels for GPUs that need not be there; prints one JSON object per variant. Run as a script."""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
+from lightning_gnn.triton_kernels.queue import discover_kernel, queue_kernel
+from lightning_gnn.triton_kernels.sample import chunk_size
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue")
+OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
+INTS = ("nodes", "trees", "rowptr", "src", "col", "mark", "stage", "ticket_of")
+TILES = {"R": 128, "T": 256}
+VARIANTS = [  # kernel, constants, dtype of indices and edge ids
+    *((hop_kernel, {"WHAT": what, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for what in (-1, 0, 1, 2)),
+    (hop_kernel, {"WHAT": -1, "DISJOINT": True, "K": 10, "P": 1024, **TILES}, "i64"),
+    (hop_kernel, {"WHAT": -1, "DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"FUSED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"FUSED": True, "K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
+    (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
+    (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
+]
+
+
+def compiled(kernel, constants, kind, capability):
+    pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
+    pointers |= {"indices": f"*{kind}", "eid": f"*{kind}"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in pointers and name != "seeds"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+
+def main():
+    for capability in (80, 90):
+        for kernel, constants, kind in VARIANTS:
+            if constants.get("K") == 15 and capability == 80:
+                continue  # takes long, and says little more
+            made = compiled(kernel, constants, kind, capability)
+            usage = {}
+            if CUOBJDUMP.exists():
+                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                    Path(file.name).write_bytes(made.asm["cubin"])
+                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+            atomics = sorted(set(re.findall(r"(?:atom|red)\.global[.\w]*|ld\.global\.gpu[.\w]*", made.asm["ptx"])))
+            row = dict(kernel=kernel.fn.__name__, sm=capability, indices=kind, **constants, **usage)
+            row |= {"shared": made.metadata.shared, "atomics": atomics}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Equality at full size, on a GPU: every mode against the CPU sampler, batch by batch."""
+
+import pytest
+import torch
+
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.ops import sample_neighbors
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter stands in"),
+]
+NUM_NODES, NUM_EDGES, BATCHES = 1_000_000, 100_000_000, 200
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """A graph with power-law in- and out-degrees."""
+    generator = torch.Generator().manual_seed(0)
+    degree = (1 - torch.rand(NUM_NODES, generator=generator, dtype=torch.float64)) ** (-1 / 1.8)
+    degree = (degree / degree.sum() * NUM_EDGES).ceil().long()
+    indptr = torch.zeros(NUM_NODES + 1, dtype=torch.int64)
+    torch.cumsum(degree, 0, out=indptr[1:])
+    num_edges = int(indptr[-1])
+    assert num_edges >= NUM_EDGES
+    ends = torch.repeat_interleave(torch.arange(NUM_NODES, dtype=torch.int32), degree)
+    indices = ends[torch.randint(0, num_edges, (num_edges,), generator=generator)]
+    return CSCGraph(indptr, indices)
+
+
+def compare(graph, sampler, batches, batch_size, fanouts, replace=False, disjoint=False):
+    generator = torch.Generator().manual_seed(1)
+    for batch in range(batches):
+        seeds = torch.randint(0, graph.num_nodes, (batch_size,), generator=generator)
+        out = sampler.sample(seeds.cuda(), fanouts, batch - 50, replace, disjoint)
+        wanted = sample_neighbors(
+            graph, seeds, fanouts, batch - 50, replace=replace, disjoint=disjoint, backend="numba"
+        )
+        for ours, theirs in zip(out[:4], wanted[:4], strict=True):
+            assert theirs is None if ours is None else torch.equal(ours.cpu(), theirs), f"batch {batch}"
+        assert (list(out[4]), list(out[5])) == (list(wanted[4]), list(wanted[5]))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["fused", "persistent", "no_queue", "hop_by_hop", "launches"])
+def test_every_mode_equals_numba(graph, mode):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    sampler = TritonNeighborSampler(graph.indptr.cuda(), graph.indices.cuda(), mode=mode)
+    compare(graph, sampler, BATCHES, 1024, [15, 10, 5])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fetch_size", [1, 16, 128, 1000])
+def test_every_fetch_size_equals_numba(graph, fetch_size):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    indptr, indices = graph.indptr.cuda(), graph.indices.cuda()
+    sampler = TritonNeighborSampler(indptr, indices, mode="persistent", fetch_size=fetch_size)
+    compare(graph, sampler, 20, 1024, [10, 10, 10])
+
+
+@pytest.mark.timeout(1800)
+def test_other_fanouts_equal_numba(graph):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    indptr, indices = graph.indptr.cuda(), graph.indices.cuda().long()
+    for mode in ("fused", "persistent"):
+        sampler = TritonNeighborSampler(indptr, indices, mode=mode)
+        for fanouts in ([-1, 5], [5, 10], [40, 3], [1] * 20, [0]):
+            compare(graph, sampler, 5, 512, fanouts)
+        compare(graph, sampler, 5, 512, [10, 5], replace=True)
+        compare(graph, sampler, 5, 512, [10, 5], disjoint=True)
+
+
+@pytest.mark.timeout(1800)
+def test_topology_in_pinned_memory_equals_numba(graph):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    sampler = TritonNeighborSampler(graph.indptr.cuda(), graph.indices.pin_memory())
+    compare(graph, sampler, 20, 1024, [15, 10, 5])
+
+
+@pytest.mark.timeout(1800)
+def test_paths_and_stars_end(graph):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    path = CSCGraph(torch.arange(1001).clamp(max=1000), (torch.arange(1000, dtype=torch.int32) + 1).clamp(max=999))
+    star = CSCGraph(torch.tensor([0, 100_000] + [100_000] * 100_000), torch.arange(1, 100_001, dtype=torch.int32))
+    for small, fanouts in (path, [1] * 30), (star, [20, 20]), (star, [-1, 5]):
+        for mode in ("fused", "persistent", "no_queue", "hop_by_hop"):
+            sampler = TritonNeighborSampler(small.indptr.cuda(), small.indices.cuda(), mode=mode)
+            compare(small, sampler, 20, 1, fanouts)
