@@ -193,6 +193,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(persistent_places.draw(result, args.out.with_suffix(".png")))
     if any("WRONG" in what for cell in result["cells"] for what in cell["failed"].values()):
         raise SystemExit("persistent: samples differ; see WRONG above")
+    if not result["cells"]:
+        raise SystemExit("persistent: no cell could be measured")
     return result
 
 

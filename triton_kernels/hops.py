@@ -10,6 +10,8 @@ from lightning_gnn.triton_kernels.phases import BARRIER, grid_barrier, level_pha
 def hop_kernel(
     indptr,  # *int64 [num_nodes + 1], on the device or in pinned host memory
     indices,  # *int32 or *int64 [num_edges], on the device or in pinned host memory
+    offset,  # *int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
+    hot,  # *(that of indices) [hot edges], copies of hot adjacency lists; read if CACHED
     seeds,  # *int32 or *int64 [num_seeds]
     control,  # *int64 [CONTROL_SIZE], see phases.py
     state,  # *int64 [num_nodes], or [slots] if DISJOINT: a word each
@@ -28,6 +30,7 @@ def hop_kernel(
     end,  # phase to stop before
     WHAT: tl.constexpr,  # 0, 1, 2: this launch runs only phases of that kind; -1: any, with a grid barrier between
     DISJOINT: tl.constexpr,
+    CACHED: tl.constexpr,
     K: tl.constexpr,  # largest fanout that is picked in registers
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
@@ -42,9 +45,9 @@ def hop_kernel(
         for what in tl.static_range(3):
             if WHAT == -1 or what == WHAT:  # noqa: SIM102 (the outer test is for the compiler, the inner for the run)
                 if phase % 3 == what:
-                    level_phase(indptr, indices, seeds, control, state, nodes, trees, rowptr, src, eid, col, mark,
-                                table, slots, src, src, sizes, counts, level, pid, programs, what,
-                                DISJOINT, False, K, R, T, P)  # fmt: skip
+                    level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid,
+                                col, mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
+                                DISJOINT, CACHED, False, K, R, T, P)  # fmt: skip
         phase += 1
         if WHAT == -1:  # noqa: SIM102
             if phase < end:

@@ -125,9 +125,24 @@ def bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT: tl.c
 
 
 @triton.jit
-def expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+def neighbor(indices, hot, at, begin, e, on, CACHED: tl.constexpr):
+    """Read the source of in-edge e of a node whose first is begin; if CACHED, a list that has a copy at ``hot + at``
+    (-1 if not) is read there.
+    """
+    if CACHED:
+        is_hot = on & (at >= 0)
+        cold = tl.load(indices + e, mask=on & (at < 0), other=0).to(tl.int32)
+        u = tl.where(is_hot, tl.load(hot + at + (e - begin), mask=is_hot, other=0).to(tl.int32), cold)
+    else:
+        u = tl.load(indices + e, mask=on, other=0).to(tl.int32)
+    return u
+
+
+@triton.jit
+def expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
                 stamp, key, fanout, replace, slots, level, pid, programs,
-                DISJOINT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                T: tl.constexpr):  # fmt: skip
     """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
     low, high = level_rows(sizes, level, pid, programs)
     t = low
@@ -150,7 +165,14 @@ def expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, tab
     while t < end:
         pos = t + tl.arange(0, T)
         on = pos < end
-        u = tl.load(indices + tl.load(eid + pos, mask=on, other=0), mask=on, other=0).to(tl.int32)
+        e = tl.load(eid + pos, mask=on, other=0)
+        begin = e
+        copied = e
+        if CACHED:
+            v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+            begin = tl.load(indptr + v, mask=on, other=0)
+            copied = tl.load(offset + v, mask=on, other=-1)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
         tree = pos
         if DISJOINT:
             tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
@@ -194,9 +216,9 @@ def replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, s
 
 
 @triton.jit
-def expand_flat(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+def expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
                 stamp, key, fanout, replace, slots, level, pid, programs,
-                DISJOINT: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                DISJOINT: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
     t, end = level_edges(sizes, level, pid, programs, T)
     first = tl.load(sizes + NODES + level - 1).to(tl.int32)
@@ -222,7 +244,10 @@ def expand_flat(indptr, indices, state, nodes, trees, rowptr, src, eid, col, tab
         e = begin + pick_one(node_key(key, v), j, degree, fanout, replace, on)
         tl.store(eid + pos, e, mask=on)
         tl.store(col + pos, low, mask=on)
-        u = tl.load(indices + e, mask=on, other=0).to(tl.int32)
+        copied = e
+        if CACHED:
+            copied = tl.load(offset + v, mask=on, other=-1)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
         tree = pos
         if DISJOINT:
             tree = tl.load(trees + low, mask=on, other=0)
@@ -306,10 +331,10 @@ def assign(state, nodes, trees, rowptr, src, mark, table, sizes, counts, stamp, 
 
 
 @triton.jit
-def level_phase(indptr, indices, seeds, control, state, nodes, trees, rowptr, src, eid, col, mark, table, slots,
-                stage, ticket_of, sizes, counts, level, pid, programs, WHAT: tl.constexpr,
-                DISJOINT: tl.constexpr, STAGED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-                P: tl.constexpr):  # fmt: skip
+def level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, mark, table,
+                slots, stage, ticket_of, sizes, counts, level, pid, programs, WHAT: tl.constexpr,
+                DISJOINT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                T: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """Run phase WHAT of one level: 0 expand, 1 count, 2 assign."""
     stamp = tl.load(control + STAMP)
     replace = tl.load(control + REPLACE).to(tl.int32)
@@ -325,12 +350,12 @@ def level_phase(indptr, indices, seeds, control, state, nodes, trees, rowptr, sr
                     replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, sizes, stamp, fanout,
                                 replace, level, pid, programs, K, R, T)  # fmt: skip
                 else:
-                    expand_rows(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+                    expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
                                 stamp, key, fanout, replace, slots, level, pid, programs,
-                                DISJOINT, K, R, T)  # fmt: skip
+                                DISJOINT, CACHED, K, R, T)  # fmt: skip
             else:
-                expand_flat(indptr, indices, state, nodes, trees, rowptr, src, eid, col, table,
-                            sizes, stamp, key, fanout, replace, slots, level, pid, programs, DISJOINT, T)  # fmt: skip
+                expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+                            stamp, key, fanout, replace, slots, level, pid, programs, DISJOINT, CACHED, T)  # fmt: skip
     elif WHAT == 1:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)

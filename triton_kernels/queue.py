@@ -33,6 +33,7 @@ from lightning_gnn.triton_kernels.phases import (
     WORK,
     grid_barrier,
     level_phase,
+    neighbor,
     word,
 )
 
@@ -51,8 +52,9 @@ def publish(queue, at, capacity, stamp, hop, node, new):
 
 
 @triton.jit
-def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size,
-             ONCE: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):  # fmt: skip
+def discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
+             ONCE: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
+             R: tl.constexpr):  # fmt: skip
     """Do tasks until none is outstanding, or if ONCE those of a single claim.
 
     R is the number of threads: one slot per thread, so that each racing read of a slot has one reader.
@@ -92,6 +94,9 @@ def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, 
             begin = tl.load(indptr + v, mask=live, other=0)
             degree = (tl.load(indptr + v + 1, mask=live, other=0) - begin).to(tl.int32)
             taken = tl.where(live, width(degree, fanout, replace), 0)
+            copied = begin
+            if CACHED:
+                copied = tl.load(offset + v, mask=live, other=-1)
             deeper = hop + 1 < num_hops  # nodes of the last hop are not expanded
             found = word(stamp, 2 * hop + 3, hop.to(tl.int64) * 0 + 0xFFFFFFFF)
 
@@ -108,7 +113,7 @@ def discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, 
                     on = k + c < taken
                     picked = on & (fanout >= 0)
                     p = tl.where(fanout < 0, k + c, tl.load(row + k + c, mask=picked, other=0))
-                    u = tl.load(indices + begin + p, mask=on, other=0).to(tl.int32)
+                    u = neighbor(indices, hot, copied, begin, begin + p, on, CACHED)
                     tl.store(row + K + k + c, u, mask=picked)
                     sources = sources + (u,)  # noqa: RUF005 (Triton has no unpacking)
                 news = ()
@@ -165,6 +170,8 @@ def find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T: tl.c
 def queue_kernel(
     indptr,  # *int64 [num_nodes + 1], on the device or in pinned host memory
     indices,  # *int32 or *int64 [num_edges], on the device or in pinned host memory
+    offset,  # *int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
+    hot,  # *(that of indices) [hot edges], copies of hot adjacency lists; read if CACHED
     seeds,  # *int32 or *int64 [num_seeds]
     control,  # *int64 [CONTROL_SIZE], see phases.py
     state,  # *int64 [num_nodes], a word each
@@ -184,6 +191,7 @@ def queue_kernel(
     begin,  # first phase to run: DISCOVER, FIND_TICKETS, or FIRST_LEVEL + 3 * level + what
     end,  # phase to stop before
     FUSED: tl.constexpr,  # several phases in one launch, with a grid barrier between
+    CACHED: tl.constexpr,
     K: tl.constexpr,  # largest fanout
     CHUNK: tl.constexpr,  # in-edges of a task that are gathered at a time
     R: tl.constexpr,  # tasks per tile: one per thread
@@ -196,16 +204,17 @@ def queue_kernel(
     phase = begin
     while phase < end:
         if phase == DISCOVER:
-            discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, False, K, CHUNK, R)
+            discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
+                     False, CACHED, K, CHUNK, R)  # fmt: skip
         elif phase == FIND_TICKETS:
             find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T)
         else:
             level = (phase - FIRST_LEVEL) // 3
             for what in tl.static_range(3):
                 if (phase - FIRST_LEVEL) % 3 == what:
-                    level_phase(indptr, indices, seeds, control, state, nodes, src, rowptr, src, eid, col, mark,
-                                state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
-                                False, True, K, R, T, P)  # fmt: skip
+                    level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, src, rowptr, src, eid, col,
+                                mark, state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
+                                False, CACHED, True, K, R, T, P)  # fmt: skip
         phase += 1
         if FUSED:  # noqa: SIM102 (the outer test is for the compiler, the inner for the run)
             if phase < end:
@@ -213,11 +222,12 @@ def queue_kernel(
 
 
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size"])
-def discover_kernel(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size,
-                    K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):  # fmt: skip
+def discover_kernel(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
+                    CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Discover without the queue's balancing (the paper's figure 10): one claim per program, a program for each claim.
 
     Arguments as for :func:`queue_kernel`. Claims are numbered as programs start, so that a program only ever waits for
     programs that run already, in whatever order the hardware starts them.
     """
-    discover(indptr, indices, seeds, control, state, queue, stage, queue_slots, fetch_size, True, K, CHUNK, R)
+    discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
+             True, CACHED, K, CHUNK, R)  # fmt: skip

@@ -16,6 +16,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import triton
@@ -41,6 +42,18 @@ _LARGEST = 2**31 - 2**16
 Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", "list[int]", "list[int]"]
 
 
+class CachedLists(Protocol):
+    """What the sampler needs of ``lightning_gnn.graph.cache.CachedAdjacency``.
+
+    Args:
+        offset: Where the copy of a node's list begins, or -1, int64 ``[num_nodes]``, on the device.
+        cached_indices: The copies, one after another, of the dtype of ``indices``, on the device.
+    """
+
+    offset: Tensor
+    cached_indices: Tensor
+
+
 class TritonNeighborSampler:
     """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
 
@@ -59,6 +72,7 @@ class TritonNeighborSampler:
         num_programs: Programs per launch; by default as many as are resident at once.
         num_warps: Warps per program.
         device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
+        cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
 
     Raises:
         ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
@@ -77,6 +91,7 @@ class TritonNeighborSampler:
         num_programs: int | None = None,
         num_warps: int = 4,
         device: torch.device | str | None = None,
+        cached: CachedLists | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
@@ -84,7 +99,9 @@ class TritonNeighborSampler:
             raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
         if indptr.numel() > _LARGEST:
             raise ValueError(f"the graph has {indptr.numel() - 1} nodes, but this sampler numbers them in 31 bits")
-        self.indptr, self.indices = indptr, indices
+        self.cached = cached is not None
+        offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
+        self.graph = (indptr, indices, offset, hot)
         self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
         self.mode, self.fetch_size, self.num_programs, self.num_warps = mode, fetch_size, num_programs, num_warps
         self.device = torch.device(device) if device is not None else _device_of(indices)
@@ -272,12 +289,12 @@ class _Batch:
         s = self.sampler
         tile = 64 * s.num_warps
         args = (
-            s.indptr, s.indices, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
+            *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
             self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
         )  # fmt: skip
         most = s._most_programs()
         options = {
-            "DISJOINT": self.disjoint, "K": self.K, "R": 32 * s.num_warps, "T": tile,
+            "DISJOINT": self.disjoint, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": tile,
             "P": triton.next_power_of_2(most), "num_warps": s.num_warps,
         }  # fmt: skip
         end = 3 * (self.num_hops + 1)
@@ -307,10 +324,13 @@ class _Batch:
         queue = s._scratch("queue", self.queue_slots, torch.int64, 0)
         stage = s._scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
         ticket_of = s._scratch("ticket_of", s.num_nodes, torch.int32)
-        tile = {"K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps, "num_warps": s.num_warps}
+        tile = {
+            "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
+            "num_warps": s.num_warps,
+        }  # fmt: skip
         args = (
-            s.indptr, s.indices, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid,
-            self.col, self.mark, queue, stage, ticket_of, self.queue_slots, fetch_size, self.sizes, self.counts,
+            *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
+            self.mark, queue, stage, ticket_of, self.queue_slots, fetch_size, self.sizes, self.counts,
         )  # fmt: skip
         options = {
             **tile, "FUSED": True, "T": 64 * s.num_warps, "P": triton.next_power_of_2(s._most_programs()),
@@ -320,7 +340,7 @@ class _Batch:
         if self.mode == "no_queue":
             grid = (triton.cdiv(self.queue_slots, fetch_size),)
             discover_kernel[grid](
-                s.indptr, s.indices, self.seeds, self.control, self.state, queue, stage, self.queue_slots, fetch_size,
+                *s.graph, self.seeds, self.control, self.state, queue, stage, self.queue_slots, fetch_size,
                 **tile,
             )  # fmt: skip
             first = 1

@@ -15,13 +15,15 @@ from lightning_gnn.triton_kernels.queue import discover_kernel, queue_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue")
+LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset")
 OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
 INTS = ("nodes", "trees", "rowptr", "src", "col", "mark", "stage", "ticket_of")
 TILES = {"R": 128, "T": 256}
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     *((hop_kernel, {"WHAT": what, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for what in (-1, 0, 1, 2)),
     (hop_kernel, {"WHAT": -1, "DISJOINT": True, "K": 10, "P": 1024, **TILES}, "i64"),
+    (hop_kernel, {"WHAT": -1, "DISJOINT": False, "CACHED": True, "K": 10, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"FUSED": True, "CACHED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (hop_kernel, {"WHAT": -1, "DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"FUSED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"FUSED": True, "K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
@@ -32,7 +34,8 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
 
 def compiled(kernel, constants, kind, capability):
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
-    pointers |= {"indices": f"*{kind}", "eid": f"*{kind}"}
+    constants = {"CACHED": False, **constants} if "CACHED" in kernel.arg_names else constants
+    pointers |= {"indices": f"*{kind}", "hot": f"*{kind}", "eid": f"*{kind}"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
