@@ -109,6 +109,7 @@ class TritonNeighborSampler:
         self._stamp = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple, int] = {}
+        self._sms: int | None = None
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
         self._host_control = torch.zeros(CONTROL_SIZE, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -160,7 +161,9 @@ class TritonNeighborSampler:
     def _scratch(self, name: str, size: int, dtype: torch.dtype, fill: int | None = None) -> Tensor:
         """Return the buffer of a name, larger than before if need be; ``fill`` initialises what is allocated."""
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers.pop(name, None)
+            old = self._buffers.pop(name, None)
+            if old is not None and old.device.type == "cuda":  # an earlier batch may still be read on this stream
+                old.record_stream(torch.cuda.current_stream(old.device))
             self._buffers[name] = self._allocate(max(size, 1), dtype)
             if fill is not None:
                 self._buffers[name].fill_(fill)
@@ -193,7 +196,12 @@ class TritonNeighborSampler:
             return self.num_programs
         if INTERPRETED:
             return 2
-        return torch.cuda.get_device_properties(self.device).multi_processor_count * self.PROGRAMS_PER_SM
+        return self._num_sms() * self.PROGRAMS_PER_SM
+
+    def _num_sms(self) -> int:
+        if self._sms is None:
+            self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return self._sms
 
     def _resident(self, kernel, variant: tuple, args: tuple, options: dict) -> int:
         """Return how many programs a cooperative launch may have, from the registers of the compiled kernel."""
@@ -205,8 +213,7 @@ class TritonNeighborSampler:
             registers = getattr(compiled, "n_regs", None) or 255
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self._programs[variant] = max(1, per_sm) * sms
+            self._programs[variant] = max(1, per_sm) * self._num_sms()
         return self._programs[variant]
 
 
@@ -272,10 +279,11 @@ class _Batch:
         else:
             self.state = s._scratch("state", s.num_nodes, torch.int64, _UNTOUCHED)
         host = s._host_control  # not in use: the last batch ended with a synchronisation
-        host.zero_()
-        host[:6] = torch.tensor([s._next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity])
-        host[_CONTROL_WORK] = (self.num_seeds << 32) | self.num_seeds
-        host[_CONTROL_FANOUT : _CONTROL_FANOUT + self.num_hops] = torch.tensor(self.fanouts, dtype=torch.int64)
+        words = host.numpy()
+        words[:] = 0
+        words[:6] = (s._next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
+        words[_CONTROL_WORK] = (self.num_seeds << 32) | self.num_seeds
+        words[_CONTROL_FANOUT : _CONTROL_FANOUT + self.num_hops] = self.fanouts
         self.control.copy_(host, non_blocking=True)
         if self.mode in ("persistent", "no_queue"):
             self._run_queue()
@@ -300,7 +308,7 @@ class _Batch:
         end = 3 * (self.num_hops + 1)
         if fused:
             cooperative = {**options, "WHAT": -1, "launch_cooperative_grid": True}
-            variant = ("hop", self.disjoint, self.K)
+            variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
             programs = s._resident(hop_kernel, variant, (*args, 0, end), cooperative)
             # The interpreter runs programs one after another: several cannot meet at a barrier.
             for begin, stop in [(0, end)] if programs == 1 or not INTERPRETED else [(i, i + 1) for i in range(end)]:
@@ -344,7 +352,7 @@ class _Batch:
                 **tile,
             )  # fmt: skip
             first = 1
-        programs = s._resident(queue_kernel, ("queue", self.K), (*args, first, end), options)
+        programs = s._resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
         together = [(first, end)] if programs == 1 or not INTERPRETED else [(i, i + 1) for i in range(first, end)]
         for begin, stop in together:
             queue_kernel[(programs,)](*args, begin, stop, **options)

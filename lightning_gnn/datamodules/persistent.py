@@ -35,7 +35,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
             sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache).
-        quantize: Store features as int8 with one scale per row, a quarter of float32, dequantised when gathered.
+        quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
         mode: ``"fused"`` or ``"persistent"``; see :class:`~lightning_gnn.sampling.PersistentNeighborSampler`.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
@@ -84,7 +84,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
         device = self._device()
         if device is None:
             if self._placed_on is None:
-                rank_zero_warn("No GPU for the persistent sampler: the same mini-batches are sampled on the CPU.")
+                rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
                 self._placed_on = "cpu"
             return super()._loader(stage, split)
         if self._placed_on != device:
@@ -114,46 +114,57 @@ class PersistentSamplerDataModule(NeighborDataModule):
         store = self.data._store
         keys = [key for key in store if key != "num_nodes" and (store.is_node_attr(key) or store.is_edge_attr(key))]
         keys = [key for key in keys if isinstance(store[key], Tensor) and key not in ("edge_index", "adj_t")]
+        tables = {key: FeatureTable(store[key]) for key in keys if _is_table(store[key]) and key != "y"}
+        if self.quantize and "x" in tables:
+            tables["x"] = tables["x"].quantized()
+        places = {
+            key: choose_place(self.features, table.num_nodes * table.row_bytes, device, f"data.{key}")
+            for key, table in tables.items()
+        }
+        topology = choose_place(self.topology, sampler.graph.num_bytes, device, "the topology")
+        features = tables.get("x") if places.get("x") == "pinned" else None
+        hot_rows, hot_lists = self._hot_nodes(features, topology == "pinned")
+        self._tables = {}
+        for key, table in tables.items():
+            if places[key] == "device":
+                self._tables[key] = table.to(device)
+                continue
+            table = pinned(table, table.num_nodes * table.row_bytes, device, f"data.{key}")
+            self._tables[key] = table.cached(hot_rows, device) if key == "x" and hot_rows is not None else table
         self._placed_data = copy.copy(self.data)
-        tables = {key: FeatureTable(store[key]) for key in keys if _is_table(store[key])}
-        if self.quantize:
-            tables = {key: table.quantized() for key, table in tables.items()}
-        hot_rows, hot_lists = self._hot_nodes(tables.get("x"))
-        self._tables = {key: self._placed(key, table, device, hot_rows) for key, table in tables.items()}
         for key in keys:
             if key not in tables:
                 self._placed_data[key] = store[key].to(device)
-        self._samplers["train"] = PersistentNeighborSampler(
+        train = PersistentNeighborSampler(
             sampler.graph,
             sampler.num_neighbors,
             sampler.replace,
             sampler.disjoint,
             self.seed,
             device=device,
-            topology=self.topology,
+            topology=topology,
             mode=self.mode,
             fetch_size=self.fetch_size,
             hot_nodes=hot_lists,
         )
-        evaluation = self.eval_graph_sampler
-        self._samplers["eval"] = self._samplers["train"].with_options(
-            num_neighbors=evaluation.num_neighbors, replace=evaluation.replace, disjoint=evaluation.disjoint
+        other = self.eval_graph_sampler
+        evaluation = train.with_options(
+            num_neighbors=other.num_neighbors, replace=other.replace, disjoint=other.disjoint
         )
+        self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
 
-    def _placed(self, key: str, table: FeatureTable, device: torch.device, hot_rows: Tensor | None) -> FeatureTable:
-        num_bytes = table.num_nodes * table.row_bytes
-        if choose_place(self.features, num_bytes, device, f"data.{key}") == "device":
-            return table.to(device)
-        table = pinned(table, num_bytes, device, f"data.{key}")
-        return table.cached(hot_rows, device) if key == "x" and hot_rows is not None else table
+    def _hot_nodes(self, features: FeatureTable | None, lists: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Choose whose rows, and whose adjacency lists, the device holds of what lies in host memory.
 
-    def _hot_nodes(self, features: FeatureTable | None) -> tuple[Tensor | None, Tensor | None]:
-        """Choose whose rows and whose adjacency lists the device holds."""
+        Args:
+            features: The features, if they lie in host memory.
+            lists: Whether the topology does.
+        """
         graph = self.graph_sampler.graph
-        if self.cache_rows:
+        if self.cache_rows and features is not None:
             return hottest(graph.out_degrees, self.cache_rows), None
-        if not self.cache_bytes or features is None:
+        if not self.cache_bytes or not (features is not None or lists):
             return None, None
         counts = count_accesses(
             graph,
@@ -164,14 +175,14 @@ class PersistentSamplerDataModule(NeighborDataModule):
             seed=self.seed,
         )
         plan = plan_dual_cache(
-            counts.features,
-            counts.adjacency if self.topology != "device" else torch.zeros_like(counts.adjacency),
+            counts.features if features is not None else torch.zeros_like(counts.features),
+            counts.adjacency if lists else torch.zeros_like(counts.adjacency),
             graph.in_degrees,
-            features.row_bytes,
+            0 if features is None else features.row_bytes,
             graph.indices.element_size(),
             self.cache_bytes,
         )
-        return plan.feature_nodes, plan.adjacency_nodes
+        return (plan.feature_nodes if features is not None else None), (plan.adjacency_nodes if lists else None)
 
 
 def _is_table(value: Tensor) -> bool:

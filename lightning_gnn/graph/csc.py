@@ -180,8 +180,8 @@ class CSCGraph:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of ``indptr`` and ``indices``."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.indptr, self.indices))
+        """Bytes of all arrays."""
+        return sum(tensor.nbytes for tensor in (self.indptr, self.indices, self.edge_ids) if tensor is not None)
 
     def to(self, device: torch.device | str) -> CSCGraph:
         """Return a copy on a device."""

@@ -40,8 +40,8 @@ def triton_sampler(
         return TritonNeighborSampler(indptr, indices, device=device, **options)
     by_device = _samplers.setdefault(indices, {})
     if device not in by_device:
-        # The tensors are given anew: holding the key itself would keep the entry alive for ever.
-        by_device[device] = TritonNeighborSampler(indptr.view(-1), indices.view(-1), device=device)
+        # Detached tensors share the memory; holding the key itself would keep the entry alive for ever.
+        by_device[device] = TritonNeighborSampler(indptr.detach(), indices.detach(), device=device)
     return by_device[device]
 
 
