@@ -16,7 +16,7 @@ from benchmarks.machine import MISSING
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-ORDER = ("sampling", "minibatch", "epoch", "gpu_minibatch", "gpu_epoch")
+ORDER = ("sampling", "minibatch", "epoch", "gpu_minibatch", "gpu_epoch", "gpu_persistent")
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:

@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         pool.shutdown()
 
     one, two = ["ours, 1 thread"], ["ours, 2 threads"]
-    pyg_two = ["pyg-lib, 2 threads", "pyg-lib, 2 threads of torch"]
+    # The operator by itself, given two threads, hardly gains; its caller gains by sampling two batches at once.
+    inside, outside = ["pyg-lib, 2 threads of torch"], ["pyg-lib, 2 threads", "pyg-lib, 2 processes"]
     sparse = ["torch-sparse, 1 thread", "torch-sparse, 2 threads"]
     result = {
         "benchmark": "sampling",
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "comparisons": [
             compare(rows, "Sampling, one core, against pyg-lib", one, ["pyg-lib, 1 thread"], True, 6),
-            compare(rows, "Sampling, two cores, against pyg-lib in threads", two, pyg_two, True, 10),
-            compare(rows, "Sampling, two cores, against pyg-lib in processes", two, ["pyg-lib, 2 processes"], True),
+            compare(rows, "Sampling, two cores, against pyg-lib with two threads", two, inside, True, 10),
+            compare(rows, "Sampling, two cores, against two batches at once in pyg-lib", two, outside, True),
             compare(rows, "Sampling, one core, against torch-sparse", one, sparse[:1], True),
             compare(rows, "Sampling, two cores, against torch-sparse", two, sparse[1:], True),
         ],

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.library import library
-from lightning_gnn.ops.sample_numba import sample_numba
+from lightning_gnn.ops.sample_numba import sample_numba, widen
 from lightning_gnn.ops.sample_reference import sample_reference
 from lightning_gnn.ops.sample_triton import triton_sampler
 
@@ -115,15 +115,15 @@ def _sample_cpu(indptr, indices, seeds, fanouts, key, replace, disjoint):
         indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint
     )
     edge_index = pool.empty((2, row.size), torch.int64)
-    edge_index.numpy()[0] = row
-    edge_index.numpy()[1] = col
+    widen(row, edge_index[0].numpy())
+    widen(col, edge_index[1].numpy())
     batch = torch.empty(0, dtype=torch.int64) if tree is None else _owned(tree)
     return _owned(node), edge_index, _owned(edge), batch, node_counts.tolist(), edge_counts.tolist()
 
 
 def _owned(array: np.ndarray) -> Tensor:
     out = pool.empty(array.shape, torch.int64)
-    out.numpy()[:] = array
+    widen(array, out.numpy())
     return out
 
 

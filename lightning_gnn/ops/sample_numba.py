@@ -22,6 +22,7 @@ _AHEAD = 16
 _FAR_AHEAD = 32
 _SMALL_FANOUT = 64
 _LAST_STAMP = 2**31 - 1
+_LARGEST_UINT32 = 2**32 - 1
 
 
 @dataclass
@@ -36,7 +37,8 @@ class _Scratch(threading.local):
     tree: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     col: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+    wide_edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def next_stamp(self) -> int:
         if self.stamp == _LAST_STAMP:
@@ -70,6 +72,7 @@ def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashin
     num_nodes = indptr.size - 1
     if hashing is None:
         hashing = 8 * num_nodes > TABLE_LIMIT
+    wide = indices.size > _LARGEST_UINT32
     scratch = _scratch
     if not (hashing or disjoint) and scratch.table.size < num_nodes:
         scratch.table = np.zeros(num_nodes, np.int64)
@@ -90,14 +93,25 @@ def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashin
         scratch.tree,
         scratch.row,
         scratch.col,
-        scratch.edge,
+        scratch.wide_edge if wide else scratch.edge,
     )
     node_counts, edge_counts = out[0], out[1]
     scratch.hash_keys, scratch.hash_slots = out[2], out[3]
-    scratch.node, scratch.tree, scratch.row, scratch.col, scratch.edge = out[4:]
+    scratch.node, scratch.tree, scratch.row, scratch.col, edge = out[4:]
+    if wide:
+        scratch.wide_edge = edge
+    else:
+        scratch.edge = edge
     n, m = int(node_counts.sum()), int(edge_counts.sum())
     tree = scratch.tree[:n] if disjoint else None
-    return scratch.node[:n], scratch.row[:m], scratch.col[:m], scratch.edge[:m], tree, node_counts, edge_counts
+    return scratch.node[:n], scratch.row[:m], scratch.col[:m], edge[:m], tree, node_counts, edge_counts
+
+
+@numba.njit(nogil=True, cache=True)
+def widen(source, target):
+    """Copy integers into an int64 array of the same size, outside the GIL."""
+    for i in range(source.size):
+        target[i] = source[i]
 
 
 @numba.njit(nogil=True, cache=True)
