@@ -22,7 +22,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling $(ARGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -26,10 +27,9 @@ def test_the_notebook_runs_and_learns():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.slow
-def test_the_script_runs():
+def run(name, *arguments):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "node_classification.py"), "--epochs", "6"],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -37,4 +37,20 @@ def test_the_script_runs():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_the_script_runs():
+    done = run("node_classification.py", "--epochs", "6")
     assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", done.stdout).group(1)) > 0.3
+
+
+@pytest.mark.slow
+def test_both_samplers_train_the_same():
+    done = run("gpu_sampling.py", "--num-nodes", "10000")
+    accuracies = re.findall(r"test accuracy (\d\.\d+)", done.stdout)
+    assert len(accuracies) == 2
+    if not torch.cuda.is_available():
+        assert accuracies[0] == accuracies[1]
+        assert "No GPU for the persistent sampler" in done.stderr

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch_geometric.typing
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
 from torch_geometric.data.lightning import datamodule
 from torch_geometric.loader import link_neighbor_loader, neighbor_loader
@@ -21,6 +22,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample import check_fanouts
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.persistent import PersistentNeighborSampler
 
 _MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
 
@@ -33,8 +35,9 @@ def enable_pyg_sampling() -> PyGSampling:
     enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
     enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
 
-    Homogeneous graphs are sampled by us, without pyg-lib; the random numbers come from torch's global generator, as
-    PyG's do. Heterogeneous graphs stay with PyG's sampler, where pyg-lib or torch-sparse is installed.
+    Homogeneous graphs are sampled by us, without pyg-lib: on the GPU where ``data.edge_index`` lies on one, and otherwise
+    on the CPU, also in worker processes. The random numbers come from torch's global generator, as PyG's do.
+    Heterogeneous graphs stay with PyG's sampler, where pyg-lib or torch-sparse is installed.
 
     Returns:
         A handle with ``disable()``.
@@ -155,6 +158,9 @@ class LoaderNeighborSampler(PyGNeighborSampler):
         self._checked_fanouts()
         self.graph = _topology(data) if isinstance(data, Data) else _stored_topology(data[1])
         self.num_nodes = self.graph.num_nodes
+        edges = data.get("edge_index") if isinstance(data, Data) else None
+        self.device = edges.device if isinstance(edges, Tensor) and edges.device.type == "cuda" else None
+        self._on_device: PersistentNeighborSampler | None = None
         if share_memory:
             self.graph.share_memory_()
 
@@ -199,7 +205,14 @@ class LoaderNeighborSampler(PyGNeighborSampler):
     def _pick(self, seeds: Tensor, fanouts: list[int], replace: bool | None = None) -> SamplerOutput:
         assert self.graph is not None
         replace = self.replace if replace is None else replace
-        sampler = NeighborSampler(self.graph, fanouts, replace=replace, disjoint=self.disjoint, seed=0)
+        sampler: NeighborSampler
+        # Worker processes cannot use the parent's GPU.
+        if self.device is not None and get_worker_info() is None:
+            if self._on_device is None:
+                self._on_device = PersistentNeighborSampler(self.graph, fanouts, seed=0, device=self.device)
+            sampler = self._on_device.with_options(num_neighbors=fanouts, replace=replace, disjoint=self.disjoint)
+        else:
+            sampler = NeighborSampler(self.graph, fanouts, replace=replace, disjoint=self.disjoint, seed=0)
         return sampler.sample_from_nodes(NodeSamplerInput(None, seeds), key=_next_key())
 
     def _induce(self, out: SamplerOutput) -> SamplerOutput:

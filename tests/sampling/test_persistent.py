@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch_geometric.loader import NodeLoader
+from torch_geometric.loader import NeighborLoader, NodeLoader
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler, enable_pyg_sampling
 from lightning_gnn.triton_kernels.sample import MODES
 from tests.batching_data import small_data
 from tests.ops.test_sample import assert_equal
@@ -112,3 +112,21 @@ def test_a_graph_too_large_for_the_device_stays_in_host_memory(monkeypatch):
     assert choose_place("auto", 10**8, torch.device("cuda"), "it") == "device"
     with pytest.warns(UserWarning, match=r"it takes 0\.60 GB, more than half of the 1\.00 GB free"):
         assert choose_place("auto", 6 * 10**8, torch.device("cuda"), "it") == "pinned"
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_pygs_loader_samples_on_the_gpu_where_the_data_is(disjoint):
+    data = small_data(num_nodes=60, num_edges=400)
+    batches = []
+    for device in (None, DEVICE):
+        torch.manual_seed(3)
+        with enable_pyg_sampling():
+            loader = NeighborLoader(data, [3, 2], input_nodes=torch.arange(0, 60, 9), batch_size=4, disjoint=disjoint)
+        # Data on a GPU sets this; under the interpreter there is none.
+        loader.node_sampler.device = None if device is None else torch.device(device)
+        batches.append(list(loader))
+    for a, b in zip(*batches, strict=True):
+        assert torch.equal(a.n_id, b.n_id.cpu())
+        assert torch.equal(a.e_id, b.e_id.cpu())
+        assert torch.equal(a.edge_index, b.edge_index.cpu())
+        assert torch.equal(a.x, b.x.cpu())
