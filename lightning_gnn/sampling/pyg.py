@@ -35,8 +35,8 @@ def enable_pyg_sampling() -> PyGSampling:
     enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
     enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
 
-    Homogeneous graphs are sampled by us, without pyg-lib: on the GPU where ``data.edge_index`` lies on one, and otherwise
-    on the CPU, also in worker processes. The random numbers come from torch's global generator, as PyG's do.
+    Homogeneous graphs are sampled by us, without pyg-lib: on the GPU where ``data.edge_index`` lies on one, else (and
+    in worker processes) on the CPU. The random numbers come from torch's global generator, as PyG's do.
     Heterogeneous graphs stay with PyG's sampler, where pyg-lib or torch-sparse is installed.
 
     Returns:
