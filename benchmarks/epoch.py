@@ -31,7 +31,7 @@ SIZES = {
     "features": (100, 16),
     "hidden": (256, 32),
     "batch_size": (1024, 128),
-    "train_nodes": (50_000, 1_000),
+    "train_nodes": (20_000, 1_000),
 }
 OURS = {
     f"ours, {workers} worker{'s' * (workers > 1)}, {threads} torch thread{'s' * (threads > 1)}": {
