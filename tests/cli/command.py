@@ -95,7 +95,7 @@ class SignalAt(pl.Callback):
     def _send(self, trainer, hook):
         if hook == self.hook and trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.step:
             for _ in range(self.times):
-                os.kill(os.getpid(), self.number)
+                signal.raise_signal(self.number)  # to this very thread: os.kill may be answered much later
             self.step = sys.maxsize
 
 
