@@ -1,0 +1,1 @@
+"""Lightning accelerators, registered by name on ``import lightning_gnn``."""

@@ -1,0 +1,1 @@
+"""Lightning strategies, registered by name on ``import lightning_gnn``."""
