@@ -31,7 +31,7 @@ def plan_devices(
     element_size: int = 4,
     edge_bytes: int = 24,
 ) -> HybridPlan:
-    """Plan one layer on several devices: every rank owns V / N rows for the dense parts and computes one slice and range.
+    """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one chunk range.
 
     An aggregation brings rows to slices, multiplies, and brings slices back to rows, both by all-to-all; backward runs
     the adjoints of both, of the same volume. Rank (m, g) needs its D_m columns of the C_g vertices with an edge into
@@ -59,10 +59,9 @@ def plan_devices(
             the edge in the other (int64).
 
     Raises:
-        MemoryError: No grouping fits; says how many ranks would do.
         TypeError: Loads that are no integers.
-        ValueError: No column, no rank, a negative load or number of rows, a number of groups that does not divide the
-            ranks or exceeds the columns.
+        ValueError: No grouping fits the memory (says how many ranks would do); no column, no rank, a negative load or
+            number of rows; a number of groups that does not divide the ranks or exceeds the columns.
     """
     check_sizes(num_columns, num_ranks)
     loads = check_loads(chunk_loads)
@@ -70,6 +69,8 @@ def plan_devices(
         raise ValueError(f"num_rows must not be negative, but is {num_rows}")
     if num_groups == "auto":
         considered = [groups for groups in divisors(num_ranks) if groups <= num_columns]
+    elif isinstance(num_groups, str):
+        raise ValueError(f"num_groups must be a number or 'auto', but is {num_groups!r}")
     else:
         check_groups(num_groups, num_ranks, num_columns)
         considered = [num_groups]
@@ -83,7 +84,7 @@ def plan_devices(
     eligible = [candidate for candidate in candidates if not candidate.note]
     if not eligible:
         assert memory_limit is not None
-        raise MemoryError(_too_large(layer, num_ranks, num_groups, candidates, memory_limit))
+        raise ValueError(_too_large(layer, num_ranks, num_groups, candidates, memory_limit))
     best = min(reversed(eligible), key=lambda candidate: candidate.cost).num_groups
     return HybridPlan(
         num_workers=num_ranks,

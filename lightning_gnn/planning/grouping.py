@@ -21,7 +21,7 @@ from lightning_gnn.planning.plan import (
 from lightning_gnn.planning.ranges import balance_ranges, check_loads
 
 TOLERATED = 1.05
-"""Up to this, the slowest worker's work (padding included) over the mean of the useful work counts as balanced."""
+"""Up to this multiple of the least possible, the slowest worker's work (padding included) counts as balanced."""
 _BYTES_PER_MULTIPLY_ADD = 4
 
 
@@ -77,7 +77,8 @@ def plan_cores(
     - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, what members read from the shared cache;
     - in the mode ``balanced`` plus ``T_imb = T_comp * (max / mean load of the G chunk ranges - 1)``: load imbalance,
       the reason for groups, is not in the paper's cost, which is therefore always least at M = 1. Numbers of groups
-      at which the slowest worker does more than 1.05 times the mean useful work are then left out, unless all are.
+      at which the slowest worker does more than 1.05 times an even share of the padded work at M = 1 are then left
+      out, unless all are: a cache that saves much must not buy idle cores.
 
     The least cost wins, the smaller M in a tie.
 
@@ -152,6 +153,6 @@ def _cost(
         return GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved})
     imbalance = max_over_mean(np.array(range_loads))
     unbalanced = t_comp * (imbalance - 1)
-    note = "unbalanced" if padded * imbalance > TOLERATED else ""
+    note = "unbalanced" if padded * imbalance > TOLERATED * padding(num_columns, 1) else ""
     terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
     return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)

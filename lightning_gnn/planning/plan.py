@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 BLOCK = 16
-"""Columns of a block: the cube unit computes tiles of 16 x 16, and 16 half-precision numbers are an aligned 32 bytes."""
+"""Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 numbers are an aligned 32 bytes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], .
     for group in range(num_groups):
         bounds.append(bounds[-1] + (share + (group in more)) * unit)
     bounds[-1] = num_columns
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))
 
 
 def padding(num_columns: int, num_groups: int) -> float:
@@ -157,8 +158,10 @@ def check_groups(num_groups: int, num_workers: int, num_columns: int) -> None:
     """Check a number of groups that somebody asked for.
 
     Raises:
-        ValueError: It does not divide the workers, or there are fewer columns than groups.
+        ValueError: It is less than 1, does not divide the workers, or there are fewer columns than groups.
     """
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, but is {num_groups}")
     if num_workers % num_groups:
         raise ValueError(
             f"num_groups={num_groups} does not divide the {num_workers} workers; "

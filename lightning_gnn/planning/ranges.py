@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,8 +11,8 @@ import numpy.typing as npt
 def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], ...]:
     """Cut a sequence into contiguous ranges such that the heaviest range is as light as possible.
 
-    Exact: a binary search for the least maximum over prefix sums. Among the cuts that reach it, each boundary lies as
-    near to its even share as it can; no range is empty where there are enough items.
+    Exact: a binary search for the least maximum over prefix sums. Within it, each range in turn comes as near as it can
+    to an even share of what is left; no range is empty where there are enough items.
 
     Args:
         loads: Work of each item, integer ``[num_items]``, none negative.
@@ -35,7 +37,7 @@ def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], .
             loads = np.ones_like(loads)  # share out the items themselves
         prefix: np.ndarray = np.concatenate([[0], np.cumsum(loads)])
         bounds = _spread(prefix, parts, _least_maximum(prefix, int(loads.max()), parts))
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))
 
 
 def check_loads(loads: npt.ArrayLike) -> np.ndarray:
@@ -84,14 +86,15 @@ def _reach(prefix: np.ndarray, start: int, limit: int) -> int:
 
 
 def _spread(prefix: np.ndarray, parts: int, limit: int) -> list[int]:
-    """Return boundaries near the even shares, with no range empty or heavier than ``limit``; items outnumber parts."""
-    end, total = prefix.size - 1, int(prefix[-1])
+    """Return boundaries near even shares, with no range empty or heavier than ``limit``; items outnumber parts."""
+    end = prefix.size - 1
     earliest = [0] * parts + [end]  # from which the rest still fits into the ranges that are left
     for part in range(parts - 1, 0, -1):
         earliest[part] = int(np.searchsorted(prefix, prefix[earliest[part + 1]] - limit, side="left"))
     bounds = [0]
     for part in range(1, parts):
-        share = total * part // parts
+        done = int(prefix[bounds[-1]])
+        share = done + (int(prefix[-1]) - done) // (parts - part + 1)
         near = int(np.searchsorted(prefix, share, side="left"))
         if near and share - prefix[near - 1] < prefix[near] - share:
             near -= 1

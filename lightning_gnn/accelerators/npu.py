@@ -1,0 +1,204 @@
+"""``Trainer(accelerator="npu")``: Huawei's Ascend processors, through torch_npu."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.accelerators.registry import _AcceleratorRegistry
+from lightning_fabric.utilities.types import _DEVICE
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+_RUNTIME = "libascendcl.so"
+"""CANN's runtime library, which torch_npu is linked to."""
+
+
+class NPUAccelerator(Accelerator):
+    """Accelerator for Ascend NPUs.
+
+    Raises:
+        MisconfigurationException: There is no NPU to use; says what is missing and how to get it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        check_available()
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        """Make a device the current one.
+
+        Raises:
+            MisconfigurationException: The strategy chose a device that is no NPU.
+        """
+        if device.type != "npu":
+            raise MisconfigurationException(
+                f"accelerator='npu' was asked for, but the strategy trains on {device}; "
+                "use strategy='single_npu' or strategy='ascend_hybrid'"
+            )
+        device_module().set_device(device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Give memory that an earlier run cached back to the device."""
+        device_module().empty_cache()
+
+    @override
+    def teardown(self) -> None:
+        """Give cached memory back to the device."""
+        device_module().empty_cache()
+
+    @override
+    def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
+        """Return the allocator's statistics, and ``memory.free`` and ``memory.total`` in bytes, of a device."""
+        module = device_module()
+        free, total = module.mem_get_info(device)
+        return {**module.memory_stats(device), "memory.free": free, "memory.total": total}
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | Iterable[int]) -> list[int]:
+        """Return the indices of the devices that ``Trainer(devices=…)`` asks for.
+
+        Args:
+            devices: How many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``, ``"1,"``), or all (``-1``, ``"auto"``).
+
+        Raises:
+            MisconfigurationException: It asks for none, for one twice, or for one that is not there.
+        """
+        count = NPUAccelerator.auto_device_count()
+        asked = _numbers(devices)
+        if asked == -1:
+            asked = count
+        if isinstance(asked, int):
+            if not 1 <= asked <= count:
+                raise MisconfigurationException(f"devices={devices!r}, but this machine has {count} NPUs")
+            return list(range(asked))
+        if not asked:
+            raise MisconfigurationException(f"devices={devices!r} names no NPU")
+        if len(set(asked)) < len(asked):
+            raise MisconfigurationException(f"devices={devices!r} names an NPU twice")
+        for index in asked:
+            if not 0 <= index < count:
+                raise MisconfigurationException(
+                    f"devices={devices!r} names NPU {index}, but this machine has {count}, numbered from 0"
+                )
+        return asked
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """Return the devices of the indices."""
+        return [torch.device("npu", index) for index in devices]
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        """Return the number of NPUs, all of which ``devices="auto"`` takes."""
+        return 0 if why_unavailable() else int(device_module().device_count())
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        """Say whether there is an NPU to use."""
+        return why_unavailable() is None
+
+    @staticmethod
+    @override
+    def name() -> str:
+        """Return ``"npu"``."""
+        return "npu"
+
+    @classmethod
+    @override
+    def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
+        """Make ``accelerator="npu"`` known."""
+        accelerator_registry.register(cls.name(), cls, description="Ascend NPUs, through torch_npu")
+
+
+def device_module() -> ModuleType:
+    """Return ``torch.npu``, which torch_npu registers."""
+    module: ModuleType = torch.npu  # type: ignore[attr-defined]
+    return module
+
+
+def check_available() -> None:
+    """Check that there is an NPU to use.
+
+    Raises:
+        MisconfigurationException: There is none; says what is missing and how to get it.
+    """
+    if reason := why_unavailable():
+        raise MisconfigurationException(f"accelerator='npu' cannot be used: {reason}")
+
+
+def why_unavailable() -> str | None:
+    """Say what is missing for the use of an NPU, and how to get it; None where nothing is.
+
+    torch_npu is imported only where CANN's runtime loads: without it, the import fails and may leave torch half
+    changed. (torch imports an installed torch_npu by itself, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.)
+    """
+    if not hasattr(torch, "npu"):
+        missing = []
+        if importlib.util.find_spec("torch_npu") is None:
+            release = torch.__version__.split("+")[0]
+            missing.append(
+                f"torch_npu is not installed (pip install 'lightning-gnn[npu]', in the release for torch {release})"
+            )
+        if problem := _problem_of_cann():
+            missing.append(
+                f"CANN is not installed, or its environment is not set ({problem}; install the CANN toolkit and "
+                "kernels from https://www.hiascend.com/software/cann, then source ascend-toolkit/set_env.sh)"
+            )
+        if missing:
+            return " and ".join(missing)
+        if problem := _problem_of_import():
+            return f"torch_npu and CANN are installed, but do not fit together or torch {torch.__version__}: {problem}"
+    if not device_module().device_count():
+        return "torch_npu finds no NPU; see what npu-smi info lists, and whether ASCEND_RT_VISIBLE_DEVICES hides it"
+    return None
+
+
+def _problem_of_cann() -> str:
+    try:
+        ctypes.CDLL(_RUNTIME)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@cache  # a second attempt at a failed import meets what the first left behind
+def _problem_of_import() -> str:
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if hasattr(torch, "npu") else "torch_npu did not register the device"
+
+
+def _numbers(devices: Any) -> int | list[int]:
+    """Return a count, or indices."""
+    if isinstance(devices, str):
+        text = devices.strip()
+        if text == "auto":
+            return -1
+        try:
+            return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
+        except ValueError:
+            raise MisconfigurationException(
+                f"devices={devices!r} is neither a number of NPUs nor a list of their indices such as '0,1'"
+            ) from None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return devices
+    if isinstance(devices, list | tuple) and all(type(index) is int for index in devices):
+        return list(devices)
+    raise MisconfigurationException(f"devices must be a number, a string or a list of indices, but is {devices!r}")

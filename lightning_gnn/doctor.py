@@ -1,0 +1,205 @@
+"""``lgnn doctor``: what of the optional hardware and software is present, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+State = Literal["present", "missing", "broken"]
+_MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("broken", "red")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Args:
+        name: What it is called.
+        state: Whether it is there and works, as far as can be seen without using it.
+        detail: Version and place, or what is wrong.
+        needed_for: What does not work without it.
+        advice: How to get it; empty where it is present.
+    """
+
+    name: str
+    state: State
+    detail: str
+    needed_for: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look for everything, importing nothing that could fail on import."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _torch,
+        _lightning,
+        _pyg,
+        _numba,
+        _cuda,
+        _triton,
+        _pyg_lib,
+        _cann,
+        _torch_npu,
+        _npu,
+        lambda: _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
+        lambda: _compiler("cmake", "the NPU binding", "pip install cmake"),
+    )
+    return [check() for check in checks]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the findings as a table, or as JSON; returns 1 where something that every use needs is missing."""
+    parser = argparse.ArgumentParser("lgnn doctor", description="What is present and what is missing on this machine.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    chosen = parser.parse_args(arguments)
+    findings = examine()
+    if chosen.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        style="bold",
+        highlight=False,
+    )
+    table = Table("", "", "found", "needed for")
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        table.add_row(finding.name, f"[{style}]{mark}[/]", finding.detail, finding.needed_for)
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            console.print(f"{finding.name}: {finding.advice}", highlight=False, markup=False)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(name: str, package: str, needed_for: str, advice: str) -> Finding:
+    found = _version(package)
+    if found is None:
+        return Finding(name, "missing", "not installed", needed_for, advice)
+    return Finding(name, "present", found, needed_for)
+
+
+def _torch() -> Finding:
+    return Finding("torch", "present", torch.__version__, "everything")
+
+
+def _lightning() -> Finding:
+    return _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning")
+
+
+def _pyg() -> Finding:
+    return _package("PyG", "torch-geometric", "everything", "pip install torch_geometric")
+
+
+def _numba() -> Finding:
+    return _package("numba", "numba", "everything", "pip install numba")
+
+
+def _cuda() -> Finding:
+    needed = "trainer=gpu, datamodule=persistent on the GPU"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("CUDA", "present", f"CUDA {torch.version.cuda}: {', '.join(names)}", needed)
+    if torch.version.cuda is None:
+        detail = "torch was built without CUDA"
+        advice = "on a machine with an NVIDIA GPU, install a CUDA build of torch (https://pytorch.org/get-started)"
+    else:
+        detail = f"torch was built with CUDA {torch.version.cuda}, but finds no GPU"
+        advice = "see whether nvidia-smi lists the GPU; its driver may be missing or too old"
+    return Finding("CUDA", "missing", detail, needed, advice)
+
+
+def _triton() -> Finding:
+    return _package("Triton", "triton", "the GPU kernels", "pip install triton (Linux only)")
+
+
+def _pyg_lib() -> Finding:
+    needed = "nothing here: PyG's own samplers, to compare with"
+    advice = "optional; wheels are on PyG's own index (https://data.pyg.org)"
+    finding = _package("pyg-lib", "pyg-lib", needed, advice)
+    if finding.state != "present":
+        return finding
+    code = "import pyg_lib"  # built for another torch it can bring the process down
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        return finding
+    reason = (done.stderr.strip().splitlines() or ["the import failed"])[-1]
+    return Finding("pyg-lib", "broken", reason, needed, "install the wheel that was built for this version of torch")
+
+
+def _cann() -> Finding:
+    needed = "accelerator=npu"
+    advice = "install Huawei's CANN toolkit 8 or newer, then `source .../ascend-toolkit/set_env.sh`"
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    if not home:
+        return Finding("CANN", "missing", "ASCEND_HOME_PATH is not set", needed, advice)
+    if not Path(home).is_dir():
+        return Finding("CANN", "broken", f"ASCEND_HOME_PATH={home} is no folder", needed, advice)
+    found = next((path for path in sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))), None)
+    match = re.search(r"^version=(.+)$", found.read_text(), re.MULTILINE) if found else None
+    return Finding("CANN", "present", f"{match[1] if match else 'version unknown'} at {home}", needed)
+
+
+def _torch_npu() -> Finding:
+    needed = "accelerator=npu"
+    if importlib.util.find_spec("torch_npu") is None:
+        advice = "after CANN: pip install torch-npu, in the version of torch"
+        return Finding("torch_npu", "missing", "not installed", needed, advice)
+    # Without CANN the import fails, and with it that of torch: ask a process of its own.
+    done = subprocess.run([sys.executable, "-c", "import torch_npu"], capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        return Finding("torch_npu", "present", _version("torch-npu") or "version unknown", needed)
+    reason = (done.stderr.strip().splitlines() or ["the import failed"])[-1]
+    return Finding("torch_npu", "broken", reason, needed, "it needs a CANN of its own version, with set_env.sh sourced")
+
+
+def _npu() -> Finding:
+    needed = "accelerator=npu"
+    devices = sorted(Path("/dev").glob("davinci[0-9]*"))
+    if devices:
+        return Finding("Ascend NPU", "present", f"{len(devices)} of them", needed)
+    return Finding(
+        "Ascend NPU",
+        "missing",
+        "no /dev/davinci*",
+        needed,
+        "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through",
+    )
+
+
+def _compiler(name: str, needed: str, advice: str) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, "missing", "not on the PATH", needed, advice)
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    first = (done.stdout.splitlines() or ["version unknown"])[0]
+    return Finding(name, "present", first, needed)

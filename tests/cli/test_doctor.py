@@ -1,0 +1,76 @@
+"""``lgnn doctor`` tells what is there, and says of broken packages that they are broken."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from lightning_gnn import doctor
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_it_finds_what_every_use_needs(capsys):
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    for name in ("torch", "CUDA", "Triton", "CANN", "torch_npu", "pyg-lib", "g++", "cmake", "PyG", "numba"):
+        assert name in printed
+    assert torch.__version__ in printed
+
+
+def test_json_holds_the_same(capsys):
+    doctor.main(["--json"])
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in findings] == [finding.name for finding in doctor.examine()]
+    for finding in findings:
+        assert finding["state"] in ("present", "missing", "broken")
+        assert bool(finding["advice"]) == (finding["state"] != "present")
+
+
+def test_a_compiler_is_looked_for_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert by_name(doctor.examine())["g++"].state == "missing"
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'g++ (Test) 99.1'\n".replace("/bin/sh", shutil.which("sh", path="/bin") or ""))
+    compiler.chmod(0o755)
+    finding = by_name(doctor.examine())["g++"]
+    assert (finding.state, finding.detail) == ("present", "g++ (Test) 99.1")
+
+
+def test_cann_is_looked_for_where_its_script_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert by_name(doctor.examine())["CANN"].state == "missing"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "nowhere"))
+    assert by_name(doctor.examine())["CANN"].state == "broken"
+    folder = tmp_path / "aarch64-linux"
+    folder.mkdir()
+    (folder / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.9.X\narch=aarch64\n")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    finding = by_name(doctor.examine())["CANN"]
+    assert finding.state == "present"
+    assert finding.detail.startswith("8.9.X")
+
+
+def test_a_torch_npu_that_cannot_be_imported_is_broken_and_does_no_harm(monkeypatch, tmp_path):
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = by_name(doctor.examine())["torch_npu"]
+    assert finding.state == "broken"
+    assert "libhccl.so" in finding.detail
+    assert "torch_npu" not in sys.modules
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--nonsense"]])
+def test_the_arguments_are_checked(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(arguments)
+    assert stopped.value.code == (0 if arguments == ["--help"] else 2)
+    capsys.readouterr()

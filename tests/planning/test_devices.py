@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+
+from lightning_gnn.planning import plan_devices
+
+LOADS = np.random.default_rng(0).integers(50, 400, 48)
+
+
+def counted_volume(plan, num_rows, element_size=4):
+    """Bytes that change ranks, message by message, when each rank owns an N-th of the rows; forward and backward."""
+    ranks = plan.num_workers
+    total = 0.0
+    for index in range(ranks):
+        group, member = plan.worker(index)
+        width = plan.slices[group][1] - plan.slices[group][0]
+        rows_needed = min(num_rows, plan.loads[member])
+        rows_made = num_rows / plan.group_size
+        for other in range(ranks):
+            if other != index:
+                total += 2 * (rows_needed + rows_made) / ranks * width * element_size
+    return total
+
+
+@pytest.mark.parametrize("columns", [7, 16, 41, 100, 256, 602])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 20])
+def test_volumes_are_those_of_the_messages_and_the_least_is_taken(ranks, columns):
+    costs = {}
+    for groups in (groups for groups in range(1, min(ranks, columns) + 1) if ranks % groups == 0):
+        plan = plan_devices(columns, 5000, LOADS, ranks, groups)
+        assert plan.candidates[0].cost == pytest.approx(counted_volume(plan, 5000))
+        costs[groups] = plan.candidates[0].cost
+    plan = plan_devices(columns, 5000, LOADS, ranks)
+    assert {candidate.num_groups: candidate.cost for candidate in plan.candidates} == costs
+    assert plan.num_groups == max(groups for groups, cost in costs.items() if cost == min(costs.values()))
+    assert plan.num_groups == max(costs)
+
+
+def test_memory_takes_members_where_every_rank_cannot_hold_every_edge():
+    free = plan_devices(64, 1000, LOADS * 1000, 4)
+    assert free.num_groups == 4
+    memory = {candidate.num_groups: candidate.terms["bytes per rank"] for candidate in free.candidates}
+    assert memory[4] > memory[2] > memory[1]
+    plan = plan_devices(64, 1000, LOADS * 1000, 4, memory_limit=int(memory[2]) + 1)
+    assert plan.num_groups == 2
+    assert "too large" in str(plan)
+
+
+def test_memory_is_that_of_the_heaviest_rank():
+    plan = plan_devices(41, 300, [500, 100], 4, 2, element_size=4, edge_bytes=10)
+    # Range 0 has 500 edges and so may need all 300 rows; the wider slice has 25 columns.
+    assert plan.candidates[0].terms["bytes per rank"] == 500 * 10 + ((300 + 150) * 25 + 2 * 75 * 41) * 4
+
+
+@pytest.mark.parametrize("num_groups", ["auto", 1])
+def test_too_large_a_graph_says_how_many_ranks_would_do(num_groups):
+    limit = 80_000_000
+    with pytest.raises(ValueError, match=r"on 2 ranks.* (\d+) ranks would do") as raised:
+        plan_devices(64, 100_000, LOADS * 1000, 2, num_groups, memory_limit=limit)
+    enough = int(str(raised.value).split(" ranks would do")[0].split()[-1])
+    assert enough > 3
+    plan_devices(64, 100_000, LOADS * 1000, enough, num_groups, memory_limit=limit)
+    with pytest.raises(ValueError, match="ranks would do"):
+        plan_devices(64, 100_000, LOADS * 1000, enough - 1, num_groups, memory_limit=limit)
+
+
+def test_one_chunk_that_fits_nowhere_is_said_to():
+    with pytest.raises(ValueError, match="not even 1024 ranks would do: cut the graph into more chunks"):
+        plan_devices(64, 1000, [10**9], 2, memory_limit=10**9)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="num_groups=2 does not divide the 3 workers"):
+        plan_devices(64, 10, [1], 3, 2)
+    with pytest.raises(ValueError, match="features narrower than the groups"):
+        plan_devices(3, 10, [1], 4, 4)
+    with pytest.raises(ValueError, match="num_rows must not be negative"):
+        plan_devices(3, -1, [1], 4)
+    with pytest.raises(ValueError, match="num_groups must be at least 1"):
+        plan_devices(3, 1, [1], 4, 0)
+    with pytest.raises(ValueError, match="num_groups must be a number or 'auto'"):
+        plan_devices(3, 1, [1], 4, "many")
+    with pytest.raises(ValueError, match="num_workers must be at least 1"):
+        plan_devices(3, 1, [1], 0)

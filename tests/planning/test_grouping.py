@@ -1,0 +1,218 @@
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+import pytest
+
+from lightning_gnn.planning import PlanSettings, plan_cores, slice_columns
+
+COLUMNS = [7, 16, 41, 100, 256, 602]
+WORKERS = [1, 2, 3, 8, 20, 30, 32]
+
+
+def skewed(num_chunks=400, seed=0):
+    """Edges per chunk with a power law, as degree-clustered chunks have them."""
+    return (np.random.default_rng(seed).pareto(1.2, num_chunks) * 1000).astype(np.int64) + 1
+
+
+def lightest_cut(loads, parts):
+    """The least maximum over contiguous cuts, by trying every limit a greedy cut can need."""
+    limits = sorted({int(loads[i:j].sum()) for i in range(len(loads)) for j in range(i + 1, len(loads) + 1)})
+    for limit in limits:
+        used, filled = 1, 0
+        if limit < loads.max():
+            continue
+        for load in loads:
+            used, filled = (used, filled + load) if filled + load <= limit else (used + 1, load)
+        if used <= parts:
+            return limit
+    return 0
+
+
+def padded_width(columns, groups):
+    """Columns of the widest slice that the cube unit computes, block by block."""
+    blocks = [[] for _ in range(groups)]
+    widths = [columns // groups + (group < columns % groups) for group in range(groups)]
+    for group, width in enumerate(widths):
+        while width > 0:
+            blocks[group].append(16)
+            width -= 16
+    return max(sum(block) for block in blocks)
+
+
+def brute_force(columns, workers, loads, settings, t_comp, t_mem):
+    """Costs of every M in exact arithmetic: the paper's terms, plus the imbalance."""
+    costs, overheads = {}, {}
+    ratio = Fraction(settings.bandwidth_ratio)
+    for groups in range(1, min(workers, columns) + 1):
+        if workers % groups:
+            continue
+        members = workers // groups
+        computed = Fraction(padded_width(columns, groups) * groups, columns)
+        cost = (computed - 1) * t_comp - t_mem * (1 - 1 / (1 + (members - 1) * (ratio - 1)))
+        spread = Fraction(lightest_cut(loads, members) * members, int(loads.sum()))
+        if settings.mode == "balanced":
+            cost += (spread - 1) * t_comp
+        costs[groups] = cost
+        overheads[groups] = computed * spread
+    return costs, overheads
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_costs_and_the_choice_equal_brute_force(columns, workers):
+    loads = skewed(24, seed=columns + workers)
+    t_comp, t_mem = Fraction(3), Fraction(2)
+    for mode in ("balanced", "paper"):
+        settings = PlanSettings(mode=mode, bandwidth_ratio=20)
+        plan = plan_cores(columns, loads, settings, workers, compute_time=3.0, memory_time=2.0)
+        costs, overheads = brute_force(columns, workers, loads, settings, t_comp, t_mem)
+        assert {candidate.num_groups: candidate.cost for candidate in plan.candidates} == pytest.approx(
+            {groups: float(cost) for groups, cost in costs.items()}
+        )
+        bound = Fraction(105, 100) * Fraction(ceil(columns / 16) * 16, columns)
+        fair = [groups for groups in costs if overheads[groups] <= bound]
+        among = fair if mode == "balanced" and fair else list(costs)
+        assert plan.num_groups == min(among, key=lambda groups: (costs[groups], groups))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_slices_are_aligned_and_as_narrow_as_can_be(columns, workers):
+    for groups in range(1, min(workers, columns) + 1):
+        slices = slice_columns(columns, groups)
+        assert slices[0][0] == 0
+        assert slices[-1][1] == columns
+        assert all(start < stop for start, stop in slices)
+        assert all(before[1] == after[0] for before, after in pairwise(slices))
+        if ceil(columns / 16) >= groups:
+            assert all(start % 16 == 0 for start, _ in slices)
+        widest = max(ceil((stop - start) / 16) * 16 for start, stop in slices)
+        assert widest == 16 * ceil(ceil(columns / groups) / 16) == padded_width(columns, groups)
+
+
+def test_the_paper_mode_always_answers_one_group():
+    rng = np.random.default_rng(0)
+    loads = skewed()
+    for _ in range(3000):
+        settings = PlanSettings(mode="paper", bandwidth_ratio=float(1 + rng.exponential(10)))
+        times = {"compute_time": float(rng.exponential(5)), "memory_time": float(rng.exponential(5))}
+        plan = plan_cores(int(rng.integers(1, 700)), loads[:9], settings, int(rng.integers(1, 40)), **times)
+        assert plan.num_groups == 1
+
+
+def test_a_tie_keeps_the_smaller_number_of_groups():
+    # No cache to save on, even loads, no padding: every M costs nothing.
+    plan = plan_cores(64, [5, 5, 5, 5], PlanSettings(bandwidth_ratio=1), 4)
+    assert [candidate.cost for candidate in plan.candidates] == [0, 0, 0]
+    assert plan.num_groups == 1
+
+
+def test_imbalance_buys_groups_and_even_chunks_do_not():
+    assert plan_cores(256, np.full(800, 1000), PlanSettings(), 8).num_groups == 1
+    one_hub = np.array([9000] + [10] * 50)
+    plan = plan_cores(256, one_hub, PlanSettings(), 8)
+    assert plan.num_groups == 8
+    assert plan.balance == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("columns", "workers"), [(256, 2), (256, 8), (256, 16), (512, 32), (48, 3), (320, 20)])
+def test_work_is_balanced_where_the_columns_are_blocks_of_the_groups(columns, workers, seed):
+    plan = plan_cores(columns, skewed(seed=seed), PlanSettings(), workers)
+    assert columns % (16 * plan.num_groups) == 0
+    assert plan.balance <= 1.05
+    by_rows = plan_cores(columns, skewed(seed=seed), PlanSettings(num_groups=1), workers)
+    assert plan.balance <= by_rows.balance + 0.05
+
+
+def test_every_edge_and_column_is_one_workers():
+    loads = skewed(37)
+    for columns in COLUMNS:
+        for workers in WORKERS:
+            plan = plan_cores(columns, loads, PlanSettings(), workers)
+            done = np.zeros((37, columns), int)
+            for index in range(workers):
+                group, member = plan.worker(index)
+                done[slice(*plan.chunk_ranges[member]), slice(*plan.slices[group])] += 1
+                edges = int(loads[slice(*plan.chunk_ranges[member])].sum())
+                assert plan.work[index] == edges * (plan.slices[group][1] - plan.slices[group][0])
+            assert (done == 1).all()
+            assert plan.balance == pytest.approx(plan.work.max() / plan.work.mean())
+            assert (plan.num_groups, plan.group_size) == (len(plan.slices), len(plan.chunk_ranges))
+    with pytest.raises(IndexError, match="worker 32 of a plan for 32"):
+        plan.worker(32)
+
+
+def test_default_times_follow_the_work():
+    loads = skewed(40)
+    plan = plan_cores(96, loads, PlanSettings(), 4)
+    share = int(loads.sum()) * 96 / 4
+    given = plan_cores(96, loads, PlanSettings(), 4, compute_time=share, memory_time=share)
+    assert [candidate.cost for candidate in plan.candidates] == [candidate.cost for candidate in given.candidates]
+    half = plan_cores(96, loads, PlanSettings(), 4, element_size=2)
+    for full, candidate in zip(plan.candidates, half.candidates, strict=True):
+        assert candidate.terms["T_saved"] == full.terms["T_saved"] / 2
+
+
+@pytest.mark.parametrize("loads", [[], [0, 0, 0], [5]])
+def test_graphs_without_edges_or_with_one_chunk_have_a_plan(loads):
+    plan = plan_cores(33, np.array(loads, np.int64), PlanSettings(), 6)
+    assert plan.chunk_ranges[-1][1] == len(loads)
+    assert sum(plan.loads) == sum(loads)
+    assert plan.balance >= 1
+
+
+def test_the_number_of_workers_comes_from_the_settings_or_the_caller():
+    assert plan_cores(16, [1, 2], PlanSettings(num_workers=2)).num_workers == 2
+    assert plan_cores(16, [1, 2], PlanSettings(num_workers=2), 4).num_workers == 4
+    with pytest.raises(ValueError, match="num_workers is neither"):
+        plan_cores(16, [1, 2])
+
+
+def test_groups_can_be_asked_for():
+    plan = plan_cores(41, skewed(), PlanSettings(num_groups=3), 6)
+    assert (plan.num_groups, plan.slices) == (3, ((0, 16), (16, 32), (32, 41)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_cores(64, [1], PlanSettings(num_groups=3), 8), r"num_groups=3 does not divide the 8 .* 1, 2, 4"),
+        (lambda: plan_cores(7, [1], PlanSettings(num_groups=8), 8), "features narrower than the groups: 7 columns"),
+        (lambda: plan_cores(0, [1], PlanSettings(), 8), "num_columns must be at least 1"),
+        (lambda: plan_cores(7, [1], PlanSettings(), 0), "num_workers must be at least 1, but is 0"),
+        (lambda: plan_cores(7, [4, -2], PlanSettings(), 1), r"loads\[1\] = -2"),
+        (lambda: plan_cores(7, [[4]], PlanSettings(), 1), "one dimension"),
+        (lambda: plan_cores(7, [4], PlanSettings(), 1, memory_time=-1.0), "times must not be negative"),
+        (lambda: PlanSettings(bandwidth_ratio=0.5), "bandwidth_ratio must be at least 1, but is 0.5"),
+        (lambda: PlanSettings(bandwidth_ratio=float("nan")), "bandwidth_ratio must be at least 1, but is nan"),
+        (lambda: PlanSettings(num_workers=0), "num_workers must be at least 1"),
+        (lambda: PlanSettings(num_groups=0), "num_groups must be at least 1"),
+        (lambda: PlanSettings(num_groups="many"), "num_groups must be a number or 'auto'"),
+        (lambda: PlanSettings(mode="fast"), "mode='fast' is unknown"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_fractional_loads_are_refused():
+    with pytest.raises(TypeError, match="whole numbers"):
+        plan_cores(7, [0.5], PlanSettings(), 1)
+
+
+def test_a_plan_prints_as_an_aligned_table():
+    text = str(plan_cores(48, [7, 1, 1, 1], PlanSettings(), 6))
+    lines = text.splitlines()
+    assert lines[0] == "6 workers = 3 groups x 2 members, 48 columns, 10 edges"
+    table = lines[2 : lines.index("", 2) - 1]
+    assert len(table) == 1 + 6
+    assert len({len(line) for line in table}) == 1
+    assert table[-1].split() == ["5", "2", "1", "32:48", "1:4", "3", "48"]
+    assert "work, max/mean: 1.400; columns padded by 0.0%" in text
+    costs = [line.split() for line in lines[lines.index("", 2) + 1 :]]
+    assert costs[0] == ["groups", "T_idle", "T_saved", "T_imb", "cost"]
+    assert next(row[0] for row in costs if "chosen" in row) == "3"
