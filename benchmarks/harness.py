@@ -26,7 +26,12 @@ Rows = list[dict[str, Any]]
 
 
 def parse(
-    name: str, description: str, sizes: dict[str, tuple[int, int]], argv: Sequence[str] | None, runs: int = 5
+    name: str,
+    description: str,
+    sizes: dict[str, tuple[int, int]],
+    argv: Sequence[str] | None,
+    runs: int = 5,
+    paths: dict[str, str] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of one benchmark.
 
@@ -36,6 +41,7 @@ def parse(
         sizes: Each size's value in a full run and in a quick one; every size becomes an option.
         argv: The arguments, by default those of the process.
         runs: How many rounds count by default.
+        paths: Further options, each a path that is None unless given, with their help texts.
     """
     parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--runs", type=int, help=f"rounds that count (default: {runs}, quick: 2)")
@@ -44,6 +50,8 @@ def parse(
     parser.add_argument("--only", default="", help="run only the contestants whose name contains this text")
     for size, (full, quick) in sizes.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help=f"default: {full}, quick: {quick}")
+    for option, text in (paths or {}).items():
+        parser.add_argument(f"--{option}", help=text)
     args = parser.parse_args(argv)
     for size, (full, quick) in sizes.items():
         if getattr(args, size) is None:

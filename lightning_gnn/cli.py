@@ -93,6 +93,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         _console().print(
             title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False
         )
+        if (summary := getattr(datamodule, "summary", None)) is not None:
+            _console().print(summary, highlight=False, soft_wrap=True)
 
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
     with _interruptible(trainer), explained(only_ours=True):
@@ -160,7 +162,8 @@ def _predict(
 ) -> dict[str, float]:
     """Write the outputs for each node (logits ``[num_nodes, num_classes]``) to predictions.npy."""
     batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
-    logits = torch.cat([batch.float().cpu() for batch in batches or []])  # type: ignore[union-attr]
+    rows = [batch.float().cpu() for batch in batches or []]  # type: ignore[union-attr]
+    logits = rows[0] if len(rows) == 1 else torch.cat(rows)  # outputs in a file need not come into memory
     np.save(Path(directory) / "predictions.npy", logits.numpy())
     _console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
@@ -217,6 +220,8 @@ def _describe(cfg: DictConfig, module: pl.LightningModule) -> str:
     )
     fanouts = cfg.datamodule.get("num_neighbors")
     batches = "full graph" if fanouts is None else f"fanouts {list(fanouts)}, batch {cfg.datamodule.get('batch_size')}"
+    if cfg.datamodule.get("inference") is not None:
+        batches += ", full inference"
     depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
     return f"{depth}{type(module.model).__name__} on {graph or 'data'} · {batches}"
 

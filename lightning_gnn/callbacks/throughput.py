@@ -158,4 +158,7 @@ def _count_edges(batch: Any) -> int:
     if isinstance(batch, (list, tuple)):
         return sum(_count_edges(part) for part in batch)
     edge_index = getattr(batch, "edge_index", None)
-    return int(edge_index.size(1)) if isinstance(edge_index, torch.Tensor) else int(getattr(batch, "num_edges", 0) or 0)
+    if isinstance(edge_index, torch.Tensor):
+        return int(edge_index.size(1))
+    # A compressed graph counts its edges; one that is shared out among devices, the edges of this device.
+    return int(getattr(edge_index, "num_edges", None) or getattr(batch, "num_edges", 0) or 0)

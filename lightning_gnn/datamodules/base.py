@@ -9,7 +9,13 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from pytorch_lightning.utilities import rank_zero_warn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_gnn.datamodules.compressed import compressed_graph
+from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.nn.inference import FullInference
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
@@ -27,7 +33,15 @@ class MiniBatchDataModule(pl.LightningDataModule):
         batch_size: Seeds per mini-batch.
         loader_kwargs: Further arguments of the training loader.
         eval_loader_kwargs: What the other loaders take instead.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
+
+    Raises:
+        ValueError: ``batch_size`` or ``inference`` is out of range.
     """
+
+    data: Any
+    graph_sampler: Any
 
     def __init__(
         self,
@@ -35,8 +49,12 @@ class MiniBatchDataModule(pl.LightningDataModule):
         batch_size: int,
         loader_kwargs: dict[str, Any],
         eval_loader_kwargs: dict[str, Any] | None,
+        inference: str | FullInference = "sampled",
     ) -> None:
         super().__init__()
+        self.inference = inference_settings(inference)
+        self._full: dict[str, FullBatch] = {}
+        self._graph: CompressedGraph | None = None
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
         if "shuffle" in loader_kwargs:
@@ -59,10 +77,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
         Raises:
             ValueError: There are none.
         """
-        if num_seeds == 0:
-            raise ValueError(
-                f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
-            )
+        self.check_count(stage, num_seeds)
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
         warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
         training = stage == "train"
@@ -75,6 +90,32 @@ class MiniBatchDataModule(pl.LightningDataModule):
         if "batch_sampler" in kwargs:
             kwargs.pop("batch_size")
         return kwargs
+
+    def check_count(self, stage: str, num_seeds: int) -> None:
+        """Refuse an empty split.
+
+        Raises:
+            ValueError: Says how to fill it.
+        """
+        if num_seeds == 0:
+            raise ValueError(
+                f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
+            )
+
+    def full_loader(self, name: str, **more: Any) -> DataLoader:
+        """Return a loader of the whole graph as one batch, which loaders of the same name share.
+
+        Args:
+            name: Name of the batch.
+            **more: What it holds beside the attributes of ``data``.
+        """
+        if name not in self._full:
+            if self._graph is None:
+                topology = getattr(self.graph_sampler, "graph", None)
+                topology = topology if isinstance(topology, CSCGraph) else CSCGraph.from_data(self.data)
+                self._graph, _ = compressed_graph(topology)
+            self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
+        return only_batch(self._full[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""

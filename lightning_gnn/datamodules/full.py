@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-import warnings
+from pathlib import Path
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
+from lightning_gnn.datamodules.compressed import compressed_graph, summary
+from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.nn.conv import check_takes_graph
+from lightning_gnn.nn.inference import FullInference
+
+STRATEGY = "ascend_hybrid"
 
 
 class FullGraphDataModule(pl.LightningDataModule):
     """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
 
+    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 5.3),
+    which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
+    ``"ascend_hybrid"``, which shares out the graph.
+
     Args:
-        data: The graph, with ``edge_index`` and the three masks, bool ``[num_nodes]``.
+        data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
+        num_chunks: Chunks to cut the vertices into, or ``"auto"``: as many as make a chunk fit the local memory.
+        order: ``"locality"``: vertices that share in-neighbours lie in one chunk (algorithm 2); ``"natural"``: as they
+            are numbered.
+        cache_dir: Where compressed graphs of a million edges and more are kept; by default the user's cache directory.
+        inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
+            where outputs do not fit into memory; by default as in training.
+        compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
         check_features: Look for NaN and infinity in ``data.x`` first.
 
     Raises:
         TypeError: The graph is not homogeneous.
-        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range.
+        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, an
+            argument is out of range.
     """
 
-    def __init__(self, data: Data, check_features: bool = False) -> None:
+    def __init__(
+        self,
+        data: Data,
+        num_chunks: int | str = "auto",
+        order: str = "locality",
+        cache_dir: str | Path | None = None,
+        inference: str | FullInference | None = None,
+        compress: bool = True,
+        check_features: bool = False,
+    ) -> None:
         super().__init__()
         check_node_data(data, check_features)
-        graph = CSCGraph.from_data(data)
-        if "graph" in data:  # a folder of arrays holds the topology in CSC order alone
-            data = data.clone()
-            data.edge_index = graph.to_edge_index()
-            del data["graph"]
+        topology = CSCGraph.from_data(data)
         for split in ("train", "val", "test"):
             mask = data.get(f"{split}_mask")
             if mask is None and split == "train":
@@ -40,27 +65,57 @@ class FullGraphDataModule(pl.LightningDataModule):
                 check_nodes(mask, data.num_nodes, f"data.{split}_mask")
         if not bool(data.train_mask.any()):
             raise ValueError("the training split is empty: data.train_mask has no true entry")
+        if inference == "sampled":
+            raise ValueError(
+                "inference='sampled' needs a DataModule that samples; this one always sees the whole graph"
+            )
+        settings = inference_settings(inference)
+        self.graph: CompressedGraph | None = None
+        self.summary: str | None = None
+        if compress:
+            self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
+            self.summary = summary(redundancy)
+            rank_zero_info(self.summary)
+            data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
+        elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
+            data = data.clone()
+            data.edge_index = topology.to_edge_index()
+            for key in ("graph", "adj_t"):
+                if key in data:
+                    del data[key]
+        if not compress and settings is not None:
+            raise ValueError("inference='full' runs over the compressed graph; leave compress=True")
         self.data = data
 
     def setup(self, stage: str) -> None:
-        """Refuse several devices, which would all train on the same batch.
+        """Refuse a model that cannot read the batch, and several devices that would all train on the same one.
 
         Raises:
-            ValueError: The trainer uses more than one device.
+            TypeError: No layer of the model can read a compressed graph.
+            ValueError: The trainer uses several devices, and not by the strategy that shares out the graph.
         """
-        if self.trainer is not None and self.trainer.world_size > 1:
+        if self.trainer is None:
+            return
+        model = self.trainer.lightning_module
+        # Of a model of mixed layers, only a forward pass tells which of them read the batch's edge_index.
+        if self.graph is not None and model is not None and "inference" not in self.data and not _reads_graphs(model):
+            check_takes_graph(model)
+        if self.trainer.world_size == 1:
+            return
+        if getattr(self.trainer.strategy, "strategy_name", None) != STRATEGY:
             raise ValueError(
-                f"full-graph training runs on one device here, but the trainer has {self.trainer.world_size}"
+                f"the trainer has {self.trainer.world_size} devices, which would all train on the same graph; "
+                f"strategy={STRATEGY} shares it out among them"
             )
+        if self.graph is None:
+            raise ValueError(f"strategy={STRATEGY} shares out a compressed graph; leave compress=True")
 
     def train_dataloader(self) -> DataLoader:
         """Return the graph as the only batch."""
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        warnings.filterwarnings("ignore", ".*number of training batches .* is smaller than the logging interval.*")
-        return DataLoader([self.data], batch_size=None, collate_fn=_only)  # type: ignore[arg-type]
+        return only_batch(self.data)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def _only(data: Data) -> Data:
-    return data
+def _reads_graphs(model: pl.LightningModule) -> bool:
+    return any(getattr(layer, "takes_graph", False) for layer in model.modules())

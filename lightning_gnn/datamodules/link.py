@@ -14,6 +14,7 @@ from lightning_gnn.batching import ThreadedLinkLoader
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.datamodules.neighbor import refuse_unsupported
 from lightning_gnn.graph.checks import check_node_data
+from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling import NeighborSampler
 
 
@@ -39,6 +40,8 @@ class LinkDataModule(MiniBatchDataModule):
         seed: Start of the random streams; by default torch's initial seed.
         link_sampler: A sampler of your own.
         check_features: Look for NaN and infinity in ``data.x`` first.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction run over the whole graph, layer by layer; validation and test edges then need labels.
         eval_loader_kwargs: What the other loaders take instead.
         **kwargs: Further arguments of :class:`~lightning_gnn.batching.ThreadedLinkLoader`.
 
@@ -68,11 +71,12 @@ class LinkDataModule(MiniBatchDataModule):
         seed: int | None = None,
         link_sampler: BaseSampler | None = None,
         check_features: bool = False,
+        inference: str | FullInference = "sampled",
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unsupported(kwargs)
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs)
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
         check_node_data(data, check_features)
         if link_sampler is None:
             if num_neighbors is None:
@@ -107,16 +111,16 @@ class LinkDataModule(MiniBatchDataModule):
         """Return shuffled mini-batches of the training edges."""
         return self._loader("train")
 
-    def val_dataloader(self) -> ThreadedLinkLoader:
-        """Return mini-batches of the validation edges, in order."""
+    def val_dataloader(self) -> Any:
+        """Return mini-batches of the validation edges, in order, or the whole graph; see ``inference``."""
         return self._loader("val")
 
-    def test_dataloader(self) -> ThreadedLinkLoader:
-        """Return mini-batches of the test edges, in order."""
+    def test_dataloader(self) -> Any:
+        """Return mini-batches of the test edges, in order, or the whole graph."""
         return self._loader("test")
 
-    def predict_dataloader(self) -> ThreadedLinkLoader:
-        """Return mini-batches of the edges to score, in order.
+    def predict_dataloader(self) -> Any:
+        """Return mini-batches of the edges to score, in order, or the whole graph.
 
         Raises:
             ValueError: There are none.
@@ -125,9 +129,18 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError("there are no edges to score; give input_pred_edges")
         return self._loader("predict")
 
-    def _loader(self, stage: str) -> ThreadedLinkLoader:
+    def _loader(self, stage: str) -> Any:
         edges, labels = self._edges[stage]
         assert edges is not None
+        if stage != "train" and self.inference is not None:
+            if labels is None and stage != "predict":
+                raise ValueError(
+                    f"inference='full' draws no negative edges; give input_{stage}_edges of both kinds, and their "
+                    f"input_{stage}_labels"
+                )
+            self.check_count(stage, edges.size(1))
+            asked = {"edge_label_index": edges.long(), **({} if labels is None else {"edge_label": labels})}
+            return self.full_loader(stage, **asked)
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
         return ThreadedLinkLoader(
             self.data,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.data.lightning.datamodule import infer_input_nodes
 from torch_geometric.loader.utils import get_input_nodes
@@ -13,7 +15,9 @@ from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.batching import ThreadedNodeLoader
 from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.full_batch import mask_of
 from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling import NeighborSampler
 
 
@@ -34,6 +38,8 @@ class NeighborDataModule(MiniBatchDataModule):
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         node_sampler: A sampler of your own instead of the one made from these arguments.
         check_features: Look for NaN and infinity in ``data.x`` first.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.batching.ThreadedNodeLoader`.
 
@@ -58,6 +64,7 @@ class NeighborDataModule(MiniBatchDataModule):
         seed: int | None = None,
         node_sampler: BaseSampler | None = None,
         check_features: bool = False,
+        inference: str | FullInference = "sampled",
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -68,7 +75,7 @@ class NeighborDataModule(MiniBatchDataModule):
             for key in ("num_neighbors", "replace", "disjoint")
             if key in eval_loader_kwargs
         }
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs)
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
         check_node_data(data, check_features)
         if node_sampler is None:
             if num_neighbors is None:
@@ -108,28 +115,42 @@ class NeighborDataModule(MiniBatchDataModule):
             raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
         return self._loader("train", "train")
 
-    def val_dataloader(self) -> ThreadedNodeLoader:
-        """Return mini-batches of the validation nodes, in order."""
+    def val_dataloader(self) -> Any:
+        """Return mini-batches of the validation nodes, in order, or the whole graph; see ``inference``."""
         return self._loader("val", "val")
 
-    def test_dataloader(self) -> ThreadedNodeLoader:
-        """Return mini-batches of the test nodes, in order."""
+    def test_dataloader(self) -> Any:
+        """Return mini-batches of the test nodes, in order, or the whole graph."""
         return self._loader("test", "test")
 
-    def predict_dataloader(self) -> ThreadedNodeLoader:
-        """Return mini-batches of the nodes to predict, in order."""
+    def predict_dataloader(self) -> Any:
+        """Return mini-batches of the nodes to predict, in order, or the whole graph."""
         return self._loader("predict", "pred")
 
     def _count(self, split: str) -> int:
         return get_input_nodes(self.data, self._nodes[split])[1].numel()
 
-    def _loader(self, stage: str, split: str) -> ThreadedNodeLoader:
+    def _loader(self, stage: str, split: str) -> Any:
+        if stage != "train" and self.inference is not None:
+            return self._full_loader(stage, split)
         return ThreadedNodeLoader(
             self.data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
             input_nodes=self._nodes[split],
             **self.loader_arguments(stage, self._count(split)),
         )
+
+    def _full_loader(self, stage: str, split: str) -> DataLoader:
+        """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
+        self.check_count(stage, self._count(split))
+        chosen = {
+            f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
+            for name in ("val", "test")
+            if self._nodes[name] is not None
+        }
+        if (nodes := self._nodes["pred"]) is not None:
+            chosen["pred_nodes"] = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+        return self.full_loader("nodes", **chosen)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"

@@ -80,7 +80,9 @@ class PersistentSamplerDataModule(NeighborDataModule):
         self._tables: dict[str, FeatureTable] = {}
         self._samplers: dict[str, Any] = {}
 
-    def _loader(self, stage: str, split: str) -> ThreadedNodeLoader:
+    def _loader(self, stage: str, split: str) -> Any:
+        if stage != "train" and self.inference is not None:
+            return super()._loader(stage, split)
         device = self._device()
         if device is None:
             if self._placed_on is None:

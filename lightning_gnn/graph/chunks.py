@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
+
+ARRAYS = ("rows", "row_ptr", "indptr", "local", "columns", "column_ptr", "edge_ids")
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,3 +42,51 @@ class Chunks:
     edge_ids: Tensor | None
     num_rows: int
     num_columns: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self.row_ptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of entries."""
+        return self.local.numel()
+
+    @property
+    def edge_dtype(self) -> torch.dtype:
+        """The dtype of places of edges: int32 where they fit."""
+        return torch.int32 if self.num_edges <= _INT32_MAX else torch.int64
+
+    @property
+    def loads(self) -> Tensor:
+        """Entries of each chunk, int64 ``[num_chunks]``: what its execution costs."""
+        return self.indptr[self.row_ptr].diff()
+
+    def degrees(self) -> Tensor:
+        """Return the number of entries of each vertex of the row side, over all its parts, int64 ``[num_rows]``."""
+        degrees = torch.zeros(self.num_rows, dtype=torch.int64, device=self.indptr.device)
+        return degrees.index_add_(0, self.rows, self.indptr.diff())
+
+    def entry_rows(self) -> Tensor:
+        """Return the vertex on the row side of each entry, int32 ``[num_edges]``."""
+        return torch.repeat_interleave(self.rows, self.indptr.diff(), output_size=self.num_edges)
+
+    def entry_columns(self) -> Tensor:
+        """Return the vertex on the column side of each entry, int32 ``[num_edges]``."""
+        begin = torch.repeat_interleave(self.column_ptr[:-1], self.loads, output_size=self.num_edges)
+        return self.columns[begin.add_(self.local)]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return the arrays by name."""
+        return {name: getattr(self, name) for name in ARRAYS}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunks:
+        """Return a copy on a device, or this where it is there already."""
+        if self.local.device == torch.device(device):
+            return self
+        moved: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors().items()
+        }
+        return replace(self, **moved)

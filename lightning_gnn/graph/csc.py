@@ -65,16 +65,16 @@ class CSCGraph:
             TypeError: ``edge_index`` is no integer tensor.
             ValueError: Its shape is not ``[2, num_edges]``, or it holds a node outside ``[0, num_nodes)``.
         """
-        _check_edge_index(edge_index)
+        check_edge_index(edge_index)
         edge_index = edge_index.detach().cpu()
         if num_nodes is None:
             num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
         for side in (0, 1):
-            _check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
+            check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
         row, col = edge_index[0].numpy(), edge_index[1].numpy()
-        indices: np.ndarray = np.empty(row.size, _index_dtype(num_nodes))
-        edge_ids: np.ndarray = np.empty(row.size, _index_dtype(row.size))
-        indptr = _sort_by_target(row, col, num_nodes, indices, edge_ids)
+        indices: np.ndarray = np.empty(row.size, index_dtype(num_nodes))
+        edge_ids: np.ndarray = np.empty(row.size, index_dtype(row.size))
+        indptr = sort_by_target(row, col, num_nodes, indices, edge_ids)
         in_order = bool((col[1:] >= col[:-1]).all())
         return cls(
             torch.from_numpy(indptr), torch.from_numpy(indices), None if in_order else torch.from_numpy(edge_ids)
@@ -93,26 +93,7 @@ class CSCGraph:
             TypeError: A tensor is not of an integer dtype.
             ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
         """
-        for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
-            if tensor is not None:
-                _check_integers(tensor, name)
-                if tensor.dim() != 1:
-                    raise ValueError(f"{name} must have one dimension, but has the shape {list(tensor.shape)}")
-        num_edges = indices.numel()
-        if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
-            ends = f"{int(indptr[0])} and {int(indptr[-1])}" if indptr.numel() else "nothing"
-            raise ValueError(f"indptr must start at 0 and end at the number of edges, {num_edges}, but holds {ends}")
-        if bool((indptr[1:] < indptr[:-1]).any()):
-            at = int((indptr[1:] < indptr[:-1]).nonzero()[0])
-            raise ValueError(
-                f"indptr must not descend, but indptr[{at}] = {int(indptr[at])} > {int(indptr[at + 1])} = "
-                f"indptr[{at + 1}]"
-            )
-        _check_ids(indices, indptr.numel() - 1, "indices")
-        if edge_ids is not None:
-            if edge_ids.numel() != num_edges:
-                raise ValueError(f"edge_ids must hold one id per edge, {num_edges}, but holds {edge_ids.numel()}")
-            _check_ids(edge_ids, num_edges, "edge_ids", "edge")
+        check_csc(indptr, indices, edge_ids, indptr.numel() - 1)
         return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
 
     @classmethod
@@ -253,7 +234,8 @@ def load_array(path: str | Path, mmap: bool = True) -> Tensor:
         raise ValueError(f"{path} is not a complete .npy file of numbers ({error}); write it again") from error
 
 
-def _index_dtype(count: int) -> type:
+def index_dtype(count: int) -> type:
+    """Return the smallest NumPy integer that ids below ``count`` are kept in: int32 or int64."""
     return np.int32 if count <= INT32_MAX else np.int64
 
 
@@ -262,7 +244,19 @@ def _narrow(ids: Tensor, count: int) -> Tensor:
 
 
 @numba.njit(nogil=True, cache=True)
-def _sort_by_target(row, col, num_nodes, indices, edge_ids):
+def sort_by_target(row, col, num_nodes, indices, edge_ids):
+    """Sort edges by target, keeping the order of those of one target.
+
+    Args:
+        row: Sources, integer ``[E]``.
+        col: Targets, integer ``[E]``, checked.
+        num_nodes: Number of nodes N.
+        indices: Where the sorted sources go, ``[E]``.
+        edge_ids: Where their places in ``row`` go, ``[E]``.
+
+    Returns:
+        ``indptr``, int64 ``[N + 1]``.
+    """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for target in col:
         indptr[target + 1] += 1
@@ -286,20 +280,57 @@ def _transposed_csr(adj_t) -> tuple[Tensor, Tensor]:
     raise TypeError(f"adj_t must be a torch.sparse_csr tensor or a SparseTensor, but is {type(adj_t).__name__}")
 
 
-def _check_integers(tensor: Tensor, name: str) -> None:
+def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:
+    """Check arrays that are in CSC order already.
+
+    Args:
+        indptr: Offsets, integer ``[num_targets + 1]``.
+        indices: Source nodes, integer ``[num_edges]``.
+        edge_ids: A permutation of the user's edges, integer ``[num_edges]``, or None.
+        num_sources: Number of nodes that ``indices`` may name.
+
+    Raises:
+        TypeError: A tensor is not of an integer dtype.
+        ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
+    """
+    for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
+        if tensor is not None:
+            check_integers(tensor, name)
+            if tensor.dim() != 1:
+                raise ValueError(f"{name} must have one dimension, but has the shape {list(tensor.shape)}")
+    num_edges = indices.numel()
+    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
+        ends = f"{int(indptr[0])} and {int(indptr[-1])}" if indptr.numel() else "nothing"
+        raise ValueError(f"indptr must start at 0 and end at the number of edges, {num_edges}, but holds {ends}")
+    if bool((indptr[1:] < indptr[:-1]).any()):
+        at = int((indptr[1:] < indptr[:-1]).nonzero()[0])
+        raise ValueError(
+            f"indptr must not descend, but indptr[{at}] = {int(indptr[at])} > {int(indptr[at + 1])} = indptr[{at + 1}]"
+        )
+    check_ids(indices, num_sources, "indices")
+    if edge_ids is not None:
+        if edge_ids.numel() != num_edges:
+            raise ValueError(f"edge_ids must hold one id per edge, {num_edges}, but holds {edge_ids.numel()}")
+        check_ids(edge_ids, num_edges, "edge_ids", "edge")
+
+
+def check_integers(tensor: Tensor, name: str) -> None:
+    """Raise a TypeError unless this is an int32 or int64 tensor; ``name`` says which in the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}")
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, but is {tensor.dtype}; convert it with .long()")
 
 
-def _check_edge_index(edge_index: Tensor) -> None:
-    _check_integers(edge_index, "edge_index")
+def check_edge_index(edge_index: Tensor) -> None:
+    """Raise a TypeError or a ValueError unless this is an integer tensor ``[2, E]``."""
+    check_integers(edge_index, "edge_index")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(f"edge_index must have the shape [2, num_edges], but has {list(edge_index.shape)}")
 
 
-def _check_ids(ids: Tensor, count: int, name: str, kind: str = "node") -> None:
+def check_ids(ids: Tensor, count: int, name: str, kind: str = "node") -> None:
+    """Raise a ValueError unless all ids lie in ``[0, count)``; ``name`` and ``kind`` are for the message."""
     if ids.numel() == 0:
         return
     low, high = (int(value) for value in torch.aminmax(ids))

@@ -15,12 +15,12 @@ from torch_geometric.data import Data
 from lightning_gnn.graph.checks import check_node_data, check_nodes
 from lightning_gnn.graph.csc import (
     CSCGraph,
-    _check_edge_index,
-    _check_ids,
-    _check_integers,
-    _index_dtype,
-    _sort_by_target,
+    check_edge_index,
+    check_ids,
+    check_integers,
+    index_dtype,
     load_array,
+    sort_by_target,
 )
 from lightning_gnn.graph.features import FeatureTable
 
@@ -146,11 +146,11 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
         ValueError: Its shape is not ``[2, E]``, or it holds a node outside ``[0, N)``.
     """
     folder = Path(folder)
-    _check_edge_index(edge_index)
+    check_edge_index(edge_index)
     for side in (0, 1):
-        _check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
+        check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
     row, col = edge_index[0].numpy(), edge_index[1].numpy()
-    dtypes = {"indices": _index_dtype(num_nodes), "edge_ids": _index_dtype(row.size)}
+    dtypes = {"indices": index_dtype(num_nodes), "edge_ids": index_dtype(row.size)}
     needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
     folder.mkdir(parents=True)
     # A mapped file that outgrows the disk would kill the process instead of raising.
@@ -160,7 +160,7 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
         np.asarray(np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (row.size,)))
         for name, dtype in dtypes.items()
     )
-    indptr = _sort_by_target(row, col, num_nodes, indices, order)
+    indptr = sort_by_target(row, col, num_nodes, indices, order)
     del indices, order  # Windows removes no file that is mapped
     np.save(folder / "indptr.npy", indptr, allow_pickle=False)
     block = 1 << 24
@@ -216,7 +216,7 @@ def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
             return CSCGraph.from_csc(indptr, indices, edge_ids)
         for name, array in zip(_TOPOLOGY, arrays, strict=True):
             if array is not None:
-                _check_integers(array, name)
+                check_integers(array, name)
                 if array.dim() != 1 or (array is edge_ids and array.numel() != indices.numel()):
                     raise ValueError(f"{name} must hold one entry per edge, but has the shape {list(array.shape)}")
         if not indptr.numel() or int(indptr[-1]) != indices.numel():
@@ -230,7 +230,7 @@ def _sorted_edges(path: Path, num_nodes: int, mmap: bool) -> CSCGraph:
     edge_index = load_array(path, mmap)
     cache = path.parent / "csc"
     try:
-        _check_edge_index(edge_index)
+        check_edge_index(edge_index)
         graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
         if graph is None and _write_cache(edge_index, num_nodes, cache):
             graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
@@ -301,7 +301,7 @@ def _split_nodes(path: Path, kind: str, num_nodes: int, mmap: bool, check: bool)
         wanted = "bool; node ids belong in …_idx.npy" if kind == "mask" else "int64; a mask belongs in …_mask.npy"
         raise TypeError(f"{path} is {nodes.dtype}, but must be {wanted}")
     if not check and kind == "idx":
-        _check_integers(nodes, str(path))
+        check_integers(nodes, str(path))
         return nodes.to(torch.int64)
     try:
         return check_nodes(nodes, num_nodes, str(path))

@@ -14,6 +14,9 @@ from torch_geometric.data import Data
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn.conv import check_takes_graph, is_graph
+from lightning_gnn.nn.inference import infer
 from lightning_gnn.nn.models import trims_exactly
 
 
@@ -64,9 +67,11 @@ class GNNModule(pl.LightningModule):
         """Return the model's rows for the batch's first nodes, seeds first.
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
-        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows.
+        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`.
 
         Raises:
+            TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
         for name in ("x", "edge_index"):
@@ -80,8 +85,27 @@ class GNNModule(pl.LightningModule):
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
+        if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
+            return infer(
+                self.model, batch.x, batch.edge_index, settings=batch.inference, bar=self._progress_shown(), **extra
+            )
+        if is_graph(batch.edge_index):
+            check_takes_graph(self.model)
         out: Tensor = self.model(batch.x, batch.edge_index, **extra)
         return out
+
+    def _progress_shown(self) -> Any:
+        """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.
+
+        False says that no bars are wanted, None that others may be shown.
+        """
+        if self._trainer is None:
+            return None
+        callback: Any = self._trainer.progress_bar_callback
+        if callback is None or callback.is_disabled:
+            return False
+        bar = getattr(callback, "progress", None)
+        return bar if hasattr(bar, "add_task") else None
 
     def _trims(self, batch: Data) -> bool:
         if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:
@@ -195,15 +219,22 @@ class NodeClassifier(GNNModule):
     def predict_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return logits ``[batch_size, num_classes]`` of the seeds, of all nodes for a full graph.
 
-        ``log_softmax(-1)`` of them are log-probabilities.
+        A full graph may name the nodes in question, ``pred_nodes`` int64 ``[n]``. ``log_softmax(-1)`` of logits are
+        log-probabilities.
         """
         logits = self(batch)
-        return logits[: batch.batch_size] if "batch_size" in batch else logits
+        if "batch_size" in batch:
+            return logits[: batch.batch_size]
+        nodes = batch.get("pred_nodes")
+        return logits if nodes is None else logits[nodes.to(logits.device)]
 
     def _step(self, batch: Data, stage: str) -> Tensor:
         nodes = self._labelled_nodes(batch, stage)
         labels = self._labels(batch, nodes, stage)
-        logits = self(batch)[nodes]
+        logits = self(batch)
+        # Outputs that are memory-mapped stay so; the rows in question go to where the labels are.
+        rows = nodes if isinstance(nodes, slice) else nodes.to(logits.device)
+        logits = logits[rows].to(labels.device)
         if logits.size(-1) != self.num_classes:
             raise ValueError(f"the model has {logits.size(-1)} outputs, but num_classes is {self.num_classes}")
         accuracy: MulticlassAccuracy = getattr(self, f"{stage}_acc")

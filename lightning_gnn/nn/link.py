@@ -106,8 +106,8 @@ class LinkPredictor(GNNModule):
 
     def _scores(self, batch: Data, source: Tensor, target: Tensor) -> Tensor:
         z = self(batch)
-        scores: Tensor = (z[source] * z[target]).sum(dim=-1)
-        return scores
+        scores: Tensor = (z[source.to(z.device)] * z[target.to(z.device)]).sum(dim=-1)
+        return scores.to(source.device)
 
     def _pairs(self, batch: Data) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return source, target (``[P]`` local node ids) and label of the labelled edges."""

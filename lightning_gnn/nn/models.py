@@ -11,6 +11,8 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
+from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
     """Say whether ``model`` gives the seeds the same rows when it trims a batch of ``num_hops`` hops.
@@ -66,7 +68,7 @@ class _InputDropoutGNN(BasicGNN):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor,
+        edge_index: Any,
         edge_weight: Tensor | None = None,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
@@ -76,9 +78,10 @@ class _InputDropoutGNN(BasicGNN):
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
-        ``edge_index`` is ``[2, E]`` int64 (source, target). With both ``num_sampled_*`` lists (edges sorted by hop,
-        seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only the rows that still
-        reach a seed, unless that would change the seeds' rows; the output then has the rows of the seeds alone.
+        ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
+        (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
+        the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
+        seeds alone.
 
         Raises:
             ValueError: ``x`` has not ``in_channels`` columns.
@@ -158,6 +161,10 @@ class GCN(_InputDropoutGNN, pyg.GCN):
         ValueError: an argument is out of range, or a trimmed batch meets ``cached=True``.
     """
 
+    def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
+        """Build one layer, which also takes a compressed graph."""
+        return GCNConv(in_channels, out_channels, **kwargs)
+
     def _trimmed(
         self,
         x: Tensor,
@@ -228,6 +235,10 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):
         ValueError: an argument is out of range.
     """
 
+    def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
+        """Build one layer, which also takes a compressed graph."""
+        return SAGEConv(in_channels, out_channels, **kwargs)
+
 
 class GAT(_InputDropoutGNN, pyg.GAT):
     """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
@@ -237,7 +248,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):
     ``heads``, as in PyG). ``hidden_channels`` counts all heads together; ``dropout`` also drops attention weights.
     The paper's setting for Cora and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6,
     input_dropout=0.6, act="elu"``. Parameter names are those of PyG's class, and so are the shapes as long as
-    ``output_heads`` equals ``heads``.
+    ``output_heads`` equals ``heads``. ``v2=True`` and ``edge_dim`` do not take a compressed graph.
 
     Raises:
         ValueError: an argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is
@@ -278,7 +289,13 @@ class GAT(_InputDropoutGNN, pyg.GAT):
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
         """Build one layer; PyG marks the layer to ``out_channels`` before it asks for it."""
-        output_heads = kwargs.pop("output_heads")
-        if getattr(self, "_is_conv_to_out", False):
-            kwargs["heads"] = output_heads
-        return super().init_conv(in_channels, out_channels, **kwargs)
+        heads, output_heads = kwargs.pop("heads"), kwargs.pop("output_heads")
+        to_out = getattr(self, "_is_conv_to_out", False)
+        if to_out:
+            heads = output_heads
+        if kwargs.get("v2", False):  # PyG's own layer, which needs an edge_index tensor
+            return super().init_conv(in_channels, out_channels, heads=heads, **kwargs)
+        kwargs.pop("v2", None)
+        concat = kwargs.pop("concat", True) and not to_out
+        channels = out_channels // heads if concat else out_channels
+        return GATConv(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)

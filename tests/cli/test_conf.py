@@ -10,7 +10,18 @@ from omegaconf import OmegaConf
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
-GROUPS = ("data", "model", "datamodule", "task", "strategy", "trainer", "logger", "callbacks", "experiment")
+GROUPS = (
+    "data",
+    "model",
+    "datamodule",
+    "inference",
+    "task",
+    "strategy",
+    "trainer",
+    "logger",
+    "callbacks",
+    "experiment",
+)
 KEY = re.compile(r"^\s*(- )?(override |optional )?[\w/]+:(\s|$)")
 
 

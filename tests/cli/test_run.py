@@ -16,6 +16,8 @@ LINK = [
     "task.split.num_train=200", "task.split.num_val=50", "task.split.num_test=50", "trainer.max_epochs=2",
 ]  # fmt: skip
 
+FULL = [item for item in TINY if not item.startswith("datamodule")]
+
 
 def test_what_a_run_leaves_and_says(tmp_path, capfd):
     assert lgnn(tmp_path) == 0
@@ -65,12 +67,16 @@ def test_link_prediction(tmp_path, capfd):
     assert metrics["task"] == "link"
 
 
-def test_full_graph(tmp_path):
+def test_full_graph(tmp_path, capfd):
     overrides = ["datamodule=full", "model=gcn", "model.num_layers=2", "trainer.max_epochs=3"]
-    assert lgnn(tmp_path, *overrides, base=[item for item in TINY if not item.startswith("datamodule")]) == 0
+    assert lgnn(tmp_path, *overrides, base=FULL) == 0
     metrics = metrics_of(tmp_path)
     assert metrics["sampled_edges_per_s"] is None
     assert metrics["mteps"] == pytest.approx(4000 / metrics["epoch_time_s"] / 1e6, rel=0.01)
+    assert "rows loaded per aggregation" in capfd.readouterr().out
+    assert lgnn(tmp_path / "files", *overrides, "datamodule.compress=false", base=FULL) == 0
+    plain = metrics_of(tmp_path / "files")
+    assert plain["test_loss"] == pytest.approx(metrics["test_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,33 @@ def test_evaluate_and_predict_from_a_checkpoint(tmp_path, capfd):
     assert "does not fit the configured model" in capfd.readouterr().err
 
 
+def test_exact_inference_from_a_checkpoint(tmp_path):
+    assert lgnn(tmp_path / "train") == 0
+    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
+    exact = "datamodule.num_neighbors=[-1,-1]"
+    streamed = [
+        "inference=full",
+        f"datamodule.inference.folder={tmp_path}/layers",
+        "datamodule.inference.memory_limit=0",
+    ]
+    for mode in ("test", "predict"):
+        for name, overrides in (("sampled", [exact]), ("full", ["inference=full"]), ("streamed", streamed)):
+            assert lgnn(tmp_path / mode / name, f"mode={mode}", checkpoint, *overrides) == 0
+    losses = {name: metrics_of(tmp_path / "test" / name)["test_loss"] for name in ("sampled", "full", "streamed")}
+    assert losses["full"] == pytest.approx(losses["sampled"], rel=1e-5)
+    assert losses["streamed"] == pytest.approx(losses["sampled"], rel=1e-5)
+    rows = {name: np.load(tmp_path / "predict" / name / "predictions.npy") for name in losses}
+    np.testing.assert_allclose(rows["full"], rows["sampled"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(rows["streamed"], rows["sampled"], rtol=1e-4, atol=1e-5)
+    assert list((tmp_path / "layers").glob("*.npy"))
+
+
+def test_validation_by_exact_inference(tmp_path):
+    assert lgnn(tmp_path / "node", "inference=full") == 0
+    assert lgnn(tmp_path / "link", "inference=full", base=LINK) == 0
+    assert 0 <= metrics_of(tmp_path / "link")["test_auc"] <= 1
+
+
 ERRORS = {
     "mode=tset": "mode='tset' is unknown; use one of train, test, predict",
     "mode=test": "mode=test needs a checkpoint; give ckpt_path=PATH",
@@ -112,6 +145,7 @@ ERRORS = {
     "trainer=npu": "needs the package torch-npu",
     "data=custom": "data.root is missing; give data.root=VALUE",
     "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
+    "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
     "datamodule=link": "datamodule=link makes batches of edges",
 }
 

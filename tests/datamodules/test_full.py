@@ -1,26 +1,145 @@
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data
+from torch_geometric.nn import models as pyg
 
-from lightning_gnn.datamodules import FullGraphDataModule
+from lightning_gnn.datamodules import FullGraphDataModule, LinkDataModule, NeighborDataModule, compressed
+from lightning_gnn.datamodules.compressed import compressed_graph
+from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier
 from tests.batching_data import small_data
+
+
+def trainer(**kwargs):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return pl.Trainer(**{**quiet, "enable_checkpointing": False, "max_epochs": 3, **kwargs})
+
+
+def module(model=GraphSAGE, seed=0, **kwargs):
+    pl.seed_everything(seed, verbose=False)
+    return NodeClassifier(model(12, 16, 2, 4, **kwargs), num_classes=4, lr=0.01)
 
 
 def test_the_graph_is_the_batch():
     data = small_data()
-    module = FullGraphDataModule(data)
-    for loader in (module.train_dataloader(), module.val_dataloader(), module.test_dataloader()):
+    edge_index = data.edge_index
+    whole = FullGraphDataModule(data, num_chunks=5)
+    for loader in (whole.train_dataloader(), whole.val_dataloader(), whole.test_dataloader()):
+        (batch,) = loader
+        assert batch.edge_index is whole.graph
+        assert batch.x is data.x
+        assert batch.num_edges == edge_index.size(1)
+        assert batch.num_nodes == 400
+        assert "inference" not in batch
+    assert whole.graph.num_chunks == 5
+    assert torch.equal(whole.graph.to_edge_index(), edge_index)
+    assert data.edge_index is edge_index  # the user's data stays as it is
+
+
+def test_without_compression_the_data_is_the_batch():
+    data = small_data()
+    whole = FullGraphDataModule(data, compress=False)
+    assert whole.graph is None
+    for loader in (whole.train_dataloader(), whole.val_dataloader(), whole.test_dataloader()):
         assert [batch is data for batch in loader] == [True]
 
 
-def test_a_stored_topology_becomes_an_edge_index():
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_stored_topology_becomes_an_edge_index(compress):
     data = small_data()
     edge_index = data.edge_index
     stored = Data(x=data.x, y=data.y, train_mask=data.train_mask, graph=CSCGraph.from_edge_index(edge_index, 400))
-    batch = next(iter(FullGraphDataModule(stored).train_dataloader()))
-    assert torch.equal(batch.edge_index, edge_index)
+    (batch,) = FullGraphDataModule(stored, compress=compress).train_dataloader()
+    given = batch.edge_index.to_edge_index() if compress else batch.edge_index
+    assert torch.equal(given, edge_index)
     assert "graph" not in batch
+    assert "graph" in stored
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs"), [(GCN, {}), (GraphSAGE, {"aggr": "max"}), (GAT, {"heads": 2, "act": "elu"})]
+)
+def test_training_equals_training_on_the_edge_index(model, kwargs):
+    scores, weights = [], []
+    for compress in (True, False):
+        trained = module(model, **kwargs).double()
+        data = small_data()
+        data.x, data.edge_weight = data.x.double(), data.edge_weight.double()
+        whole = FullGraphDataModule(data, num_chunks=4, compress=compress)
+        run = trainer(max_epochs=5, num_sanity_val_steps=2)  # the check before training is in inference mode
+        run.fit(trained, whole)
+        scores.append(run.test(trained, whole, verbose=False)[0])
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in trained.parameters()]))
+    assert scores[0] == pytest.approx(scores[1], rel=1e-9)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-8, atol=1e-10)
+
+
+def test_a_model_of_pygs_own_needs_the_tensor():
+    own = NodeClassifier(pyg.GIN(12, 16, 2, 4), num_classes=4)
+    with pytest.raises(TypeError, match=r"convs\.0 .*GINConv.*datamodule\.compress=false"):
+        trainer().fit(own, FullGraphDataModule(small_data()))
+    trainer().fit(own, FullGraphDataModule(small_data(), compress=False))
+
+
+class OwnModule(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.GIN(12, 16, 1, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.x, batch.edge_index).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_module_of_ones_own_is_told_before_training():
+    run = trainer(limit_val_batches=0)
+    with pytest.raises(TypeError, match=r"GINConv.*compress=False"):
+        run.fit(OwnModule(), FullGraphDataModule(small_data()))
+    assert run.global_step == 0
+    run.fit(OwnModule(), FullGraphDataModule(small_data(), compress=False))
+
+
+def test_a_model_of_pygs_own_is_evaluated_on_the_tensor():
+    own = NodeClassifier(pyg.GIN(12, 16, 2, 4), num_classes=4)
+    scores = [
+        trainer().test(own, FullGraphDataModule(small_data(), **kwargs), verbose=False)[0]
+        for kwargs in ({"compress": False}, {"inference": "full"})
+    ]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize(("limit", "moved"), [(0, {"y", "val_mask"}), (1e9, {"y", "val_mask", "x", "edge_index"})])
+def test_what_does_not_fit_a_device_stays_in_host_memory(limit, moved):
+    batch = FullGraphDataModule(small_data(), inference=FullInference(memory_limit=limit)).data
+    assert batch.to("meta") is batch
+    for key in ("y", "val_mask", "x", "edge_index"):
+        assert (batch[key].device.type == "meta") == (key in moved)
+
+
+class TwoDevices:
+    world_size = 2
+    lightning_module = None
+
+    def __init__(self, name):
+        self.strategy = type("Strategy", (), {"strategy_name": name})()
+
+
+def test_several_devices_need_the_strategy_that_shares_the_graph():
+    whole = FullGraphDataModule(small_data())
+    whole.trainer = TwoDevices("ddp")
+    with pytest.raises(ValueError, match=r"2 devices.*strategy=ascend_hybrid"):
+        whole.setup("fit")
+    whole.trainer = TwoDevices("ascend_hybrid")
+    whole.setup("fit")
+    tensors = FullGraphDataModule(small_data(), compress=False)
+    tensors.trainer = TwoDevices("ascend_hybrid")
+    with pytest.raises(ValueError, match="leave compress=True"):
+        tensors.setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -38,3 +157,165 @@ def test_bad_input_is_named(key, value, message):
     data[key] = value
     with pytest.raises(ValueError, match=message):
         FullGraphDataModule(data, check_features=True)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_chunks": 0}, "num_chunks"),
+        ({"order": "random"}, "order"),
+        ({"inference": "sampled"}, "needs a DataModule that samples"),
+        ({"inference": "exact"}, "inference='exact' is unknown"),
+        ({"inference": "full", "compress": False}, "leave compress=True"),
+    ],
+)
+def test_bad_options_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        FullGraphDataModule(small_data(), **kwargs)
+
+
+@pytest.fixture
+def keeps_all(monkeypatch):
+    monkeypatch.setattr(compressed, "KEPT_FROM", 0)
+
+
+def arrays(graph):
+    both = (graph.forward, graph.backward)
+    return [graph.edge_ids, *(getattr(side, name) for side in both for name in ("rows", "indptr", "local", "columns"))]
+
+
+def same(one, other):
+    pairs = zip(arrays(one), arrays(other), strict=True)
+    return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
+
+
+def test_a_large_graph_is_compressed_once(tmp_path, keeps_all, monkeypatch):
+    graph = CSCGraph.from_data(small_data())
+    first, redundancy = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
+    made = []
+    build = CompressedGraph.from_graph.__func__
+    monkeypatch.setattr(
+        CompressedGraph, "from_graph", classmethod(lambda cls, *args, **kw: made.append(kw) or build(cls, *args, **kw))
+    )
+    again, figures = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
+    assert made == []
+    assert figures == redundancy
+    assert same(first, again)
+    compressed_graph(graph, num_chunks=4, cache_dir=tmp_path)
+    compressed_graph(graph, num_chunks=3, order="natural", cache_dir=tmp_path)
+    compressed_graph(CSCGraph.from_data(small_data(seed=1)), num_chunks=3, cache_dir=tmp_path)
+    assert len(made) == 3
+    assert len([path for path in (tmp_path / "graphs").iterdir() if path.is_dir()]) == 4
+
+
+def test_a_damaged_or_forbidden_cache_does_no_harm(tmp_path, keeps_all):
+    graph = CSCGraph.from_data(small_data())
+    first, _ = compressed_graph(graph, cache_dir=tmp_path)
+    (folder,) = (path for path in (tmp_path / "graphs").iterdir() if path.is_dir())
+    victim = max(folder.glob("*.npy"), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="damaged"):
+        assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
+    assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert same(compressed_graph(graph, cache_dir=tmp_path / "file")[0], first)
+
+
+def test_small_graphs_leave_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
+    FullGraphDataModule(small_data())
+    assert list(tmp_path.iterdir()) == []
+
+
+def sampled(inference="full", **kwargs):
+    options = {"num_neighbors": [4, 4], "batch_size": 32, "num_workers": 0, "inference": inference, **kwargs}
+    return NeighborDataModule(small_data(), **options)
+
+
+def test_sampled_training_with_exact_evaluation():
+    data, trained = sampled(), module(dropout=0.3)
+    trainer(num_sanity_val_steps=1).fit(trained, data)
+    (val,), (test,) = data.val_dataloader(), data.test_dataloader()
+    assert val is test
+    assert isinstance(val, FullBatch)
+    assert len(list(data.train_dataloader())) > 1
+    run = trainer()
+    scores = run.validate(trained, data, verbose=False)[0] | run.test(trained, data, verbose=False)[0]
+    whole = small_data()
+    logits = trained.eval().model(whole.x, whole.edge_index)
+    for split in ("val", "test"):
+        mask = whole[f"{split}_mask"]
+        losses = torch.nn.functional.cross_entropy(logits[mask], whole.y[mask])
+        assert scores[f"{split}_loss"] == pytest.approx(losses.item(), rel=1e-5)
+        accuracy = (logits[mask].argmax(-1) == whole.y[mask]).float().mean().item()
+        assert scores[f"{split}_acc"] == pytest.approx(accuracy, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "nodes", [None, torch.tensor([7, 3, 3, 399]), torch.arange(400) % 3 == 0], ids=["all", "ids", "mask"]
+)
+@pytest.mark.parametrize("limit", ["auto", 0])
+def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limit):
+    trained = module()
+    full = FullInference(folder=tmp_path, memory_limit=limit)
+    rows = [
+        torch.cat(trainer().predict(trained, sampled(inference, input_pred_nodes=nodes, num_neighbors=[-1, -1])))
+        for inference in ("sampled", full)
+    ]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
+    assert len(rows[1]) == (400 if nodes is None else 4 if len(nodes) == 4 else 134)
+
+
+def test_splits_by_ids_and_sampled_data_without_edge_index():
+    data = small_data()
+    ids = data.val_mask.nonzero().view(-1).flip(0)
+    stored = Data(x=data.x, y=data.y, train_mask=data.train_mask, graph=CSCGraph.from_data(data), val_idx=ids)
+    whole = NeighborDataModule(stored, input_val_nodes=ids, num_neighbors=[2, 2], inference="full")
+    (batch,) = whole.val_dataloader()
+    assert torch.equal(batch.val_mask, data.val_mask)
+    assert "graph" not in batch
+    assert whole.test_dataloader is None
+
+
+def test_a_full_graph_may_be_evaluated_from_files(tmp_path):
+    whole = FullGraphDataModule(
+        small_data(), num_chunks=6, inference=FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    )
+    trained = module(GAT, heads=2)
+    trainer(max_epochs=1).fit(trained, whole)
+    score = trainer().test(trained, whole, verbose=False)[0]
+    assert list(tmp_path.glob("*.npy"))
+    assert score == pytest.approx(
+        trainer().test(trained, FullGraphDataModule(small_data()), verbose=False)[0], rel=1e-5
+    )
+
+
+def link_data(inference, **kwargs):
+    data = small_data()
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(400, (2, 90), generator=generator)
+    labels = torch.arange(90) % 2
+    options = {
+        "input_train_edges": data.edge_index[:, :200], "input_val_edges": edges, "input_val_labels": labels,
+        "input_test_edges": edges[:, ::2], "input_test_labels": labels[::2], "input_pred_edges": edges[:, :7],
+        "num_neighbors": [-1, -1], "neg_sampling": "binary", "batch_size": 32,
+    }  # fmt: skip
+    return LinkDataModule(data, inference=inference, **{**options, **kwargs})
+
+
+def test_links_by_exact_inference():
+    pl.seed_everything(0, verbose=False)
+    predictor = LinkPredictor(GraphSAGE(12, 16, 2, 8))
+    trainer(max_epochs=1).fit(predictor, link_data("full"))
+    scores = [trainer().test(predictor, link_data(inference), verbose=False)[0] for inference in ("full", "sampled")]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    rows = [torch.cat(trainer().predict(predictor, link_data(inference))) for inference in ("full", "sampled")]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="draws no negative edges; give input_val_edges of both kinds"):
+        link_data("full", input_val_labels=None).val_dataloader()
+
+
+def test_an_empty_split_is_named():
+    with pytest.raises(ValueError, match="the predict split is empty"):
+        sampled(input_pred_nodes=torch.zeros(400, dtype=torch.bool)).predict_dataloader()
