@@ -1,0 +1,224 @@
+"""Choose the order and the chunks of both directions of a graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_gnn.graph.chunks import Chunks
+from lightning_gnn.graph.columns import compress_columns, count_columns, cut_rows, transpose
+from lightning_gnn.graph.partition import even_bounds, partition_rows
+
+Order = Literal["locality", "natural"]
+Progress = Callable[[str, float], None]
+
+NATURAL: Order = "natural"
+_Transpose = tuple[np.ndarray, np.ndarray, np.ndarray]
+LOCAL_BYTES = 1 << 20
+"""Local memory of a worker that chunks are sized for by default: the level-2 cache of a core."""
+_CHUNKS_FOR_BALANCE = 1024
+_INT32_MAX = 2**31 - 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How rows in order are cut into chunks.
+
+    Args:
+        num_chunks: Chunks of equally many vertices, or None: as few as fit.
+        max_vertices: Rows and columns of a chunk together, at least 3, or None for no limit. With a limit, a chunk also
+            takes at most twice as many edges, or a 1024th of all if that is more, so that ranges can be balanced.
+        multiple: Number that the number of chunks is to be a multiple of, where there are enough rows.
+    """
+
+    num_chunks: int | None
+    max_vertices: int | None
+    multiple: int = 1
+
+
+class Layout(NamedTuple):
+    """Rows in order and where their chunks begin; see :class:`Chunks` and :func:`cut_rows`."""
+
+    rows: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    row_ptr: np.ndarray
+    column_ptr: np.ndarray
+
+    @property
+    def rows_loaded(self) -> int:
+        """Distinct columns, summed over the chunks."""
+        return int(self.column_ptr[-1])
+
+
+class Direction(NamedTuple):
+    """One direction of a graph, and for each entry its place in the arrays that it was built from."""
+
+    chunks: Chunks
+    places: np.ndarray
+    order: Order
+
+
+def choose_limits(
+    num_chunks: int | Literal["auto"],
+    num_columns_hint: int,
+    element_size: int,
+    local_bytes: int | None,
+    num_workers: int | None,
+) -> Limits:
+    """Size chunks for a local memory, of which each takes half (double buffer); see :meth:`CompressedGraph.from_graph`.
+
+    Raises:
+        ValueError: A number is out of range, or the memory too small for three rows.
+    """
+    automatic = num_chunks == "auto"
+    wanted = num_chunks if isinstance(num_chunks, int) and not isinstance(num_chunks, bool) else None
+    if not automatic and (wanted is None or wanted < 1):
+        raise ValueError(f"num_chunks must be 'auto' or a number of at least 1, but is {num_chunks!r}")
+    if num_columns_hint < 1 or element_size < 1:
+        raise ValueError(f"num_columns_hint={num_columns_hint} and element_size={element_size} must be at least 1")
+    multiple = num_workers or 1 if automatic else 1
+    if local_bytes is None and not automatic:
+        return Limits(wanted, None, multiple)
+    row_bytes = num_columns_hint * element_size
+    local_bytes = LOCAL_BYTES if local_bytes is None else local_bytes
+    if (max_vertices := local_bytes // 2 // row_bytes) < 3:
+        raise ValueError(
+            f"local_bytes={local_bytes} is too small: half of it must hold 3 rows of {num_columns_hint} columns, so "
+            f"give at least {6 * row_bytes} or a smaller num_columns_hint"
+        )
+    return Limits(wanted, max_vertices, multiple)
+
+
+def lay_out(
+    rows: np.ndarray, first: np.ndarray, last: np.ndarray, indices: np.ndarray, num_columns: int, limits: Limits
+) -> Layout:
+    """Cut rows into chunks.
+
+    Args:
+        rows: Vertices in order, int32 ``[V]``.
+        first: First entry of each, int64 ``[V]``.
+        last: The entry after the last one of each, int64 ``[V]``.
+        indices: Column of each entry, ``[E]``.
+        num_columns: Number of columns.
+        limits: What a chunk may hold.
+    """
+    parts = 1 if limits.num_chunks is None else max(1, min(limits.num_chunks, rows.size))
+    row_ptr = even_bounds(rows.size, parts)
+    if limits.max_vertices is not None:
+        max_entries = max(2 * limits.max_vertices, -(-indices.size // _CHUNKS_FOR_BALANCE))
+        rows, first, last, row_ptr = cut_rows(
+            indices, rows, first, last, row_ptr, num_columns, limits.max_vertices, max_entries
+        )
+    if limits.multiple > 1:
+        row_ptr = _cut_to_multiple(first, last, row_ptr, limits.multiple)
+    return Layout(rows, first, last, row_ptr, count_columns(indices, first, last, row_ptr, num_columns))
+
+
+def _cut_to_multiple(first: np.ndarray, last: np.ndarray, row_ptr: np.ndarray, multiple: int) -> np.ndarray:
+    """Halve the chunks with the most entries, so that each worker can have equally many; a small graph stays as is."""
+    missing = -(row_ptr.size - 1) % multiple
+    entries = np.concatenate([[0], np.cumsum(last - first)])
+    loads = np.where(np.diff(row_ptr) > 1, np.diff(entries[row_ptr]), -1)
+    heaviest = np.argsort(-loads, kind="stable")[:missing]
+    if not missing or heaviest.size < missing or loads[heaviest[-1]] < 0:
+        return row_ptr
+    begin, end = row_ptr[heaviest], row_ptr[heaviest + 1]
+    middle = np.searchsorted(entries, (entries[begin] + entries[end]) // 2)
+    return np.sort(np.concatenate([row_ptr, np.clip(middle, begin + 1, end - 1)]))
+
+
+def build_directions(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    num_columns: int,
+    order: Order,
+    limits: Limits,
+    progress: Progress | None = None,
+) -> tuple[Direction, Direction]:
+    """Build both directions of a graph in CSC form; the second one's ``edge_ids`` name places in the first one.
+
+    A symmetric graph has one set of chunks for both, as the transpose of a partition would be the partition again.
+
+    Args:
+        indptr: First entry of each target, int64 ``[V + 1]``.
+        indices: Source of each entry, ``[E]``.
+        num_columns: Number of sources.
+        order: Wanted order.
+        limits: What a chunk may hold.
+        progress: Called with the name of a step and the fraction that is done.
+    """
+    report = progress or (lambda step, fraction: None)
+    report("transpose", 0.0)
+    by_source: _Transpose = transpose(indptr, indices, num_columns)
+    offsets, targets, entries = by_source
+    by_target: _Transpose = transpose(offsets, targets, indptr.size - 1)  # as given, but sorted
+    mates = _mates(indptr, by_source, by_target)
+    report("transpose", 1.0)
+    if mates is not None:
+        forward = backward = _direction(indptr, indices, by_source, "both directions", order, limits, report)
+        back = mates[forward.places]
+    else:
+        forward = _direction(indptr, indices, by_source, "the forward direction", order, limits, report)
+        backward = _direction(offsets, targets, by_target, "the backward direction", order, limits, report)
+        back = entries[backward.places]
+    dtype = np.int32 if indices.size <= _INT32_MAX else np.int64
+    place_of = np.empty(indices.size, dtype)
+    place_of[forward.places] = np.arange(indices.size, dtype=dtype)
+    edge_ids = torch.from_numpy(place_of[back])
+    return forward, backward._replace(chunks=replace(backward.chunks, edge_ids=edge_ids))
+
+
+def _direction(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    by_column: _Transpose,
+    name: str,
+    order: Order,
+    limits: Limits,
+    report: Progress,
+) -> Direction:
+    num_columns = by_column[0].size - 1
+    rows = np.arange(indptr.size - 1, dtype=np.int32)
+    layout, chosen = lay_out(rows, indptr[:-1], indptr[1:], indices, num_columns, limits), NATURAL
+    num_chunks = min(layout.row_ptr.size - 1 if limits.num_chunks is None else limits.num_chunks, rows.size)
+    if order == "locality" and num_chunks > 1:
+        bounds = even_bounds(rows.size, num_chunks)
+        rows = partition_rows(
+            indptr, indices, by_column[0], by_column[1], bounds, lambda step, done: report(f"{step} {name}", done)
+        )
+        local = lay_out(rows, indptr[rows], indptr[rows + 1], indices, num_columns, limits)
+        if local.rows_loaded < layout.rows_loaded:
+            layout, chosen = local, "locality"
+        else:
+            _log.log(
+                logging.WARNING if local.rows_loaded > layout.rows_loaded else logging.INFO,
+                "compressed graph, %s: keeps the natural order of the vertices, which loads %d rows per aggregation; "
+                "the locality-aware order would load %d",
+                name,
+                layout.rows_loaded,
+                local.rows_loaded,
+            )
+    report(f"compress {name}", 0.0)
+    chunks, places = compress_columns(indices, *layout, indptr.size - 1, num_columns)
+    report(f"compress {name}", 1.0)
+    return Direction(chunks, places, chosen)
+
+
+def _mates(indptr: np.ndarray, by_source: _Transpose, by_target: _Transpose) -> np.ndarray | None:
+    """Return, for each edge (u, v) in CSC order, the place of (v, u), or None if the graph is not symmetric.
+
+    Both sorted forms of a symmetric graph hold the same numbers, so an edge and its mate have the same place there.
+    """
+    offsets, targets, entries = by_source
+    if not (np.array_equal(offsets, indptr) and np.array_equal(targets, by_target[1])):
+        return None
+    mates = np.empty_like(entries)
+    mates[entries[by_target[2]]] = entries
+    return mates

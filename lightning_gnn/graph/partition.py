@@ -1,0 +1,246 @@
+"""Locality-aware partition: chunks of vertices that share in-neighbours (algorithm 2 of NeutronAscend)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.graph.columns import transpose
+from lightning_gnn.graph.csc import CSCGraph
+
+Progress = Callable[[str, float], None]
+
+WORK_PER_EDGE = 16
+"""Steps through out-lists that a sweep over the chunks may take, per edge of the graph: what bounds the work."""
+
+_REPORTS = 50
+
+
+def locality_aware_partition(
+    graph: CSCGraph, num_chunks: int, progress: Progress | None = None
+) -> tuple[Tensor, Tensor]:
+    """Partition the vertices into chunks that share in-neighbours (section 6.2, algorithm 2).
+
+    Phase 1 picks one seed per chunk: the vertex with the most in-neighbours in the chunk's interval of ids among those
+    that are no seed yet. Phase 2 fills one chunk after the other with the vertices that share the most in-neighbours
+    with those the chunk has, counted again after each of them, as long as any share one. Vertices that are left fill
+    the chunks with room in the same way, each time starting from the lowest id. What differs from the paper:
+
+    - a seed must be unvisited, else one hub would be the seed of every interval;
+    - chunks are filled to quotas of floor or ceil of V / k, else the last ones would stay empty;
+    - a vertex that shares nothing is left over, not taken as if it shared;
+    - a chunk walks through the out-lists of its in-neighbours for at most ``16 * E / k`` steps and skips the lists of
+      hubs that exceed what is left of them (nearly every chunk reads a hub: it tells little), so the work is
+      O(E + V), where it would be tens to hundreds of E.
+
+    Ties go to the lowest id among seeds, otherwise to the vertex whose count rose last. The result depends on nothing
+    but the graph and ``num_chunks``.
+
+    Args:
+        graph: The topology.
+        num_chunks: Number of chunks k, from 1 to the number of vertices.
+        progress: Called with the name of the step and the fraction that is done, from 0 to 1.
+
+    Returns:
+        The vertices, chunk by chunk in the order in which they joined, int32 ``[V]``, and where the chunks begin,
+        int64 ``[k + 1]``.
+
+    Raises:
+        TypeError: ``graph`` is no CSCGraph.
+        ValueError: ``num_chunks`` is out of range.
+    """
+    if not isinstance(graph, CSCGraph):
+        raise TypeError(f"graph must be a CSCGraph, but is {type(graph).__name__}")
+    if not 1 <= num_chunks <= max(1, graph.num_nodes):
+        raise ValueError(f"num_chunks must be from 1 to the number of vertices, {graph.num_nodes}, but is {num_chunks}")
+    graph = graph.to("cpu")
+    indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
+    offsets, targets, _ = transpose(indptr, indices, graph.num_nodes)
+    bounds = even_bounds(graph.num_nodes, num_chunks)
+    order = partition_rows(indptr, indices, offsets, targets, bounds, progress)
+    return torch.from_numpy(order), torch.from_numpy(bounds)
+
+
+def even_bounds(count: int, parts: int) -> np.ndarray:
+    """Return where parts of floor or ceil of ``count / parts`` begin, int64 ``[parts + 1]``."""
+    return np.arange(parts + 1, dtype=np.int64) * count // parts
+
+
+def partition_rows(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    offsets: np.ndarray,
+    targets: np.ndarray,
+    bounds: np.ndarray,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Order the rows of a sparse matrix by algorithm 2; see :func:`locality_aware_partition`.
+
+    Args:
+        indptr: First entry of each row, int64 ``[V + 1]``.
+        indices: Column of each entry, ``[E]``.
+        offsets: First entry of each column, int64 ``[C + 1]``.
+        targets: Rows with an entry in each column, ascending, int32 ``[E]``.
+        bounds: Where the chunks begin, int64 ``[k + 1]``: their quotas.
+        progress: As above.
+
+    Returns:
+        The rows, chunk by chunk, int32 ``[V]``.
+    """
+    num_rows, num_chunks = indptr.size - 1, bounds.size - 1
+    lists, ends = _distinct_lists(offsets, targets)
+    visited = np.zeros(num_rows, np.bool_)
+    shared = np.zeros(num_rows, np.int32)  # in-neighbours in common with the chunk that is being filled
+    head = np.full(offsets.size, -1, np.int32)  # the first of the rows that share so many
+    following, preceding = (np.empty(num_rows, np.int32) for _ in range(2))  # the others that share as many
+    touched = np.empty(num_rows, np.int32)  # rows that share something
+    stamps = np.full(offsets.size - 1, -1, np.int32)  # the chunk that had the column last
+    order = np.empty(num_rows, np.int32)
+    filled = bounds[:-1].copy()
+    _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared)
+    steps = WORK_PER_EDGE * indices.size // num_chunks
+    batch = -(-num_chunks // _REPORTS)
+    cursor = 0
+    for sweep in (0, 1):
+        for start in range(0, num_chunks, batch):
+            stop = min(start + batch, num_chunks)
+            # fmt: off
+            cursor = _fill(
+                indptr, indices, offsets, lists, ends, bounds, order, filled, start, stop, sweep, cursor, steps,
+                visited, shared, head, following, preceding, touched, stamps,
+            )
+            # fmt: on
+            if progress is not None:
+                # The second sweep has only the few vertices that are left.
+                progress("partition", (0.9, 0.1)[sweep] * stop / num_chunks + 0.9 * sweep)
+    return order
+
+
+@numba.njit(nogil=True, cache=True)
+def _distinct_lists(offsets, targets):
+    """Copy the out-lists without the duplicates, which are neighbours; a list ends where ``ends`` says."""
+    lists = np.empty_like(targets)
+    ends = np.empty(offsets.size - 1, np.int64)
+    for column in range(offsets.size - 1):
+        at = offsets[column]
+        for e in range(offsets[column], offsets[column + 1]):
+            if e == offsets[column] or targets[e] != targets[e - 1]:
+                lists[at] = targets[e]
+                at += 1
+        ends[column] = at
+    return lists, ends
+
+
+@numba.njit(nogil=True, cache=True)
+def _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared):
+    """Phase 1. An interval whose out-lists hold seeds alone, or nothing, gets no seed."""
+    num_chunks, num_columns = filled.size, ends.size
+    for chunk in range(num_chunks):
+        begin = chunk * num_columns // num_chunks
+        end = (chunk + 1) * num_columns // num_chunks
+        for column in range(begin, end):
+            for at in range(offsets[column], ends[column]):
+                shared[lists[at]] += 1
+        seed = -1
+        for column in range(begin, end):
+            for at in range(offsets[column], ends[column]):
+                row = lists[at]
+                if not visited[row] and (
+                    seed < 0 or shared[row] > shared[seed] or (shared[row] == shared[seed] and row < seed)
+                ):
+                    seed = row
+        for column in range(begin, end):
+            for at in range(offsets[column], ends[column]):
+                shared[lists[at]] = 0
+        if seed >= 0 and filled[chunk] < bounds[chunk + 1]:
+            visited[seed] = True
+            order[filled[chunk]] = seed
+            filled[chunk] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(
+    indptr, indices, offsets, lists, ends, bounds, order, filled, start, stop, sweep, cursor, budget,
+    visited, shared, head, following, preceding, touched, stamps,
+):  # fmt: skip
+    """Phase 2 for the chunks from ``start`` to ``stop``; the second sweep takes another start where none shares."""
+    num_chunks = filled.size
+    for chunk in range(start, stop):
+        quota = bounds[chunk + 1]
+        mark = sweep * num_chunks + chunk
+        steps = budget
+        most = 0
+        num_touched = 0
+        # The first sweep expands the seed, which is in its place already; the second one looks for a row.
+        expand = bounds[chunk] if sweep == 0 else filled[chunk]
+        while True:
+            if expand == filled[chunk]:
+                if filled[chunk] == quota:
+                    break
+                while most > 0 and head[most] < 0:
+                    most -= 1
+                if most > 0:
+                    row = head[most]
+                    head[most] = following[row]
+                    if head[most] >= 0:
+                        preceding[head[most]] = -1
+                    shared[row] = 0
+                elif sweep == 0:
+                    break
+                else:
+                    while visited[cursor]:
+                        cursor += 1
+                    row = cursor
+                visited[row] = True
+                order[filled[chunk]] = row
+                filled[chunk] += 1
+            row = order[expand]
+            expand += 1
+            if filled[chunk] == quota and expand == quota:
+                break
+            for e in range(indptr[row], indptr[row + 1]):
+                column = indices[e]
+                if stamps[column] == mark:
+                    continue
+                stamps[column] = mark
+                length = ends[column] - offsets[column]
+                if length > steps:
+                    continue
+                steps -= length
+                at = offsets[column]
+                while at < ends[column]:
+                    other = lists[at]
+                    if visited[other]:
+                        # Nobody asks for it any more: drop it from the list.
+                        ends[column] -= 1
+                        lists[at] = lists[ends[column]]
+                        continue
+                    at += 1
+                    count = shared[other]
+                    if count == 0:
+                        touched[num_touched] = other
+                        num_touched += 1
+                    else:
+                        before, after = preceding[other], following[other]
+                        if before >= 0:
+                            following[before] = after
+                        else:
+                            head[count] = after
+                        if after >= 0:
+                            preceding[after] = before
+                    count += 1
+                    shared[other] = count
+                    following[other] = head[count]
+                    preceding[other] = -1
+                    if head[count] >= 0:
+                        preceding[head[count]] = other
+                    head[count] = other
+                    most = max(most, count)
+        for i in range(num_touched):
+            head[shared[touched[i]]] = -1
+            shared[touched[i]] = 0
+    return cursor
