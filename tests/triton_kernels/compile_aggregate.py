@@ -1,0 +1,134 @@
+"""Compile the aggregation kernels for GPUs that need not be there; prints one JSON object per variant. A script."""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lightning_gnn.triton_kernels import aggregate, aggregate_tiles, edge_softmax
+from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, TILE_COLUMNS
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+LONG = ("starts", "stops", "slot_ptr", "tile_ptr", "cells", "cell_ptr")
+INTS = ("indices", "places", "vertices", "degrees", "shared", "entries", "columns")
+SCRATCH = ("scratch", "stats")
+BIG = 10**6  # rows of x
+
+
+def sums(kind, heads, channels, **flags):
+    block = aggregate.block_shape(BIG, heads, channels, DTYPES[kind], 50 * 2**20)
+    flags = {"GATHER": True, "WEIGHTED": False, "MEAN": False, "MATCH": False, **flags}
+    blocks = {"ENTRIES": block.entries, "HEAD_TILE": block.heads, "WIDTH": block.width}
+    sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
+    return aggregate.rows_kernel, kind, {**sizes, **flags, **blocks}
+
+
+def maxima(kind, heads, channels, gather):
+    block = aggregate.block_shape(BIG, heads, channels, DTYPES[kind], 50 * 2**20)
+    blocks = {"ENTRIES": block.entries // 2, "HEAD_TILE": block.heads, "WIDTH": block.width}
+    sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
+    return aggregate.max_kernel, kind, {**sizes, "GATHER": gather, "WEIGHTED": gather, **blocks}
+
+
+def dots(kind, heads, channels, precision="ieee"):
+    sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels, "MEAN": True, "PRECISION": precision}
+    tile = {"HEIGHT": HEIGHT, "TILE_COLUMNS": TILE_COLUMNS, "WIDTH": aggregate_tiles.tile_width(channels)}
+    return aggregate_tiles.tiles_kernel, kind, {**sizes, **tile}
+
+
+def scores(kernel, kind, heads, **flags):
+    block = edge_softmax.score_block(heads)
+    blocks = {"HEAD_TILE": block.heads}
+    if "ENTRIES" in kernel.arg_names:
+        blocks["ENTRIES"] = block.entries
+    return kernel, kind, {"HEADS": heads, **flags, **blocks}
+
+
+def products(kind, heads, channels, match):
+    block = edge_softmax.product_block(heads, channels, DTYPES[kind])
+    sizes = {"row_stride": heads * channels, "column_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
+    blocks = {"ENTRIES": block.entries, "HEAD_TILE": block.heads, "WIDTH": block.width}
+    return edge_softmax.products_kernel, kind, {**sizes, "MATCH": match, **blocks}
+
+
+VARIANTS = [
+    sums("fp32", 1, 256),
+    sums("fp16", 1, 100, WEIGHTED=True, MEAN=True),
+    sums("fp32", 8, 8, WEIGHTED=True),
+    sums("bf16", 1, 41, WEIGHTED=True),
+    sums("fp64", 1, 64, WEIGHTED=True),
+    sums("fp32", 1, 128, GATHER=False),
+    sums("fp32", 1, 128, WEIGHTED=True, MATCH=True),
+    maxima("fp32", 1, 128, True),
+    maxima("fp32", 1, 128, False),
+    dots("fp16", 1, 256),
+    dots("bf16", 8, 16),
+    dots("fp32", 1, 128),
+    dots("fp32", 1, 128, "tf32"),
+    (
+        aggregate_tiles.densify_kernel,
+        "bf16",
+        {"HEADS": 8, "WEIGHTED": True, "TILE_CELLS": HEIGHT * TILE_COLUMNS, "CELLS": aggregate_tiles._CELLS},
+    ),
+    scores(edge_softmax.softmax_kernel, "fp32", 8, FINISH=False),
+    scores(edge_softmax.softmax_kernel, "fp64", 1, FINISH=True),
+    scores(edge_softmax.softmax_backward_kernel, "fp16", 8, FINISH=False),
+    scores(edge_softmax.combine_kernel, "fp32", 8, SOFTMAX=True),
+    products("fp32", 8, 8, False),
+    products("bf16", 1, 256, True),
+]
+
+
+def compiled(kernel, kind, constants, capability):
+    if "ACC" in kernel.arg_names:
+        constants = {**constants, "ACC": triton.language.float64 if kind == "fp64" else triton.language.float32}
+    wide = "fp64" if kind == "fp64" else "fp32"
+    pointers = dict.fromkeys(LONG, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(SCRATCH, f"*{wide}")
+    numbers = {"negative_slope": "fp32", "num_cells": "i32", "num_tiles": "i32"}
+    signature = {
+        name: "constexpr" if name in constants else numbers.get(name) or pointers.get(name, f"*{kind}")
+        for name in kernel.arg_names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
+    }
+    options = {"num_warps": aggregate.NUM_WARPS}
+    if kernel in (aggregate_tiles.tiles_kernel, aggregate_tiles.densify_kernel):
+        options = {"num_warps": aggregate_tiles.NUM_WARPS, "num_stages": aggregate_tiles.NUM_STAGES}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main():
+    for capability in (80, 90):
+        for kernel, kind, constants in VARIANTS:
+            made = compiled(kernel, kind, constants, capability)
+            usage = {}
+            if CUOBJDUMP.exists():
+                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                    Path(file.name).write_bytes(made.asm["cubin"])
+                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+            found = sorted(
+                set(
+                    re.findall(
+                        r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*|atom[.\w]*|cp\.async\.c[.\w]*", made.asm["ptx"]
+                    )
+                )
+            )
+            row = dict(
+                kernel=kernel.fn.__name__, sm=capability, kind=kind, tf32=constants.get("PRECISION") == "tf32", **usage
+            )
+            row |= {name: value for name, value in constants.items() if isinstance(value, int)}
+            print(json.dumps(row | {"shared": made.metadata.shared, "instructions": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""Sums and maxima over the neighbours of each vertex: the rows of a sparse matrix times a table of features, on a GPU.
+
+One program of one warp takes a part of a row and a block of feature columns. It reads several entries at a time, whose
+feature rows are in flight together, and adds them up in registers. Parts are numbered along the first axis of the grid
+and blocks of columns along the second, so the GPU works through all rows one slice of the features at a time: where the
+table is larger than the L2 cache, a slice of it is not. Nothing is added up by atomics: parts of a split row go to a
+scratch table and are added up in order by the same kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan, Slots
+
+_TILE = 1024  # values that a program has in flight; a quarter of that in float64, which takes twice the registers
+_MAX_ENTRIES = 32
+_WIDTHS = (128, 64, 32)
+_CACHE_BYTES = 32 * 2**20  # of L2 where the device does not say
+_CACHE_SHARE = 0.6
+NUM_WARPS = 1
+
+
+@triton.jit
+def rows_kernel(
+    out,  # x's type [num_rows, HEADS * CHANNELS]
+    scratch,  # *ACC [num_slots, HEADS * CHANNELS]
+    x,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
+    indices,  # *int32 [E]; read if GATHER, else entry e stands for row e of x
+    weight,  # any float [E, HEADS]; read if WEIGHTED
+    starts,  # *int64 [P]
+    stops,  # *int64 [P]
+    places,  # *int32 [P]: vertex, or -1 - slot
+    degrees,  # *int32 [num_rows]; read if MEAN
+    vertices,  # *int32 [P]: vertex; read if MATCH
+    own,  # x's type [num_rows, HEADS * CHANNELS]: what the rows send; read if MATCH
+    best,  # x's type [num_columns, HEADS * CHANNELS]: the largest that a column received; read if MATCH
+    x_stride: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    GATHER: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    MATCH: tl.constexpr,
+    ACC: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add up a block of columns of ``weight[e] * x[indices[e]]`` over the entries of one part.
+
+    If MATCH, x is the gradient of a maximum, and only entries count whose message ``weight[e] * own[row]`` attained it.
+    """
+    part = tl.program_id(0)
+    head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
+    start = tl.load(starts + part)
+    stop = tl.load(stops + part)
+    place = tl.load(places + part).to(tl.int64)
+    if MATCH:
+        row = tl.load(vertices + part).to(tl.int64)
+        sent = tl.load(own + row * (HEADS * CHANNELS) + offset, mask=inside, other=0.0).to(ACC)[None, :, :]
+    total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
+    for first in range(start, stop, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        valid = entry < stop
+        # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
+        column = entry
+        if GATHER:
+            column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
+        at = (column * x_stride)[:, None, None] + offset[None, :, :]
+        values = tl.load(x + at, mask=valid[:, None, None] & inside[None, :, :], other=0.0).to(ACC)
+        if WEIGHTED:
+            factor = load_weight(weight, entry, valid, head, HEADS).to(ACC)[:, :, None]
+            values = values * factor
+        if MATCH:
+            at = (column * (HEADS * CHANNELS))[:, None, None] + offset[None, :, :]
+            most = tl.load(best + at, mask=valid[:, None, None] & inside[None, :, :], other=0.0).to(ACC)
+            if WEIGHTED:
+                values = tl.where(same(sent * factor, most), values, 0.0)
+            else:
+                values = tl.where(same(sent, most), values, 0.0)
+        total += values
+    result = tl.sum(total, axis=0)
+    if place >= 0:
+        if MEAN:
+            # A vertex without entries has the sum 0.
+            result = result / tl.maximum(tl.load(degrees + place), 1).to(ACC)
+        tl.store(out + place * (HEADS * CHANNELS) + offset, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(scratch + (-1 - place) * (HEADS * CHANNELS) + offset, result, mask=inside)
+
+
+@triton.jit
+def max_kernel(
+    out,  # x's type [num_rows, HEADS * CHANNELS]
+    ties,  # x's type [num_rows, HEADS * CHANNELS]
+    scratch,  # x's type [num_slots, HEADS * CHANNELS]
+    scratch_ties,  # x's type [num_slots, HEADS * CHANNELS]
+    x,  # *float32 or *float64 [num_columns, HEADS * CHANNELS], rows x_stride apart; scratch itself unless GATHER
+    indices,  # *int32 [E]; read if GATHER
+    weight,  # x's type [E, HEADS]; read if WEIGHTED
+    starts,  # *int64 [P]
+    stops,  # *int64 [P]
+    places,  # *int32 [P]: vertex, or -1 - slot
+    x_stride: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    GATHER: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Find the largest ``weight[e] * x[indices[e]]`` of one part, where NaN is the largest, and how many attain it."""
+    part = tl.program_id(0)
+    head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
+    start = tl.load(starts + part)
+    stop = tl.load(stops + part)
+    place = tl.load(places + part).to(tl.int64)
+    best = tl.full([ENTRIES, HEAD_TILE, WIDTH], float("-inf"), x.dtype.element_ty)
+    count = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], x.dtype.element_ty)
+    for first in range(start, stop, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        valid = entry < stop
+        wanted = valid[:, None, None] & inside[None, :, :]
+        column = entry
+        if GATHER:
+            column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
+        at = (column * x_stride)[:, None, None] + offset[None, :, :]
+        values = tl.load(x + at, mask=wanted, other=0.0)
+        if WEIGHTED:
+            values = values * load_weight(weight, entry, valid, head, HEADS)[:, :, None]
+        found = wanted.to(count.dtype) if GATHER else tl.load(scratch_ties + at, mask=wanted, other=0.0)
+        values = tl.where(wanted, values, float("-inf"))
+        higher = (values > best) | ((values != values) & (best == best))
+        count = tl.where(higher, found, tl.where(same(values, best), count + found, count))
+        best = tl.where(higher, values, best)
+    some_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
+    result = tl.max(tl.where(best == best, best, float("-inf")), axis=0)
+    result = tl.where(some_nan, float("nan"), result)
+    number = tl.sum(tl.where(same(best, result[None, :, :]), count, 0.0), axis=0)
+    if place >= 0:
+        at = place * (HEADS * CHANNELS) + offset
+        result = tl.where(number > 0, result, 0.0)  # a vertex without entries
+        tl.store(out + at, result, mask=inside)
+        tl.store(ties + at, number, mask=inside)
+    else:
+        at = (-1 - place) * (HEADS * CHANNELS) + offset
+        tl.store(scratch + at, result, mask=inside)
+        tl.store(scratch_ties + at, number, mask=inside)
+
+
+@triton.jit
+def head_block(HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Heads ``[HEAD_TILE]`` of this program, offsets in a row ``[HEAD_TILE, WIDTH]``, and which of them exist."""
+    blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
+    block = tl.program_id(1)
+    head = (block // blocks) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    channel = (block % blocks) * WIDTH + tl.arange(0, WIDTH)
+    inside = (head < HEADS)[:, None] & (channel < CHANNELS)[None, :]
+    return head, head[:, None] * CHANNELS + channel[None, :], inside
+
+
+@triton.jit
+def load_weight(weight, entry, valid, head, HEADS: tl.constexpr):
+    """Weights ``[entries, heads]``."""
+    at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
+    return tl.load(weight + at, mask=valid[:, None] & (head < HEADS)[None, :], other=0.0)
+
+
+@triton.jit
+def same(left, right):
+    """Tell where two values are equal or both NaN."""
+    return (left == right) | ((left != left) & (right != right))
+
+
+class Block(NamedTuple):
+    """How many entries, heads and feature columns of a head one program takes at a time."""
+
+    entries: int
+    heads: int
+    width: int
+
+    def grid(self, heads: int, channels: int) -> int:
+        """Count the blocks of a row."""
+        return triton.cdiv(heads, self.heads) * triton.cdiv(channels, self.width)
+
+
+def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype, cache_bytes: int) -> Block:
+    """Choose the block of a program.
+
+    The widest slice of the features that stays in the L2 cache while all rows are read; the widest of all where even
+    the narrowest does not. Narrow heads are taken several at a time.
+    """
+    tile = _TILE if dtype.itemsize <= 4 else _TILE // 4
+    fitting = [width for width in _WIDTHS if num_columns * width * dtype.itemsize <= _CACHE_SHARE * cache_bytes]
+    width = min(fitting[0] if fitting else _WIDTHS[0], triton.next_power_of_2(channels))
+    # Least padding: 130 columns are three blocks of 64 rather than two of 128.
+    while width > 64 and triton.cdiv(channels, width // 2) * (width // 2) < triton.cdiv(channels, width) * width:
+        width //= 2
+    together = 1 if heads == 1 else min(triton.next_power_of_2(heads), max(1, 128 // width))
+    return Block(max(1, min(_MAX_ENTRIES, tile // (width * together))), together, width)
+
+
+def aggregate_sum(
+    x: Tensor,
+    weight: Tensor | None,
+    base: Base,
+    plan: Plan,
+    mean: bool,
+    out: Tensor,
+    scratch: Tensor,
+    match: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the sums of the parts of a plan.
+
+    Args:
+        x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
+        weight: float ``[E, H]``, contiguous, or None.
+        base: Of the matrix.
+        plan: Of the matrix.
+        mean: Divide by the entries of the vertex, where a part is all of a vertex.
+        out: ``[num_rows, H, C]``, contiguous.
+        scratch: ``[num_slots, H, C]`` of the accumulator's dtype, contiguous.
+        match: What the rows send and the largest that the columns received, ``[num_rows, H, C]`` and ``[num_columns, H,
+            C]``, contiguous: only entries count that attain it.
+    """
+    block = block_shape(x.size(0), x.size(1), x.size(2), x.dtype, cache_bytes(x.device))
+    if match is not None:
+        block = block._replace(entries=max(1, block.entries // 2))  # two tables are gathered
+    _launch_sum(x, base.indices, weight, plan.parts, base, mean, out, scratch, block, match)
+
+
+def combine_sum(base: Base, slots: Slots, mean: bool, out: Tensor, scratch: Tensor) -> None:
+    """Add up the slots of each split vertex, in order; the arguments are those of :func:`aggregate_sum`."""
+    if slots.count == 0:
+        return
+    flat = scratch.view(slots.count, 1, -1)
+    block = block_shape(0, 1, flat.size(2), flat.dtype, cache_bytes(out.device))
+    _launch_sum(flat, None, None, slot_parts(slots), base, mean, out, flat, block)
+
+
+def edge_sums(values: Tensor, edge_ids: Tensor | None, base: Base, plan: Plan, out: Tensor, scratch: Tensor) -> None:
+    """Write the sums over the entries of each vertex of ``values[edge_ids[e]]``, or of ``values[e]``.
+
+    Args:
+        values: float ``[E, H]``, contiguous.
+        edge_ids: int32 or int64 ``[E]``, or None.
+        base: Of the matrix.
+        plan: Of the matrix, without tiles.
+        out: ``[num_rows, H]``, contiguous.
+        scratch: ``[num_slots, H]`` of the accumulator's dtype, contiguous.
+    """
+    block = block_shape(0, 1, values.size(1), values.dtype, cache_bytes(values.device))
+    _launch_sum(values.unsqueeze(1), edge_ids, None, plan.parts, base, False, out, scratch, block)
+    combine_sum(base, plan.slots, False, out, scratch)
+
+
+def _launch_sum(x, indices, weight, parts, base, mean, out, scratch, block, match=None):
+    heads, channels = x.shape[1:]
+    if parts.starts.numel() == 0 or heads * channels == 0:
+        return
+    own, best = (x, x) if match is None else match
+    rows_kernel[parts.starts.numel(), block.grid(heads, channels)](
+        out,
+        scratch,
+        x,
+        parts.starts if indices is None else indices,
+        x if weight is None else weight,
+        parts.starts,
+        parts.stops,
+        parts.places,
+        base.degrees,
+        parts.vertices,
+        own,
+        best,
+        x_stride=x.stride(0),
+        HEADS=heads,
+        CHANNELS=channels,
+        GATHER=indices is not None,
+        WEIGHTED=weight is not None,
+        MEAN=mean,
+        MATCH=match is not None,
+        ACC=tl.float64 if scratch.dtype == torch.float64 else tl.float32,
+        ENTRIES=block.entries,
+        HEAD_TILE=block.heads,
+        WIDTH=block.width,
+        num_warps=NUM_WARPS,
+    )
+
+
+def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out: Tensor, ties: Tensor) -> None:
+    """Write the maxima over the entries of each vertex.
+
+    Args:
+        x: float32 or float64 ``[num_columns, H, C]``, the last two dimensions adjacent.
+        weight: ``[E, H]`` of the same dtype, contiguous, or None.
+        base: Of the matrix.
+        plan: Of the matrix, without tiles.
+        out: ``[num_rows, H, C]``, contiguous; 0 for a vertex without entries.
+        ties: How many entries attain the maximum, ``[num_rows, H, C]`` of the same dtype, contiguous.
+    """
+    heads, channels = x.shape[1:]
+    if plan.parts.starts.numel() == 0 or heads * channels == 0:
+        return
+    block = block_shape(x.size(0), heads, channels, x.dtype, cache_bytes(x.device))
+    block = block._replace(entries=max(1, block.entries // 2))  # two numbers are kept of each value
+    scratch = torch.empty((2, plan.slots.count, heads, channels), dtype=x.dtype, device=x.device)
+
+    def launch(x, indices, weight, parts):
+        max_kernel[parts.starts.numel(), block.grid(heads, channels)](
+            out,
+            ties,
+            scratch[0],
+            scratch[1],
+            x,
+            parts.starts if indices is None else indices,
+            x if weight is None else weight,
+            parts.starts,
+            parts.stops,
+            parts.places,
+            x_stride=x.stride(0),
+            HEADS=heads,
+            CHANNELS=channels,
+            GATHER=indices is not None,
+            WEIGHTED=weight is not None,
+            ENTRIES=block.entries,
+            HEAD_TILE=block.heads,
+            WIDTH=block.width,
+            num_warps=NUM_WARPS,
+        )
+
+    launch(x, base.indices, weight, plan.parts)
+    if plan.slots.count:
+        launch(scratch[0], None, None, slot_parts(plan.slots))
+
+
+def slot_parts(slots: Slots) -> Parts:
+    """View the slots of each split vertex as one part, whose entries are rows of the scratch table."""
+    return Parts(slots.ptr[:-1], slots.ptr[1:], slots.vertices, slots.vertices, slots.vertices[:0])
+
+
+@functools.cache
+def cache_bytes(device: torch.device) -> int:
+    """Size of the L2 cache of a device."""
+    if device.type != "cuda":
+        return _CACHE_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _CACHE_BYTES) or _CACHE_BYTES

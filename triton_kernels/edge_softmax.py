@@ -1,0 +1,385 @@
+"""Attention on a GPU: softmax over the entries of each row, its gradient, and products of the two ends of an entry.
+
+As in the sums, one program of one warp takes a part of a row. A row that is one part is finished in the same program,
+which reads its entries twice; of a row in several parts, each leaves its statistics in a slot, they are put together
+in order and handed back to the slots, and a second launch over these parts alone finishes them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gnn.triton_kernels.aggregate import Block, load_weight, same
+from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan
+
+_TILE = 256  # scores of a program
+_PRODUCT_TILE = 1024  # values of a program, a quarter of that in float64
+_MAX_ENTRIES = 64
+NUM_WARPS = 1
+
+
+@triton.jit(do_not_specialize=["negative_slope"])
+def softmax_kernel(
+    out,  # the scores' type [E, HEADS]
+    stats,  # *ACC [num_slots, 2, HEADS]: maximum, sum of exponentials
+    source,  # [num_columns, HEADS]
+    target,  # [num_rows, HEADS]
+    indices,  # *int32 [E]
+    starts,  # *int64 [P]
+    stops,  # *int64 [P]
+    vertices,  # *int32 [P]
+    places,  # *int32 [P]: vertex, or -1 - slot
+    shared,  # *int32 [programs]: the parts, if FINISH
+    negative_slope,
+    HEADS: tl.constexpr,
+    FINISH: tl.constexpr,
+    ACC: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over a part that is a row, else its statistics."""
+    part = tl.program_id(0)
+    if FINISH:
+        part = tl.load(shared + part)
+    start = tl.load(starts + part)
+    stop = tl.load(stops + part)
+    place = tl.load(places + part).to(tl.int64)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    inside = head < HEADS
+    row_score = tl.load(target + tl.load(vertices + part).to(tl.int64) * HEADS + head, mask=inside, other=0.0).to(ACC)
+    slot = stats + (-1 - place) * (2 * HEADS) + head
+    if FINISH:
+        highest = tl.load(slot, mask=inside, other=0.0)
+        total = tl.load(slot + HEADS, mask=inside, other=1.0)
+    else:
+        top = tl.full([ENTRIES, HEAD_TILE], float("-inf"), ACC)
+        sums = tl.zeros([ENTRIES, HEAD_TILE], ACC)
+        for first in range(start, stop, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            wanted = (entry < stop)[:, None] & inside[None, :]
+            score = _score(source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS, ACC)
+            score = tl.where(wanted, score, float("-inf"))
+            higher = tl.maximum(top, score)
+            shift = tl.where(higher == float("-inf"), 0.0, higher)  # of a lane without entries: not inf - inf
+            sums = sums * tl.exp(top - shift) + tl.exp(score - shift)
+            top = higher
+        highest = tl.max(top, axis=0)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        total = tl.sum(sums * tl.exp(top - shift[None, :]), axis=0)
+    if FINISH or place >= 0:
+        for first in range(start, stop, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            wanted = (entry < stop)[:, None] & inside[None, :]
+            score = _score(source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS, ACC)
+            # As torch_geometric.utils.softmax has it.
+            value = tl.exp(score - highest[None, :]) / (total[None, :] + 1e-16)
+            at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
+    else:
+        tl.store(slot, highest, mask=inside)
+        tl.store(slot + HEADS, total, mask=inside)
+
+
+@triton.jit
+def _score(
+    source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS: tl.constexpr, ACC: tl.constexpr
+):
+    column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
+    score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
+    score = score + row_score[None, :]
+    return tl.where(score > 0, score, score * negative_slope)
+
+
+@triton.jit
+def combine_kernel(
+    stats,  # *ACC [num_slots, 2, HEADS], or if not SOFTMAX [num_slots, HEADS]
+    slot_ptr,  # *int64 [S + 1]
+    HEADS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    ACC: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """Put the statistics of the parts of one row together, and give them to all of its slots."""
+    start = tl.load(slot_ptr + tl.program_id(0))
+    stop = tl.load(slot_ptr + tl.program_id(0) + 1)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    inside = head < HEADS
+    stride: tl.constexpr = 2 * HEADS if SOFTMAX else HEADS
+    top = tl.full([HEAD_TILE], float("-inf"), ACC)
+    total = tl.zeros([HEAD_TILE], ACC)
+    for slot in range(start, stop):
+        at = stats + slot * stride + head
+        if SOFTMAX:
+            score = tl.load(at, mask=inside, other=0.0)
+            higher = tl.maximum(top, score)
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            part = tl.load(at + HEADS, mask=inside, other=0.0)
+            total = total * tl.exp(top - shift) + part * tl.exp(score - shift)
+            top = higher
+        else:
+            total += tl.load(at, mask=inside, other=0.0)
+    for slot in range(start, stop):
+        at = stats + slot * stride + head
+        if SOFTMAX:
+            tl.store(at, top, mask=inside)
+            tl.store(at + HEADS, total, mask=inside)
+        else:
+            tl.store(at, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["negative_slope"])
+def softmax_backward_kernel(
+    out,  # the scores' type [E, HEADS]
+    stats,  # *ACC [num_slots, HEADS]: sum of weight * grad
+    weight,  # the scores' type [E, HEADS]
+    grad,  # any float [E, HEADS]
+    source,  # [num_columns, HEADS]
+    target,  # [num_rows, HEADS]
+    indices,  # *int32 [E]
+    starts,  # *int64 [P]
+    stops,  # *int64 [P]
+    vertices,  # *int32 [P]
+    places,  # *int32 [P]
+    shared,  # *int32 [programs]: the parts, if FINISH
+    negative_slope,
+    HEADS: tl.constexpr,
+    FINISH: tl.constexpr,
+    ACC: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """Write the gradient of ``source[column] + target[row]`` per entry of a part that is a row, else its statistics."""
+    part = tl.program_id(0)
+    if FINISH:
+        part = tl.load(shared + part)
+    start = tl.load(starts + part)
+    stop = tl.load(stops + part)
+    place = tl.load(places + part).to(tl.int64)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    inside = head < HEADS
+    slot = stats + (-1 - place) * HEADS + head
+    if FINISH:
+        total = tl.load(slot, mask=inside, other=0.0)
+    else:
+        sums = tl.zeros([ENTRIES, HEAD_TILE], ACC)
+        for first in range(start, stop, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            wanted = (entry < stop)[:, None] & inside[None, :]
+            at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
+            value = tl.load(weight + at, mask=wanted, other=0.0).to(ACC)
+            sums += value * tl.load(grad + at, mask=wanted, other=0.0).to(ACC)
+        total = tl.sum(sums, axis=0)
+    if FINISH or place >= 0:
+        row = tl.load(vertices + part).to(tl.int64)
+        row_score = tl.load(target + row * HEADS + head, mask=inside, other=0.0).to(ACC)
+        for first in range(start, stop, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            wanted = (entry < stop)[:, None] & inside[None, :]
+            at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
+            value = tl.load(weight + at, mask=wanted, other=0.0).to(ACC)
+            value = value * (tl.load(grad + at, mask=wanted, other=0.0).to(ACC) - total[None, :])
+            column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
+            score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
+            value = tl.where(score + row_score[None, :] > 0, value, value * negative_slope)
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
+    else:
+        tl.store(slot, total, mask=inside)
+
+
+@triton.jit
+def products_kernel(
+    out,  # any float [E, HEADS]
+    row_values,  # [num_rows, HEADS * CHANNELS], rows row_stride apart
+    column_values,  # [num_columns, HEADS * CHANNELS], rows column_stride apart
+    indices,  # *int32 [E]
+    best,  # [num_rows, HEADS * CHANNELS]: the largest that a row received; read if MATCH
+    weight,  # [E, HEADS]; read if MATCH
+    starts,  # *int64 [P]
+    stops,  # *int64 [P]
+    vertices,  # *int32 [P]
+    row_stride: tl.constexpr,
+    column_stride: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    MATCH: tl.constexpr,
+    ACC: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the dot product of both ends, per entry of a part and head.
+
+    If MATCH, over the channels alone whose message ``weight[e] * column_values[column]`` is the largest of the row.
+    """
+    part = tl.program_id(0)
+    start = tl.load(starts + part)
+    stop = tl.load(stops + part)
+    row = tl.load(vertices + part).to(tl.int64)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    for first in range(start, stop, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES).to(tl.int64)
+        valid = entry < stop
+        column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
+        total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
+        for block in range(0, CHANNELS, WIDTH):
+            channel = block + tl.arange(0, WIDTH)
+            inside = (head < HEADS)[:, None] & (channel < CHANNELS)[None, :]
+            offset = head[:, None] * CHANNELS + channel[None, :]
+            left = tl.load(row_values + row * row_stride + offset, mask=inside, other=0.0).to(ACC)
+            at = (column * column_stride)[:, None, None] + offset[None, :, :]
+            right = tl.load(column_values + at, mask=valid[:, None, None] & inside[None, :, :], other=0.0).to(ACC)
+            product = left[None, :, :] * right
+            if MATCH:
+                most = tl.load(best + row * (HEADS * CHANNELS) + offset, mask=inside, other=0.0).to(ACC)
+                factor = load_weight(weight, entry, valid, head, HEADS).to(ACC)
+                product = tl.where(same(right * factor[:, :, None], most[None, :, :]), product, 0.0)
+            total += product
+        at = (entry * HEADS)[:, None] + head[None, :]
+        wanted = valid[:, None] & (head < HEADS)[None, :]
+        tl.store(out + at, tl.sum(total, axis=2).to(out.dtype.element_ty), mask=wanted)
+
+
+def score_block(heads: int) -> Block:
+    """Choose the entries and heads of a program of the softmax."""
+    together = min(triton.next_power_of_2(heads), 32)
+    return Block(min(_MAX_ENTRIES, _TILE // together), together, 1)
+
+
+def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
+    """Choose the entries, heads and feature columns of a program of the products."""
+    tile = _PRODUCT_TILE if dtype.itemsize <= 4 else _PRODUCT_TILE // 4
+    width = min(triton.next_power_of_2(channels), 128)
+    together = min(triton.next_power_of_2(heads), max(1, 128 // width))
+    return Block(max(1, min(32, tile // (width * together))), together, width)
+
+
+def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, base: Base, plan: Plan, out: Tensor) -> None:
+    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over the entries of each row, heads apart.
+
+    Args:
+        source: float ``[num_columns, H]``, contiguous.
+        target: ``[num_rows, H]`` of the same dtype, contiguous.
+        negative_slope: Of the leaky ReLU.
+        base: Of the matrix.
+        plan: Of the matrix, without tiles.
+        out: ``[E, H]`` of the same dtype, contiguous.
+    """
+    _finish(softmax_kernel, True, (source, target), negative_slope, base, plan, out)
+
+
+def edge_softmax_backward(
+    grad: Tensor,
+    weight: Tensor,
+    source: Tensor,
+    target: Tensor,
+    negative_slope: float,
+    base: Base,
+    plan: Plan,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the sum of both scores, per entry; that of a score is the sum of its entries.
+
+    Args:
+        grad: Of the weights, float ``[E, H]``, contiguous.
+        weight: What :func:`edge_softmax` wrote, ``[E, H]``, contiguous.
+        source: As there.
+        target: As there.
+        negative_slope: As there.
+        base: Of the matrix.
+        plan: Of the matrix, without tiles.
+        out: ``[E, H]`` of the dtype of the scores, contiguous.
+    """
+    _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, base, plan, out)
+
+
+def _finish(kernel, softmax, arrays, negative_slope, base, plan, out) -> None:
+    parts, slots = plan.parts, plan.slots
+    num_parts, heads = parts.starts.numel(), out.size(1)
+    if num_parts == 0 or out.numel() == 0:
+        return
+    acc = torch.float64 if out.dtype == torch.float64 else torch.float32
+    stats = torch.empty((slots.count, 2 if softmax else 1, heads), dtype=acc, device=out.device)
+    block = score_block(heads)
+    groups = triton.cdiv(heads, block.heads)
+    kind = tl.float64 if acc == torch.float64 else tl.float32
+
+    def launch(programs, finish):
+        kernel[programs, groups](
+            out,
+            stats,
+            *arrays,
+            base.indices,
+            parts.starts,
+            parts.stops,
+            parts.vertices,
+            parts.places,
+            parts.shared,
+            negative_slope,
+            HEADS=heads,
+            FINISH=finish,
+            ACC=kind,
+            ENTRIES=block.entries,
+            HEAD_TILE=block.heads,
+            num_warps=NUM_WARPS,
+        )
+
+    launch(num_parts, False)
+    if slots.count:
+        combine_kernel[slots.vertices.numel(), groups](
+            stats, slots.ptr, HEADS=heads, SOFTMAX=softmax, ACC=kind, HEAD_TILE=block.heads, num_warps=NUM_WARPS
+        )
+        launch(parts.shared.numel(), True)
+
+
+def edge_products(
+    row_values: Tensor,
+    column_values: Tensor,
+    base: Base,
+    parts: Parts,
+    out: Tensor,
+    match: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write ``out[e, h] = dot(row_values[row, h], column_values[column, h])`` for each entry.
+
+    Args:
+        row_values: float ``[num_rows, H, C]``, the last two dimensions adjacent.
+        column_values: float ``[num_columns, H, C]``, the last two dimensions adjacent.
+        base: Of the matrix.
+        parts: Of a plan without tiles.
+        out: float ``[E, H]``, contiguous.
+        match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only
+            channels count that attain it.
+    """
+    heads, channels = row_values.shape[1:]
+    if out.numel() == 0:
+        return
+    if channels == 0:
+        out.zero_()
+        return
+    double = torch.float64 in (row_values.dtype, column_values.dtype)
+    block = product_block(heads, channels, torch.float64 if double else torch.float32)
+    best, weight = (row_values, row_values) if match is None else match
+    products_kernel[parts.starts.numel(), triton.cdiv(heads, block.heads)](
+        out,
+        row_values,
+        column_values,
+        base.indices,
+        best,
+        weight,
+        parts.starts,
+        parts.stops,
+        parts.vertices,
+        row_stride=row_values.stride(0),
+        column_stride=column_values.stride(0),
+        HEADS=heads,
+        CHANNELS=channels,
+        MATCH=match is not None,
+        ACC=tl.float64 if double else tl.float32,
+        ENTRIES=block.entries,
+        HEAD_TILE=block.heads,
+        WIDTH=block.width,
+        num_warps=NUM_WARPS,
+    )
