@@ -86,9 +86,8 @@ class GNNModule(pl.LightningModule):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
         if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
-            return infer(
-                self.model, batch.x, batch.edge_index, settings=batch.inference, bar=self._progress_shown(), **extra
-            )
+            shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
+            return infer(self.model, batch.x, batch.edge_index, settings=batch.inference, **shown, **extra)
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         out: Tensor = self.model(batch.x, batch.edge_index, **extra)
@@ -106,6 +105,17 @@ class GNNModule(pl.LightningModule):
             return False
         bar = getattr(callback, "progress", None)
         return bar if hasattr(bar, "add_task") else None
+
+    def _stop_if_told(self) -> None:
+        """Answer a signal that a callback waits to answer after the batch, which here may take hours.
+
+        In training it must wait: the callback writes a checkpoint then.
+        """
+        trainer = self._trainer
+        if trainer is None or trainer.world_size > 1 or trainer.state.fn == "fit":
+            return
+        if any(getattr(callback, "signal", None) is not None for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
 
     def _trims(self, batch: Data) -> bool:
         if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:

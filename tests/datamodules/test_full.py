@@ -1,9 +1,12 @@
+import signal
+
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import models as pyg
 
+from lightning_gnn.callbacks import StopOnSignal
 from lightning_gnn.datamodules import FullGraphDataModule, LinkDataModule, NeighborDataModule, compressed
 from lightning_gnn.datamodules.compressed import compressed_graph
 from lightning_gnn.datamodules.full_batch import FullBatch
@@ -289,6 +292,28 @@ def test_a_full_graph_may_be_evaluated_from_files(tmp_path):
     assert score == pytest.approx(
         trainer().test(trained, FullGraphDataModule(small_data()), verbose=False)[0], rel=1e-5
     )
+
+
+def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path):
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    trained = module()
+    whole = FullGraphDataModule(small_data(), num_chunks=8, inference=options)
+    stop = StopOnSignal()
+
+    def signal_at_third_block(layer, args):
+        blocks.append(args[1])
+        if len(blocks) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    blocks = []
+    handle = trained.model.convs[1].register_forward_pre_hook(signal_at_third_block)
+    with pytest.raises(SystemExit):
+        trainer(callbacks=[stop]).predict(trained, whole)
+    handle.remove()
+    assert len(blocks) == 3
+    rows = torch.cat(trainer().predict(trained, whole))
+    data = small_data()
+    torch.testing.assert_close(rows, trained.eval().model(data.x, data.edge_index), rtol=1e-4, atol=1e-5)
 
 
 def link_data(inference, **kwargs):

@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 # The GCN paper reports 81.5 and 70.3 %, the GAT paper 83.0 and 72.5 % after more epochs. Here the epochs are few and
-# input features are not dropped, which would take most of the time. Single GAT runs on Cora range from 80 to 83 %.
+# input features are not dropped, which would take most of the time. Single GAT runs on Cora range from 80 to 83 %; on
+# CiteSeer 64 of them, half on edge_index and half on the compressed graph, had the mean 70.5 and the deviation 1.5 %.
 GAT_OF_THE_PAPER = partial(GAT, hidden_channels=64, heads=8, output_heads=1, dropout=0.6, act="elu")
 SETTINGS = {  # model, lr, weight decay, epochs, seeds, least mean accuracy
     ("GCN", "Cora"): (partial(GCN, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 50, 5, 0.805),
@@ -29,7 +30,7 @@ SETTINGS = {  # model, lr, weight decay, epochs, seeds, least mean accuracy
     ("GraphSAGE", "Cora"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 40, 3, 0.785),
     ("GraphSAGE", "CiteSeer"): (partial(GraphSAGE, hidden_channels=64, dropout=0.5), 0.01, 5e-4, 25, 3, 0.675),
     ("GAT", "Cora"): (GAT_OF_THE_PAPER, 0.005, 5e-4, 150, 5, 0.81),
-    ("GAT", "CiteSeer"): (GAT_OF_THE_PAPER, 0.01, 2e-3, 60, 3, 0.71),
+    ("GAT", "CiteSeer"): (GAT_OF_THE_PAPER, 0.01, 2e-3, 60, 5, 0.69),
 }
 
 

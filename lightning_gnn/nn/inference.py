@@ -1,0 +1,202 @@
+"""Exact outputs of a trained model for all nodes: no sampling, whole layers one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv, layers_without_graph
+from lightning_gnn.nn.models import _InputDropoutGNN
+from lightning_gnn.nn.streaming import Layer, stream
+
+_SHARE = 0.5
+"""Of the free memory, how much ``memory_limit="auto"`` takes."""
+
+
+@dataclass(frozen=True)
+class FullInference:
+    """How outputs for all nodes are computed.
+
+    Args:
+        folder: Where the outputs of layers go that do not fit into memory, as ``.npy`` files; the last one stays there.
+            By default a folder below the user's cache directory, which is emptied in the end.
+        memory_limit: Bytes of features and layer outputs to hold in memory, on the device or off it; ``"auto"``: half
+            of what is free.
+        resume: Go on where an interrupted run on the same model, graph and features stopped. For that, all of them are
+            read once to compare their checksums.
+        progress: Show a progress bar while outputs go to files.
+
+    Raises:
+        ValueError: Another ``memory_limit``.
+    """
+
+    folder: str | Path | None = None
+    memory_limit: int | float | str = "auto"
+    resume: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit
+        if limit != "auto" and (isinstance(limit, str) or not limit >= 0):
+            raise ValueError(f"memory_limit must be a number of bytes, or 'auto', but is {limit!r}")
+
+    def limit_on(self, device: torch.device) -> float:
+        """Return how many bytes may be held there."""
+        return free_memory(device) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device; of the host's memory, no more than the control group allows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        statistics: Any = getattr(torch, device.type, None)
+        return int(statistics.mem_get_info(device)[0]) if hasattr(statistics, "mem_get_info") else 0
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no such group, or no limit
+        return free
+    return max(0, min(free, limit - used))
+
+
+@torch.no_grad()
+def infer(
+    model: nn.Module,
+    x: Tensor,
+    graph: CompressedGraph,
+    edge_weight: Tensor | None = None,
+    edge_attr: Tensor | None = None,
+    settings: FullInference | None = None,
+    bar: Any = None,
+    stop: Callable[[], None] | None = None,
+) -> Tensor:
+    """Return the model's outputs for all nodes, exactly those of ``model(x, graph)``.
+
+    Where the outputs of layers do not fit into ``settings.memory_limit``, GCN, GraphSAGE and GAT (with ``jk`` None or
+    ``"last"``) are computed layer by layer in blocks of targets, from file to file. Any other model runs on the whole
+    graph at once, and gets an ``edge_index`` tensor where it has layers that need one.
+
+    Args:
+        model: In evaluation mode.
+        x: Features ``[N, F]``, in memory or memory-mapped.
+        graph: The graph.
+        edge_weight: Weights ``[E]`` in the order of the user's ``edge_index``, for models that take them.
+        edge_attr: Likewise features of edges ``[E, …]``.
+        settings: How; by default ``FullInference()``.
+        bar: A ``rich.progress.Progress`` on the screen already, to show the layers in; False shows none.
+        stop: Called after each block of rows that goes to a file; may raise to interrupt the run.
+
+    Returns:
+        ``[N, out_channels]``, on the model's device, or memory-mapped.
+
+    Raises:
+        ValueError: The model is in training mode, or a normalisation over all nodes meets outputs that do not fit.
+        RuntimeError: Another process writes to the same folder.
+    """
+    settings = settings or FullInference()
+    model = getattr(model, "_orig_mod", model)
+    if model.training:
+        raise ValueError("outputs for all nodes are for evaluation; call model.eval() first")
+    device = next((parameter.device for parameter in model.parameters()), x.device)
+    layers = layers_of(model)
+    if layers is None or _bytes(layers, x, graph, device) <= settings.limit_on(device):
+        named = {"edge_weight": edge_weight, "edge_attr": edge_attr}
+        extra = {name: value.to(device) for name, value in named.items() if value is not None}
+        return _whole(model, x.to(device), graph.to(device), extra)
+    for layer in layers:
+        if layer.whole_norm is not None:
+            raise ValueError(
+                f"{layer.whole_norm} averages over all nodes, so that outputs of layers must be in memory, which takes "
+                f"{_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
+                f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
+            )
+    in_memory = _outputs(layers, x) <= settings.limit_on(torch.device("cpu"))
+    return stream(
+        layers, x, graph, edge_weight, device,
+        limit=settings.limit_on(device),
+        folder=settings.folder,
+        in_memory=in_memory,
+        identity=(model.state_dict(), _options(model)) if settings.resume else None,
+        bar=bar if settings.progress else False,
+        stop=stop,
+    )  # fmt: skip
+
+
+def layers_of(model: nn.Module) -> list[Layer] | None:
+    """Take a model apart into layers that can be run one after another; None where that is not possible."""
+    if not isinstance(model, BasicGNN) or type(model).forward not in (BasicGNN.forward, _InputDropoutGNN.forward):
+        return None
+    if model.jk_mode not in (None, "last") or not all(type(c) in (GCNConv, SAGEConv, GATConv) for c in model.convs):
+        return None
+    if layers_without_graph(model) or any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        return None
+    layers = []
+    for i, (conv, norm) in enumerate(zip(model.convs, model.norms, strict=True)):
+        last = i == model.num_layers - 1
+        after: list[Callable[[Tensor], Tensor]] = []
+        width = int(conv.out_channels) * (conv.heads if getattr(conv, "concat", False) else 1)
+        widest = int(conv.out_channels) * getattr(conv, "heads", 1)
+        whole_norm = None
+        if not last or model.jk_mode is not None:
+            act = [] if model.act is None else [model.act]
+            after = [*act, norm] if model.act_first else [norm, *act]
+            whole_norm = None if _reads_rows_alone(norm) else type(norm).__name__
+        if last and model.jk_mode is not None:
+            after.append(model.lin)
+            width = model.out_channels
+        layers.append(Layer(conv, after, width, max(widest, width), whole_norm))
+    return layers
+
+
+def _whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[str, Tensor]) -> Tensor:
+    ours = any(getattr(module, "takes_graph", False) for module in model.modules())
+    edges: Any = graph if ours and not layers_without_graph(model) else graph.to_edge_index()
+    out: Tensor = model(x, edges, **extra)
+    return out
+
+
+def _options(model: nn.Module) -> list[Any]:
+    """Return what decides on outputs beside the weights: classes, and options such as a slope or an activation."""
+    options: list[Any] = []
+    for name, module in model.named_modules():
+        options.append((name, type(module).__qualname__))
+        for key, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str, type(None), tuple)) and key != "training":
+                options.append((key, value))
+            elif callable(value) and hasattr(value, "__qualname__"):
+                options.append((key, value.__qualname__))
+    return options
+
+
+def _outputs(layers: list[Layer], x: Tensor) -> int:
+    """Bytes of the largest pair of layer outputs, one read and one written."""
+    widths = [0, *(layer.widest for layer in layers)]
+    return x.size(0) * x.element_size() * max(a + b for a, b in pairwise(widths))
+
+
+def _bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
+    """Bytes that the whole graph takes at once beyond what is there: outputs, attention, and what must be moved."""
+    heads = max((layer.conv.heads for layer in layers if isinstance(layer.conv, GATConv)), default=1)
+    moved = 0 if x.device == device else x.nbytes + graph.num_bytes
+    return _outputs(layers, x) + 2 * graph.num_edges * heads * x.element_size() + moved
+
+
+def _reads_rows_alone(norm: nn.Module) -> bool:
+    """Say whether a normalisation, in evaluation, changes each row by itself."""
+    if type(norm).__name__ == "LayerNorm":
+        return getattr(norm, "mode", "node") == "node"
+    if type(norm).__name__ in ("BatchNorm", "BatchNorm1d"):
+        norm = getattr(norm, "module", norm)
+        return norm.running_mean is not None
+    return isinstance(norm, nn.Identity)

@@ -1,0 +1,304 @@
+"""Exact inference: the outputs of the whole-graph forward, however little memory there is, through interruptions."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch_geometric.nn import models as pyg
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer, layer_files
+from lightning_gnn.nn.inference import layers_of
+from tests.strategies import edge_indices
+
+NODES = 60
+GENERATOR = torch.Generator().manual_seed(0)
+EDGES = torch.cat(
+    [
+        torch.randint(15, (2, 200), generator=GENERATOR),
+        torch.randint(50, (2, 200), generator=GENERATOR),
+        torch.tensor([[3, 3, 5], [3, 3, 5]]),
+    ],
+    dim=1,
+)
+X = torch.randn(NODES, 8, dtype=torch.double, generator=GENERATOR)
+WEIGHT = torch.rand(EDGES.size(1), dtype=torch.double, generator=GENERATOR)
+GRAPH = CompressedGraph.from_edge_index(EDGES, NODES, num_chunks=7)
+SPLIT = CompressedGraph.from_edge_index(EDGES, NODES, local_bytes=2 * 64 * 4 * 12)  # hubs have several rows
+
+MODELS = [
+    (GCN, {}),
+    (GCN, {"norm": "batch", "act_first": True, "jk": "last"}),
+    (GCN, {"normalize": False}),
+    (GCN, {"add_self_loops": False, "improved": True}),
+    (GraphSAGE, {"norm": "layer", "norm_kwargs": {"mode": "node"}}),
+    (GraphSAGE, {"aggr": "max", "normalize": True}),
+    (GAT, {"heads": 3, "act": "elu", "output_heads": 2}),
+    (GAT, {"heads": 2, "residual": True, "norm": "batch"}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def trained(cls, **kwargs):
+    """A model whose normalisations have seen something."""
+    torch.manual_seed(0)
+    model = cls(8, 12, 3, 5, dropout=0.5, **kwargs).double()
+    model(X, EDGES)
+    return model.eval()
+
+
+@pytest.mark.parametrize("graph", [GRAPH, SPLIT], ids=["chunks", "split hubs"])
+@pytest.mark.parametrize("limit", ["auto", 3000, 0])
+@pytest.mark.parametrize(("cls", "kwargs"), MODELS)
+def test_equals_the_forward_of_the_whole_graph(tmp_path, cls, kwargs, limit, graph):
+    model = trained(cls, **kwargs)
+    extra = {"edge_weight": WEIGHT} if cls is GCN else {}
+    options = FullInference(folder=tmp_path, memory_limit=limit, progress=False)
+    out = infer(model, X, graph, settings=options, **extra)
+    torch.testing.assert_close(out, model(X, EDGES, **extra), rtol=1e-10, atol=1e-10)
+    assert not out.requires_grad
+    assert any(tmp_path.iterdir()) == (limit != "auto")
+
+
+@settings(max_examples=30)
+@given(drawn=edge_indices(), chunks=st.integers(1, 6), which=st.integers(0, len(MODELS) - 1))
+def test_on_any_graph(drawn, chunks, which):
+    num_nodes, edges = drawn
+    cls, kwargs = MODELS[which]
+    model = trained(cls, **kwargs)
+    graph = CompressedGraph.from_edge_index(edges, num_nodes, num_chunks=min(chunks, num_nodes))
+    x = torch.randn(num_nodes, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    out = infer(model, x, graph, settings=FullInference(memory_limit=0, progress=False))
+    torch.testing.assert_close(out, model(x, edges), rtol=1e-10, atol=1e-10)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(model, layer, calls):
+    """Let a layer raise at a call; return the number of rows of each call that was made."""
+    rows = []
+
+    def hook(module, args):
+        if module is model.convs[layer] and sum(1 for at, _ in rows if at == layer) == calls:
+            raise Interrupted
+        at = next(i for i, conv in enumerate(model.convs) if conv is module)
+        rows.append((at, args[1].num_targets))
+
+    handles = [conv.register_forward_pre_hook(hook) for conv in model.convs]
+    return rows, lambda: [handle.remove() for handle in handles]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize(("cls", "kwargs"), [MODELS[0], MODELS[4], MODELS[6]])
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, cls, kwargs, layer):
+    model = trained(cls, **kwargs)
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    rows, stop = interrupt(model, layer, 3)
+    with pytest.raises(Interrupted), pytest.warns(UserWarning, match=f"Stopped in layer {layer + 1}; the same run"):
+        infer(model, X, GRAPH, settings=options)
+    stop()
+    done = sum(count for _, count in rows)
+    assert 0 < done - layer * NODES < NODES
+    assert json.loads((tmp_path / "state.json").read_text())["layer"] == layer
+
+    rows, stop = interrupt(model, 2, 10**6)
+    out = infer(model, X, GRAPH, settings=options)
+    stop()
+    assert sum(count for _, count in rows) == 3 * NODES - done
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+    rows, stop = interrupt(model, 2, 10**6)
+    again = infer(model, X, GRAPH, settings=options)
+    stop()
+    assert rows == []
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("change", ["weights", "features", "graph", "activation", "resume", "lost"])
+def test_files_of_another_run_are_not_used(tmp_path, change):
+    model, x, edges = trained(GraphSAGE), X, EDGES
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    _, stop = interrupt(model, 1, 3)
+    with pytest.raises(Interrupted):
+        infer(model, X, GRAPH, settings=options)
+    stop()
+    if change == "weights":
+        model.convs[2].lin_l.bias.data[0] += 1e-9
+    elif change == "features":
+        x = X.clone()
+        x[7, 3] += 1e-9
+    elif change == "graph":
+        edges = EDGES.clone()
+        edges[0, 5] = (edges[0, 5] + 1) % 15
+    elif change == "activation":
+        model.act = nn.ELU()
+    elif change == "resume":
+        options = FullInference(folder=tmp_path, memory_limit=0, progress=False, resume=False)
+    else:
+        (tmp_path / "layer_0.npy").unlink()
+    graph = GRAPH if edges is EDGES else CompressedGraph.from_edge_index(edges, NODES, num_chunks=7)
+    rows, stop = interrupt(model, 2, 10**6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = infer(model, x, graph, settings=options)
+    stop()
+    assert sum(count for _, count in rows) == 3 * NODES
+    expected = {"resume": [], "lost": ["lacks layer outputs"]}.get(change, ["another model, graph or features"])
+    assert len(said) == len(expected)
+    assert all(text in str(warning.message) for text, warning in zip(expected, said, strict=True))
+    torch.testing.assert_close(out, model(x, edges), rtol=1e-10, atol=1e-10)
+
+
+def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
+    model = trained(GraphSAGE)
+    out = infer(model, X, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
+    (path,) = tmp_path.glob("*.npy")
+    assert np.array_equal(np.load(path), out.numpy())
+    out.zero_()  # copy on write
+    assert np.abs(np.load(path)).sum() > 0
+
+
+def test_a_run_that_is_killed_leaves_nothing_wrong_behind(tmp_path, monkeypatch):
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    first, second = trained(GraphSAGE), trained(GraphSAGE)
+    second.convs[0].lin_l.bias.data += 1
+    _, stop = interrupt(first, 1, 3)
+    with pytest.raises(Interrupted):
+        infer(first, X, GRAPH, settings=options)
+    stop()
+    notes = []
+    note = layer_files.OutputFiles.note
+    # The other run overwrites files, but cannot write its last words.
+    monkeypatch.setattr(layer_files.OutputFiles, "note", lambda self: None if notes else notes.append(note(self)))
+    _, stop = interrupt(second, 1, 3)
+    with pytest.raises(Interrupted):
+        infer(second, X, GRAPH, settings=options)
+    stop()
+    monkeypatch.undo()
+    out = infer(first, X, GRAPH, settings=options)
+    torch.testing.assert_close(out, first(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_complete_outputs_of_another_model_are_replaced_without_a_word(tmp_path):
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    infer(trained(GraphSAGE), X, GRAPH, settings=options)
+    model = trained(GAT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = infer(model, X, GRAPH, settings=options)
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_without_a_folder_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
+    model = trained(GCN)
+    out = infer(model, X, GRAPH, settings=FullInference(memory_limit=0, progress=False))
+    assert list((tmp_path / "inference").iterdir()) == []
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_features_may_be_memory_mapped(tmp_path):
+    np.save(tmp_path / "x.npy", X.numpy())
+    x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
+    model = trained(GCN)
+    out = infer(model, x, GRAPH, settings=FullInference(folder=tmp_path / "f", memory_limit=0, progress=False))
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_bfloat16_goes_through_files_of_float32(tmp_path):
+    model = trained(GraphSAGE).bfloat16()
+    x = X.bfloat16()
+    out = infer(model, x, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, model(x, GRAPH).float(), rtol=5e-2, atol=5e-2)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = GraphSAGE(8, 12, 2, 5).double()
+
+    def forward(self, x, edge_index):
+        return self.layer(x, edge_index).tanh()
+
+
+class Tensorial(nn.Module):
+    def forward(self, x, edge_index):
+        return x.new_zeros(x.shape).index_add(0, edge_index[1], x[edge_index[0]])
+
+
+class Scaled(GraphSAGE):
+    def forward(self, x, edge_index):
+        return 2 * super().forward(x, edge_index)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Own(), Tensorial(), Scaled(8, 12, 2, 5), pyg.GIN(8, 12, 2, 5), pyg.GCN(8, 12, 2, 5), GAT(8, 12, 2, 5, v2=True)],
+    ids=lambda model: type(model).__name__,
+)
+def test_other_models_run_on_the_whole_graph_at_once(model):
+    model = model.double().eval()
+    assert layers_of(model) is None
+    out = infer(model, X, GRAPH, settings=FullInference(memory_limit=0))
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_features_of_edges_reach_a_model_that_takes_them():
+    model = GAT(8, 12, 2, 5, edge_dim=3).double().eval()
+    features = torch.rand(EDGES.size(1), 3, dtype=torch.double)
+    out = infer(model, X, GRAPH, edge_attr=features)
+    torch.testing.assert_close(out, model(X, EDGES, edge_attr=features), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("norm", ["layer", "graph_norm", "instance"])
+def test_a_norm_over_all_nodes_needs_memory(norm):
+    model = trained(GraphSAGE, norm=norm)
+    torch.testing.assert_close(infer(model, X, GRAPH), model(X, EDGES), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"averages over all nodes.*raise memory_limit"):
+        infer(model, X, GRAPH, settings=FullInference(memory_limit=0))
+
+
+def test_wrong_use_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        infer(GCN(8, 12, 2, 5).double(), X, GRAPH)
+    for limit in ("much", -1):
+        with pytest.raises(ValueError, match="memory_limit must be a number of bytes, or 'auto'"):
+            FullInference(memory_limit=limit)
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    with FileLock(tmp_path / "lock"), pytest.raises(RuntimeError, match="in use by another process"):
+        infer(trained(GCN), X, GRAPH, settings=options)
+
+
+def test_progress_counts_every_row_once():
+    class Bar:
+        total, done, removed = 0, 0, False
+
+        def add_task(self, description, total):
+            self.total = total
+            return 7
+
+        def update(self, task, description, advance):
+            self.done += advance
+
+        def remove_task(self, task):
+            self.removed = True
+
+    bar = Bar()
+    infer(trained(GraphSAGE), X, GRAPH, settings=FullInference(memory_limit=0), bar=bar)
+    assert bar.total == bar.done == 3 * NODES
+    assert bar.removed
