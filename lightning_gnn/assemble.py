@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate, to_absolute_path
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 
+from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.datamodules import LinkDataModule
 
 MODES = ("train", "test", "predict")
@@ -63,14 +62,8 @@ def check_accelerator(name: str) -> None:
             else (f"torch {torch.__version__} was built without CUDA")
         )
         raise RuntimeError(f"trainer.accelerator={name} needs a GPU, but torch finds none ({built}); use trainer=cpu")
-    if name == "npu":
-        if importlib.util.find_spec("torch_npu") is None:
-            raise RuntimeError(
-                "trainer.accelerator=npu needs the package torch-npu, which is not installed; on a machine with CANN: "
-                "pip install 'lightning-gnn[npu]'"
-            )
-        if "npu" not in AcceleratorRegistry.available_accelerators():
-            raise RuntimeError("trainer.accelerator=npu is not known to Lightning; no NPU accelerator is registered")
+    if name == "npu" and (reason := why_unavailable()):
+        raise RuntimeError(f"trainer.accelerator=npu cannot be used: {reason}; `lgnn doctor` shows what is there")
 
 
 def build_data(cfg: DictConfig) -> Data:

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
 from rich.console import Console
 
+from lightning_gnn import doctor
 from lightning_gnn.assemble import build_data, build_link_task, build_node_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.errors import UserError, explained
@@ -37,6 +38,8 @@ TASKS = {"node": build_node_task, "link": build_link_task}
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    if sys.argv[1:2] == ["doctor"]:
+        sys.exit(doctor.main(sys.argv[2:]))
     try:
         _hydra_main()
     except KeyboardInterrupt:

@@ -37,6 +37,9 @@ def test_the_wheel_holds_one_package(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lightning_gnn"}
     assert "lightning_gnn/conf/train.yaml" in names
     assert "lightning_gnn/py.typed" in names
+    assert "lightning_gnn/ascend_ops/csrc/aggregate_cube.cpp" in names
+    assert "lightning_gnn/ascend_ops/twin/include/kernel_operator.h" in names
+    assert "lightning_gnn/ascend_ops/host/CMakeLists.txt" in names
 
 
 @pytest.mark.slow

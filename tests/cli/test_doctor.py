@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -74,3 +75,10 @@ def test_the_arguments_are_checked(arguments, capsys):
         doctor.main(arguments)
     assert stopped.value.code == (0 if arguments == ["--help"] else 2)
     capsys.readouterr()
+
+
+def test_it_is_a_command_of_lgnn(tmp_path):
+    command = [sys.executable, "-m", "lightning_gnn", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    assert by_name(doctor.Finding(**finding) for finding in json.loads(done.stdout))["torch"].state == "present"
+    assert not list(tmp_path.iterdir())

@@ -142,7 +142,7 @@ ERRORS = {
     "task.lr=-1": "task: lr must be positive, got -1",
     "task.name=both": "task.name='both' is unknown",
     "trainer.precision=7": "Precision 7 is invalid",
-    "trainer=npu": "needs the package torch-npu",
+    "trainer=npu": "torch_npu is not installed",
     "data=custom": "data.root is missing; give data.root=VALUE",
     "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
