@@ -1,0 +1,77 @@
+// out[i] = table[index[i]], for rows of any number of bytes. Indices are trusted: the host checks them.
+//
+// Launch: any number of vector-core blocks, each with an even share of consecutive rows. No workspace.
+#include "load_tiling.h"
+
+using namespace AscendC;
+using namespace lightning_gnn;
+
+class GatherRows {
+public:
+    __aicore__ inline GatherRows() {}
+
+    __aicore__ inline void Init(GM_ADDR table, GM_ADDR index, GM_ADDR out, const GatherTiling& t)
+    {
+        tiling = t;
+        tableGm.SetGlobalBuffer((__gm__ uint8_t*)table);
+        indexGm.SetGlobalBuffer((__gm__ int32_t*)index);
+        outGm.SetGlobalBuffer((__gm__ uint8_t*)out);
+        pipe.InitBuffer(indexQueue, BUFFER_NUM, UpTo(tiling.batch * sizeof(int32_t), 32));
+        pipe.InitBuffer(rowsQueue, BUFFER_NUM, tiling.batch * tiling.piece);
+    }
+
+    __aicore__ inline void Process()
+    {
+        const uint64_t blocks = GetBlockNum(), block = GetBlockIdx();
+        const uint32_t begin = static_cast<uint32_t>(tiling.numRows * block / blocks);
+        const uint32_t end = static_cast<uint32_t>(tiling.numRows * (block + 1) / blocks);
+        for (uint32_t i = begin; i < end; i += tiling.batch) {
+            Batch(i, Least(end - i, tiling.batch));
+        }
+    }
+
+private:
+    __aicore__ inline void Batch(uint32_t first, uint32_t n)
+    {
+        LocalTensor<int32_t> index = indexQueue.AllocTensor<int32_t>();
+        DataCopyPad(index, indexGm[first], DataCopyExtParams(1, n * sizeof(int32_t), 0, 0, 0),
+                    DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
+        indexQueue.EnQue(index);
+        index = indexQueue.DeQue<int32_t>();
+        Sync<HardEvent::MTE2_S>();
+        for (uint32_t at = 0; at < tiling.rowBytes; at += tiling.piece) {
+            const uint32_t bytes = Least(tiling.rowBytes - at, tiling.piece), room = UpTo(bytes, 32);
+            LocalTensor<uint8_t> rows = rowsQueue.AllocTensor<uint8_t>();
+            for (uint32_t i = 0; i < n; ++i) {
+                const uint64_t row = static_cast<uint64_t>(index.GetValue(i)) * tiling.tableStride + at;
+                DataCopyPad(rows[i * room], tableGm[row], DataCopyExtParams(1, bytes, 0, 0, 0),
+                            DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
+            }
+            rowsQueue.EnQue(rows);
+            rows = rowsQueue.DeQue<uint8_t>();
+            // one copy out: rows are whole 32-byte blocks apart in UB and rowBytes apart in global memory
+            DataCopyPad(outGm[static_cast<uint64_t>(first) * tiling.rowBytes + at], rows,
+                        DataCopyExtParams(static_cast<uint16_t>(n), bytes, 0, tiling.rowBytes - bytes, 0));
+            rowsQueue.FreeTensor(rows);
+        }
+        Sync<HardEvent::S_MTE2>();
+        indexQueue.FreeTensor(index);
+    }
+
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> indexQueue;
+    TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> rowsQueue;
+    GlobalTensor<uint8_t> tableGm, outGm;
+    GlobalTensor<int32_t> indexGm;
+    GatherTiling tiling;
+};
+
+extern "C" __global__ __aicore__ void gather_rows(GM_ADDR table, GM_ADDR index, GM_ADDR out, GM_ADDR tilingGm)
+{
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    GatherTiling tiling;
+    LoadTiling(tiling, tilingGm);
+    GatherRows op;
+    op.Init(table, index, out, tiling);
+    op.Process();
+}

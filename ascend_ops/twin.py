@@ -1,0 +1,283 @@
+"""Runs Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts, a timeline."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .build import build
+
+_LOCK = threading.Lock()  # the runtime holds one launch at a time
+_BY_VALUE, _READ_WRITE, _READ_ONLY, _SCRATCH = range(4)
+
+RECORD = np.dtype(
+    {
+        "names": ["block", "core", "pipe", "kind", "line", "start", "finish", "bytes", "fractals", "elements"],
+        "formats": ["i4", "i4", "u1", "u1", "u2", "f8", "f8", "i8", "i8", "i8"],
+        "offsets": [0, 4, 8, 9, 10, 16, 24, 32, 40, 48],
+        "itemsize": 56,
+    }
+)
+PIPES = ("scalar", "vector", "cube", "mte1", "mte2", "mte3", "", "fix")
+KINDS = ("scalar", "copy", "vector", "exp", "reduce", "load_data", "mmad", "fixpipe", "sync")
+
+
+class TwinViolation(RuntimeError):
+    """A kernel broke a rule of the chip.
+
+    Args:
+        record: kernel, block, core ("cube core", "vector core 0"), file, line, rule and message of the violation.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.kernel: str = record["kernel"]
+        self.block: int = record["block"]
+        self.core: str = record["core"]
+        self.file: str = record["file"]
+        self.line: int = record["line"]
+        self.rule: str = record["rule"]
+        self.message: str = record["message"]
+        place = f", block {self.block}, {self.core}" if self.block >= 0 else ""
+        source = f", {Path(self.file).name}:{self.line}" if self.file else ""
+        super().__init__(f"{self.kernel}{place}{source}: {self.rule}: {self.message}")
+
+
+@dataclass(frozen=True)
+class ReadOnly:
+    """An array the kernel may only read; reads of it are not tracked, which makes the run faster."""
+
+    array: Any
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """An array whose content is undefined at the start: reading a byte before writing it is a violation."""
+
+    array: Any
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What one launch did.
+
+    Args:
+        makespan: Cycles until the last core finished.
+        bytes: Bytes moved by path (hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, l1_to_l0a,
+            l1_to_l0b, ub_read, ub_write, scalar_gm).
+        fractals: 16x16x16 products of the cube.
+        elements: Elements of vector instructions.
+        instructions: Instructions issued.
+        cores: For every core: block, kind, sub, end (cycles) and the busy cycles of scalar, vector, cube, mte1, mte2,
+            mte3 and fix.
+        lints: Remarks that are not violations, for example a queue with a single buffer.
+        timeline: Structured array (`RECORD`) of every instruction, or None.
+    """
+
+    makespan: float
+    bytes: dict[str, float]
+    fractals: float
+    elements: float
+    instructions: int
+    cores: list[dict[str, Any]]
+    lints: list[str] = field(default_factory=list)
+    timeline: np.ndarray | None = None
+
+    def busy(self, unit: str) -> float:
+        """Busy cycles of one unit, summed over all cores."""
+        return sum(core[unit] for core in self.cores)
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("mode", ctypes.c_int32),
+        ("unit", ctypes.c_int32),
+        ("name", ctypes.c_char_p),
+    ]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        ("chip", ctypes.c_char_p),
+        ("blocks", ctypes.c_int64),
+        ("seed", ctypes.c_int64),
+        ("max_instructions", ctypes.c_int64),
+        ("require_double_buffer", ctypes.c_int32),
+        ("nan_allowed", ctypes.c_int32),
+        ("timeline", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("parameters", ctypes.POINTER(ctypes.c_double)),
+    ]
+
+
+class Twin:
+    """The twin's runtime with a set of kernels.
+
+    Args:
+        sources: Kernel sources; None takes those of ``csrc``.
+        sanitize: Build with sanitizers (see `lightning_gnn.ascend_ops.build.build`).
+    """
+
+    def __init__(self, sources: Sequence[Path | str] | None = None, sanitize: bool = False) -> None:
+        runtime, built = build(None if sources is None else [Path(s) for s in sources], sanitize=sanitize)
+        self._library = ctypes.CDLL(str(runtime))
+        self._parts = [ctypes.CDLL(str(b.library)) for b in built]
+        for function in ("twin_kernels", "twin_parameters", "twin_launch", "twin_line"):
+            getattr(self._library, function).restype = ctypes.c_char_p
+        self._library.twin_records.restype = ctypes.c_void_p
+        signatures = json.loads(self._library.twin_kernels())
+        self.kernels: dict[str, list[tuple[str, str, int]]] = {}
+        for part in built:
+            for name, parameters in part.kernels.items():
+                types = signatures[name]
+                self.kernels[name] = [(p, kind, size) for p, (kind, size) in zip(parameters, types, strict=True)]
+        rows = json.loads(self._library.twin_parameters())
+        self.parameters: dict[str, float] = {name: value for name, value, _ in rows}
+        self.parameter_units: dict[str, str] = {name: unit for name, _, unit in rows}
+
+    def launch(
+        self,
+        kernel: str,
+        args: Sequence[Any],
+        num_blocks: int,
+        arch: str = "910b",
+        seed: int = 0,
+        require_double_buffer: bool = False,
+        mmad_nan: bool = True,
+        parameters: Mapping[str, float] | None = None,
+        timeline: bool = False,
+        max_instructions: int = 1 << 40,
+    ) -> LaunchResult:
+        """Runs a kernel on all blocks; arrays are changed in place.
+
+        Args:
+            kernel: Name of the kernel function.
+            args: One value per parameter. Pointers take C-contiguous numpy arrays or CPU tensors (read and written in
+                place), `ReadOnly` or `Scratch` around one, or a ``ctypes.Structure`` (copied, read-only). Parameters by
+                value take numbers or ``ctypes.Structure``.
+            num_blocks: Blocks, at least 1; a block of a mixed kernel is a cube core and two vector cores.
+            arch: "910b" (Atlas A2, split cores) or "910" (unified core).
+            seed: 0 runs the cores in order; any other number draws the order of the cores.
+            require_double_buffer: Make a queue with a single buffer that is used repeatedly a violation, not a lint.
+            mmad_nan: False makes NaN operands of Mmad a violation.
+            parameters: Cost-model parameters by name, over the defaults in `Twin.parameters`.
+            timeline: Keep a record of every instruction.
+            max_instructions: Stop a kernel that does not end.
+
+        Raises:
+            TwinViolation: The kernel broke a rule; arrays then hold what had been written so far.
+            ValueError: An argument does not fit the kernel's signature.
+        """
+        if kernel not in self.kernels:
+            raise ValueError(f"no kernel {kernel!r}: there are {sorted(self.kernels)}")
+        if arch not in ("910b", "910"):
+            raise ValueError(f"arch is {arch!r}: the twin knows '910b' and '910'")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}: a launch has at least one block")
+        signature = self.kernels[kernel]
+        if len(args) != len(signature):
+            raise ValueError(f"{kernel} takes {len(signature)} arguments {[s[0] for s in signature]}, not {len(args)}")
+        keep: list[Any] = []  # what the pointers point to
+        packed = (_Argument * max(len(args), 1))()
+        for slot, value, (name, kind, size) in zip(packed, args, signature, strict=False):
+            _pack(slot, value, f"{kernel}: argument {name!r}", name, kind, size, keep)
+        unknown = set(parameters or ()) - set(self.parameters)
+        if unknown:
+            raise ValueError(f"unknown cost parameters {sorted(unknown)}: there are {sorted(self.parameters)}")
+        numbers = {**self.parameters, **(parameters or {})}
+        values = (ctypes.c_double * len(numbers))(*(numbers[name] for name in self.parameters))
+        options = _Options(
+            arch.encode(), num_blocks, seed, max_instructions, require_double_buffer, mmad_nan, timeline, 0, values
+        )
+        with _LOCK:
+            text = self._library.twin_launch(kernel.encode(), packed, len(args), ctypes.byref(options))
+            reply = json.loads(text.decode())
+            records = self._records() if timeline else None
+        if reply["violation"]:
+            raise TwinViolation(reply["violation"])
+        return LaunchResult(
+            makespan=reply["makespan"],
+            bytes=reply["bytes"],
+            fractals=reply["fractals"],
+            elements=reply["elements"],
+            instructions=reply["instructions"],
+            cores=reply["cores"],
+            lints=[f"{Path(v['file']).name}:{v['line']}: {v['rule']}: {v['message']}" for v in reply["lints"]],
+            timeline=records,
+        )
+
+    def source_line(self, number: int) -> str:
+        """``file:line`` of the number in a timeline record's field ``line``."""
+        return self._library.twin_line(int(number)).decode()
+
+    def _records(self) -> np.ndarray:
+        count = ctypes.c_int64()
+        pointer = self._library.twin_records(ctypes.byref(count))
+        if not pointer:
+            return np.zeros(0, RECORD)
+        raw = ctypes.string_at(pointer, count.value * RECORD.itemsize)
+        return np.frombuffer(raw, RECORD).copy()
+
+
+@lru_cache(maxsize=1)
+def default_twin() -> Twin:
+    """The twin with the kernels of ``csrc``, built on first use."""
+    return Twin()
+
+
+def launch(kernel: str, args: Sequence[Any], num_blocks: int, **options: Any) -> LaunchResult:
+    """`Twin.launch` on the kernels of ``csrc``."""
+    return default_twin().launch(kernel, args, num_blocks, **options)
+
+
+def _pack(slot: _Argument, value: Any, where: str, name: str, kind: str, size: int, keep: list[Any]) -> None:
+    slot.name = name.encode()
+    if kind == "p":
+        _pack_pointer(slot, value, where, keep)
+        return
+    if isinstance(value, ctypes.Structure):
+        data: Any = value
+    elif kind == "f":
+        data = {4: ctypes.c_float, 8: ctypes.c_double}[size](float(value))
+    elif kind == "i":
+        number = int(value)
+        if not -(1 << (8 * size - 1)) <= number < 1 << (8 * size):
+            raise ValueError(f"{where}: {number} does not fit in {size} bytes")
+        data = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[size](number)
+    else:
+        raise ValueError(f"{where} is a struct of {size} bytes: pass a ctypes.Structure")
+    if ctypes.sizeof(data) != size:
+        raise ValueError(f"{where} has {size} bytes, the structure given has {ctypes.sizeof(data)}")
+    keep.append(data)
+    slot.data, slot.bytes, slot.mode, slot.unit = ctypes.addressof(data), size, _BY_VALUE, 1
+
+
+def _pack_pointer(slot: _Argument, value: Any, where: str, keep: list[Any]) -> None:
+    mode = _READ_WRITE
+    if isinstance(value, ReadOnly | Scratch):
+        mode = _READ_ONLY if isinstance(value, ReadOnly) else _SCRATCH
+        value = value.array
+    if isinstance(value, ctypes.Structure):
+        value, mode = np.frombuffer(bytes(value), np.uint8), _READ_ONLY
+    if hasattr(value, "data_ptr"):  # a tensor
+        if value.device.type != "cpu":
+            raise ValueError(f"{where}: the twin reads CPU memory, the tensor is on {value.device}")
+        value = value.detach().numpy()
+    if not isinstance(value, np.ndarray):
+        raise ValueError(f"{where} is a pointer: pass a numpy array, a CPU tensor or a ctypes.Structure")
+    if not value.flags.c_contiguous:
+        raise ValueError(f"{where}: the array is not contiguous")
+    if mode != _READ_ONLY and not value.flags.writeable:
+        mode = _READ_ONLY
+    keep.append(value)
+    unit = value.itemsize if value.itemsize in (1, 2, 4, 8, 16, 32) else 1
+    slot.data, slot.bytes, slot.mode, slot.unit = value.ctypes.data, value.nbytes, mode, unit

@@ -1,0 +1,69 @@
+// Flags inside a core, flags between cores, barriers, block indices, atomic stores.
+#ifndef TWIN_SYNC_H
+#define TWIN_SYNC_H
+#include "twin/queue.h"
+
+namespace AscendC {
+template <HardEvent event> inline void SetFlag(int32_t eventID, twin::Loc loc = twin::Loc::Here())
+{
+    twin::SetFlagImpl(event, eventID, loc);
+}
+template <HardEvent event> inline void WaitFlag(int32_t eventID, twin::Loc loc = twin::Loc::Here())
+{
+    twin::WaitFlagImpl(event, eventID, loc);
+}
+template <pipe_t pipe> inline void PipeBarrier(twin::Loc loc = twin::Loc::Here())
+{
+    static_assert(pipe != PIPE_S, "the scalar unit orders itself: PipeBarrier<PIPE_S> does not exist");
+    twin::PipeBarrierImpl(pipe, loc);
+}
+
+template <uint8_t modeId, pipe_t pipe> inline void CrossCoreSetFlag(twin::U16 flagId, twin::Loc loc = twin::Loc::Here())
+{
+    static_assert(modeId <= 2, "flag modes of c220 are 0, 1 and 2");
+    twin::CrossSet(modeId, pipe, flagId, loc);
+}
+template <uint8_t modeId = 0, pipe_t pipe = PIPE_S>
+inline void CrossCoreWaitFlag(twin::U16 flagId, twin::Loc loc = twin::Loc::Here())
+{
+    twin::CrossWait(flagId, loc);
+}
+template <bool isAIVOnly = true> inline void SyncAll(twin::Loc loc = twin::Loc::Here())
+{
+    twin::SyncAllImpl(isAIVOnly, loc);
+}
+
+inline int64_t GetBlockIdx() { return twin::BlockIdx(); }
+inline int64_t GetBlockNum() { return twin::BlockNum(); }
+inline int64_t GetSubBlockIdx() { return twin::SubBlockIdx(); }
+inline int64_t GetSubBlockNum() { return twin::SubBlockNum(); }
+inline int64_t GetTaskRation() { return twin::TaskRation(); }
+inline int64_t GetSystemCycle() { return twin::SystemCycle(); }
+
+template <typename T> inline void SetAtomicAdd(twin::Loc loc = twin::Loc::Here())
+{
+    static_assert(twin::ElementOf<T>() != twin::Element::Other, "SetAtomicAdd takes int8, int16, half, int32 or float");
+    twin::SetAtomic(twin::AtomicOp::Add, twin::ElementOf<T>(), loc);
+}
+template <typename T> inline void SetAtomicMax(twin::Loc loc = twin::Loc::Here())
+{
+    twin::SetAtomic(twin::AtomicOp::Max, twin::ElementOf<T>(), loc);
+}
+template <typename T> inline void SetAtomicMin(twin::Loc loc = twin::Loc::Here())
+{
+    twin::SetAtomic(twin::AtomicOp::Min, twin::ElementOf<T>(), loc);
+}
+inline void SetAtomicNone(twin::Loc loc = twin::Loc::Here())
+{
+    twin::SetAtomic(twin::AtomicOp::None, twin::Element::Other, loc);
+}
+
+// The scalar unit's cache: the twin has none, so these only have to exist.
+template <typename T, CacheLine entire, DcciDst target> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>&) {}
+template <typename T, CacheLine entire> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>&) {}
+template <MemDsbT mode> inline void DataSyncBarrier(twin::Loc loc = twin::Loc::Here())
+{
+    twin::PipeBarrierImpl(PIPE_ALL, loc);
+}
+} // namespace AscendC
+#endif

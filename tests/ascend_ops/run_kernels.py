@@ -1,0 +1,163 @@
+"""Runs the kernels of ascend_ops/csrc on the CPU twin: numpy in, numpy out, padding and tables as a host makes them."""
+
+import numpy as np
+
+from lightning_gnn.ascend_ops import structs, tiling
+from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
+
+LOG = []
+"""Results of the launches, newest last, for tests that look at them."""
+
+
+def launch(kernel, args, blocks, **options):
+    twin = options.pop("twin", None) or default_twin()
+    result = twin.launch(kernel, args, max(blocks, 1), **options)
+    LOG.append(result)
+    return result
+
+
+def given(array):
+    """An input; an empty one still needs an address."""
+    return ReadOnly(np.ascontiguousarray(array) if array.size else np.zeros(32, array.dtype))
+
+
+def padded(x, heads=1):
+    """[n, heads * C] -> float16 [n, heads * Up16(C)], fillers 0."""
+    x = np.asarray(x)
+    count, columns = x.shape[0], x.shape[1] // heads
+    out = np.zeros((count, heads, structs.up(columns)), np.float16)
+    out[:, :, :columns] = x.reshape(count, heads, columns)
+    return out.reshape(count, -1)
+
+
+def unpadded(y, columns, heads=1):
+    y = y.reshape(y.shape[0], heads, -1)
+    return y[:, :, :columns].reshape(y.shape[0], heads * columns).astype(np.float64)
+
+
+def aggregate_cube(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1, sizes=None, **options):
+    columns = x.shape[1] // heads
+    tables = tiling.cube_tables(*chunks.tables, ranges, groups, columns, heads=heads, **(sizes or {}))
+    wide = heads * structs.up(columns)
+    y = np.zeros((num_rows, wide), np.float16)
+    parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
+    args = [
+        given(padded(x, heads)),
+        *map(given, (tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions)),
+        given(tables.values(weights, heads)),
+        given(tables.runs),
+        y,
+        Scratch(parts),
+        Scratch(np.zeros(tables.workspace_bytes // 2, np.float16)),
+        given(tables.tiling),
+    ]
+    launch("aggregate_cube", args, options.pop("blocks", tables.num_blocks), **options)
+    if len(tables.splits):
+        combine = structs.combine_tiling(len(tables.splits), wide)
+        launch("combine_parts", [given(parts), given(tables.splits), y, given(combine)], 3, **options)
+    return unpadded(y, columns, heads)
+
+
+def aggregate_vector(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1, panel=2048, **options):
+    columns = x.shape[1] // heads
+    tables = tiling.row_tables(
+        *chunks.tables, chunk_ranges=ranges, num_groups=groups, num_columns=columns, heads=heads, max_panel=panel
+    )
+    wide = heads * structs.up(columns)
+    packed = structs.aggregate_vector_tiling(
+        tables.num_groups,
+        tables.num_members,
+        tables.range_offset,
+        tables.panel_offset,
+        tables.panel_columns,
+        wide,
+        num_edges=chunks.source.size,
+        weighted=weights is not None,
+    )
+    values = np.zeros(1, np.float32) if weights is None else weights.reshape(-1, heads).T.astype(np.float32)
+    y = np.zeros((num_rows, wide), np.float16)
+    args = [*map(given, (padded(x, heads), tables.vertices, tables.columns, values, tables.plan)), y, given(packed)]
+    launch("aggregate_vector", args, groups * tables.num_members, **options)
+    return unpadded(y, columns, heads)
+
+
+def _rows(chunks, blocks):
+    return tiling.row_tables(*chunks.tables, num_members=blocks)
+
+
+def edge_softmax(chunks, source, target, slope, blocks, **options):
+    tables, heads = _rows(chunks, blocks), source.shape[1]
+    packed = structs.softmax_tiling(blocks, tables.range_offset, heads, slope)
+    alpha = np.zeros((chunks.source.size, heads), np.float32)
+    out = alpha if alpha.size else np.zeros(8, np.float32)
+    inputs = map(given, (source, target, tables.vertices, tables.columns, tables.plan))
+    launch("edge_softmax", [*inputs, out, given(packed)], blocks, **options)
+    return alpha
+
+
+def edge_softmax_backward(chunks, source, target, slope, alpha, grad, blocks, **options):
+    tables, heads = _rows(chunks, blocks), source.shape[1]
+    packed = structs.softmax_tiling(blocks, tables.range_offset, heads, slope)
+    score_grad = np.zeros_like(alpha)
+    target_grad = np.zeros_like(target)
+    inputs = map(given, (source, target, tables.vertices, tables.columns, tables.plan, alpha, grad))
+    launch("edge_softmax_backward", [*inputs, score_grad, target_grad, given(packed)], blocks, **options)
+    return score_grad, target_grad
+
+
+def edge_sum(chunks, values, edges, num_rows, blocks, **options):
+    tables, heads = _rows(chunks, blocks), values.shape[1]
+    packed = structs.softmax_tiling(blocks, tables.range_offset, heads)
+    out = np.zeros((num_rows, heads), np.float32)
+    inputs = map(given, (values, tables.vertices, edges.astype(np.int32), tables.plan))
+    launch("edge_sum", [*inputs, out, given(packed)], blocks, **options)
+    return out
+
+
+def edge_products(chunks, a, b, heads, blocks, **options):
+    tables, columns = _rows(chunks, blocks), a.shape[1] // heads
+    packed = structs.products_tiling(blocks, tables.range_offset, heads, columns)
+    out = np.zeros((chunks.source.size, heads), np.float32)
+    inputs = map(given, (padded(a, heads), padded(b, heads), tables.vertices, tables.columns, tables.plan))
+    launch("edge_products", [*inputs, out if out.size else np.zeros(8, np.float32), given(packed)], blocks, **options)
+    return out
+
+
+def gather_rows(table, index, blocks, **options):
+    out = np.zeros((index.size, *table.shape[1:]), table.dtype)
+    row_bytes = table[0].nbytes
+    packed = structs.gather_tiling(index.size, row_bytes)
+    launch("gather_rows", [given(table), given(index.astype(np.int32)), out, given(packed)], blocks, **options)
+    return out
+
+
+def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpose_b=False, split=1, full=False, seed=0):
+    """The product of the matrices as given; the flags say how they are stored for the kernel."""
+    (m, k), n = a.shape, b.shape[1]
+    stored_a, stored_b = padded(a.T if transpose_a else a), padded(b.T if transpose_b else b)
+    packed = structs.update_tiling(
+        m,
+        k,
+        n,
+        stored_a.shape[1],
+        stored_b.shape[1],
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        bias=bias is not None,
+        relu=relu,
+        float_out=full,
+        split_k=split,
+    )
+    parts = int(packed[structs.STRUCTS["UpdateTiling"].split().index("splitK")])
+    wide = structs.up(n)
+    bias_rows = np.zeros((16, wide), np.float16) if bias is None else structs.update_bias(bias)
+    out = np.zeros((m * parts, wide), np.float32 if full or parts > 1 else np.float16)
+    inputs = map(given, (stored_a, stored_b, bias_rows, structs.update_constants()))
+    launch("update", [*inputs, out, given(packed)], blocks, seed=seed)
+    if parts > 1:
+        y = np.zeros((m, wide), np.float32)
+        combine = structs.combine_tiling(m, wide, parts_per_row=parts, float_out=True)
+        nothing = np.zeros(4, np.int32)
+        launch("combine_parts", [given(out), given(nothing), y, given(combine)], blocks, seed=seed)
+        out = y
+    return out[:, :n].astype(np.float64)

@@ -1,0 +1,321 @@
+"""The twin's instructions against numpy, its order of blocks, its counts, its errors."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_gnn.ascend_ops import build
+from lightning_gnn.ascend_ops.twin import PIPES, ReadOnly, Scratch, Twin, TwinViolation
+
+HERE = Path(__file__).parent
+BODY = re.search(r"enum Operation : uint32_t \{(.*?)\}", (HERE / "kernels" / "vector_ops.cpp").read_text(), re.DOTALL)
+OPERATIONS = [name.strip().lower() for name in BODY.group(1).split(",") if name.strip()]
+N = 512
+
+
+class Empty(ctypes.Structure):
+    pass
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return Twin([HERE / "kernels" / "vector_ops.cpp", HERE / "kernels" / "copies.cpp"])
+
+
+def expected(operation, a, b, s):
+    """The result in float64 of the operands as they are stored, before the last rounding."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    lanes = 256 // a.itemsize
+    out = np.zeros(N)
+    whole = {
+        "add": lambda: x + y, "sub": lambda: x - y, "mul": lambda: x * y, "div": lambda: x / y,
+        "maximum": lambda: np.maximum(x, y), "minimum": lambda: np.minimum(x, y),
+        "adds": lambda: x + s, "muls": lambda: x * s,
+        "maxs": lambda: np.maximum(x, s), "mins": lambda: np.minimum(x, s), "exp": lambda: np.exp(x),
+        "ln": lambda: np.log(x), "sqrt": lambda: np.sqrt(x), "abs": lambda: np.abs(x),
+        "relu": lambda: np.maximum(x, 0), "reciprocal": lambda: 1 / x, "leaky": lambda: np.where(x >= 0, x, s * x),
+        "axpy": lambda: s * x, "mul_add_dst": lambda: x * y, "select_greater": lambda: np.where(x > y, x, y),
+        "select_scalar": lambda: np.where(x <= s, x, s), "gather": lambda: x[::-1],
+        "row_add": lambda: (x.reshape(-1, lanes) + y[:lanes]).ravel(),
+        "brcb": lambda: np.repeat(x[: N // (32 // a.itemsize)], 32 // a.itemsize),
+    }  # fmt: skip
+    if operation in whole:
+        return whole[operation]()
+    if operation == "bit_mask":
+        picked = np.arange(N) % lanes
+        return np.where((picked % 2 == 0) & ((picked < 64) | (picked == 64)), x * s, 0)
+    if operation.startswith("reduce"):
+        out[0] = {"max": np.max, "min": np.min, "sum": np.sum}[operation[7:]](x)
+    elif operation == "row_sum":
+        out[: N // lanes] = x.reshape(-1, lanes).sum(1)
+    elif operation == "block_max":
+        out[: N // (32 // a.itemsize)] = x.reshape(-1, 32 // a.itemsize).max(1)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_vector_instruction_equals_numpy(twin, operation, dtype):
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal(N).astype(dtype), rng.standard_normal(N).astype(dtype)
+    b[::7] = a[::7]
+    if operation in ("ln", "sqrt"):
+        a = np.abs(a) + dtype(0.1)
+    if operation in ("div", "reciprocal"):
+        a, b = np.abs(a) + dtype(0.5), np.abs(b) + dtype(0.5)
+    y = np.full(N, np.nan, dtype)
+    kernel = "vector_half" if dtype == np.float16 else "vector_float"
+    twin.launch(kernel, [ReadOnly(a), ReadOnly(b), y, N, 0.25, OPERATIONS.index(operation)], 1)
+    want = expected(operation, a, b, 0.25)
+    if operation in ("row_sum", "reduce_sum"):
+        np.testing.assert_allclose(y, want, rtol=0, atol=0.1 if dtype == np.float16 else 1e-4)
+    elif dtype == np.float16:
+        np.testing.assert_array_equal(y, want.astype(np.float16))  # one rounding of the exact result
+    else:
+        np.testing.assert_allclose(y, want, rtol=3e-7, atol=1e-12)
+
+
+def test_all_fp16_values_survive(twin):
+    x = np.arange(65536, dtype=np.uint16).view(np.float16)
+    wide, back = np.zeros(65536, np.float32), np.zeros(65536, np.float16)
+    twin.launch("cast_to_float", [x, wide, 65536, 0], 1)
+    np.testing.assert_array_equal(wide, x.astype(np.float32))
+    twin.launch("cast_to_half", [wide, back, 65536, 1], 1)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_rounding_to_fp16_equals_numpy(twin):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 1 << 32, 65536, dtype=np.uint32).view(np.float32)
+    x[:32768] = np.ldexp(rng.standard_normal(32768), rng.integers(-28, 18, 32768)).astype(np.float32)
+    halves = np.arange(31744, dtype=np.uint16).view(np.float16).astype(np.float32)
+    x[:16384] = (halves[:16384] + halves[1:16385]) / 2  # ties
+    y = np.zeros(65536, np.float16)
+    with np.errstate(over="ignore"):
+        want = x.astype(np.float16)
+    twin.launch("cast_to_half", [x, y, 65536, 1], 1)
+    np.testing.assert_array_equal(y, want)
+
+
+@pytest.mark.parametrize(("mode", "rule"), [(1, np.rint), (2, np.floor), (3, np.ceil), (5, np.trunc)])
+def test_rounding_modes(twin, mode, rule):
+    x = (np.arange(4096, dtype=np.float32) - 2048) / 8
+    y = np.zeros(4096, np.int32)
+    twin.launch("cast_to_int", [x, y, 4096, mode], 1)
+    np.testing.assert_array_equal(y, rule(x).astype(np.int32))
+    z = np.zeros(4096, np.float16)
+    twin.launch("cast_to_half", [x + np.float32(0.0001), z, 4096, mode], 1)
+    if mode == 2:
+        assert (z <= x + np.float32(0.0001)).all()
+    if mode == 3:
+        assert (z >= x + np.float32(0.0001)).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 16), (5, 41), (7, 100)])
+def test_padded_copies(twin, rows, columns):
+    rng = np.random.default_rng(1)
+    wide = (columns + 15) // 16 * 16
+    x = rng.standard_normal((rows, columns + 5)).astype(np.float16)
+    y = np.full((rows, columns + 3), 7, np.float16)
+    padded = Scratch(np.zeros((rows, wide), np.float16))
+    twin.launch("copy_padded", [x, y, padded, rows, columns, columns + 5, columns + 3, -2.0], 1)
+    np.testing.assert_array_equal(y[:, :columns], x[:, :columns])
+    np.testing.assert_array_equal(y[:-1, columns:], 7)  # the gaps are untouched
+    np.testing.assert_array_equal(padded.array[:, :columns], x[:, :columns])
+    np.testing.assert_array_equal(padded.array[:, columns:], -2)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_atomic_sums_of_all_blocks(twin, seed):
+    x = np.random.default_rng(2).integers(-9, 10, (16, 64)).astype(np.float32)
+    y = np.ones(64, np.float32)
+    twin.launch("atomic_sum", [x, y, 64], 16, seed=seed)
+    np.testing.assert_array_equal(y, 1 + x.sum(0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_meet_at_a_barrier(twin, seed):
+    x = np.random.default_rng(4).standard_normal((8, 32)).astype(np.float32)
+    y = np.zeros_like(x)
+    twin.launch("rotate_rows", [x, y, Scratch(np.zeros_like(x)), 32, 1], 8, seed=seed)
+    np.testing.assert_array_equal(y, np.roll(x, -1, 0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_the_barrier_every_order_is_caught(twin, seed):
+    """Even where the schedule happens to give the right numbers."""
+    x = np.zeros((8, 32), np.float32)
+    with pytest.raises(TwinViolation, match=r"race|uninitialised read"):
+        twin.launch("rotate_rows", [x, x.copy(), Scratch(x.copy()), 32, 0], 8, seed=seed)
+    with pytest.raises(TwinViolation, match=r"race: .*'workspace', which MTE[23] of block"):
+        twin.launch("rotate_rows", [x, x.copy(), x.copy(), 32, 0], 8, seed=seed)
+
+
+def test_more_blocks_than_cores_cannot_meet(twin):
+    x = np.zeros((49, 32), np.float32)
+    with pytest.raises(TwinViolation, match=r"49 blocks do not run at once on 48 cores"):
+        twin.launch("rotate_rows", [x, x.copy(), Scratch(x.copy()), 32, 1], 49)
+
+
+def test_runs_are_reproducible(twin):
+    x = np.random.default_rng(5).standard_normal((8, 32)).astype(np.float32)
+    results = []
+    for _ in range(2):
+        y = np.zeros_like(x)
+        result = twin.launch("rotate_rows", [x, y, Scratch(np.zeros_like(x)), 32, 1], 8, seed=11, timeline=True)
+        results.append((y, result.makespan, result.timeline))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    np.testing.assert_array_equal(results[0][2], results[1][2])
+
+
+def test_counts_and_timeline(twin):
+    n, blocks = 64, 4
+    x = np.zeros((blocks, n), np.float32)
+    result = twin.launch("atomic_sum", [ReadOnly(x), np.zeros(n, np.float32), n], blocks, timeline=True)
+    assert result.bytes["gm_to_ub"] == x.nbytes
+    assert result.bytes["l2_read"] == x.nbytes
+    assert result.bytes["hbm_read"] == x.nbytes  # every sector once
+    assert result.bytes["gm_write"] == x.nbytes
+    assert len(result.cores) == blocks
+    table = result.timeline
+    assert len(table) == result.instructions == 2 * blocks
+    for core in range(blocks):
+        mine = table[table["core"] == core]
+        copy_in, copy_out = mine[mine["pipe"] == PIPES.index("mte2")], mine[mine["pipe"] == PIPES.index("mte3")]
+        assert copy_out["start"][0] >= copy_in["finish"][0]  # the queue's event orders them
+    assert table["finish"].max() == result.makespan
+    line = twin.source_line(table["line"][0])
+    assert line.split(":")[0].endswith("copies.cpp")
+
+
+def test_double_buffering_shortens_the_timeline(twin):
+    """The same work with slower copies takes longer, and the total stays below the sum of the parts if they overlap."""
+    x, y = np.zeros(65536, np.float16), np.zeros(65536, np.float32)
+    result = twin.launch("cast_to_float", [x, y, 65536, 0], 1)
+    parts = [result.busy(unit) for unit in ("mte2", "vector", "mte3")]
+    assert max(parts) < result.makespan < sum(parts)
+    slow = twin.launch("cast_to_float", [x, y, 65536, 0], 1, parameters={"hbm_bytes": 1})
+    assert slow.makespan > result.makespan
+
+
+def test_blocks_beyond_the_cores_wait_for_one(twin):
+    """96 equal blocks on 48 vector cores take two rounds; their results are all there."""
+    times = []
+    for blocks in (48, 49, 96):
+        x = np.ones((blocks, 64), np.float32)
+        y = np.zeros(64, np.float32)
+        # all sectors from L2 or all from HBM cost the same, so that the blocks are equal
+        options = {"parameters": {"hbm_bytes": 110, "scalar_gm_cycles": 20}, "timeline": True}
+        result = twin.launch("atomic_sum", [x, y, 64], blocks, **options)
+        np.testing.assert_array_equal(y, blocks)
+        times.append(result.makespan)
+    assert times[1] == pytest.approx(2 * times[0])
+    assert times[2] == pytest.approx(2 * times[0])
+
+
+def test_unified_core_runs_vector_kernels(twin):
+    x = np.ones((4, 64), np.float32)
+    y = np.zeros(64, np.float32)
+    twin.launch("atomic_sum", [x, y, 64], 4, arch="910")
+    np.testing.assert_array_equal(y, 4)
+
+
+def test_read_only_arrays_are_protected(twin):
+    x = np.ones((2, 64), np.float32)
+    with pytest.raises(TwinViolation, match="read-only input"):
+        twin.launch("atomic_sum", [x, ReadOnly(np.zeros(64, np.float32)), 64], 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": "nothing"}, "no kernel 'nothing'"),
+        ({"num_blocks": 0}, "at least one block"),
+        ({"arch": "920"}, "arch is '920'"),
+        ({"args": []}, r"takes 3 arguments \['x', 'y', 'n'\], not 0"),
+        ({"parameters": {"speed": 1}}, "unknown cost parameters"),
+        ({"args": [np.zeros((4, 4))[:, 1], np.zeros(4), 4]}, "argument 'x': the array is not contiguous"),
+        ({"args": [1, np.zeros(4), 4]}, "argument 'x' is a pointer"),
+        ({"args": [np.zeros(4), np.zeros(4), 1 << 33]}, "does not fit in 4 bytes"),
+        ({"args": [np.zeros(4), np.zeros(4), Empty()]}, "has 4 bytes, the structure given has 0"),
+    ],
+)
+def test_bad_arguments(twin, change, message):
+    call = {"kernel": "atomic_sum", "args": [np.zeros(4), np.zeros(4), 4], "num_blocks": 1, **change}
+    with pytest.raises(ValueError, match=message):
+        twin.launch(**call)
+
+
+def test_an_endless_kernel_is_stopped(twin):
+    x = np.zeros(65536, np.float16)
+    with pytest.raises(TwinViolation, match="more than 10 instructions"):
+        twin.launch("cast_to_float", [x, np.zeros(65536, np.float32), 65536, 0], 1, max_instructions=10)
+
+
+def test_missing_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
+    build.compiler.cache_clear()
+    with pytest.raises(build.BuildError, match=r"'no-such-compiler', which is not installed: install g\+\+"):
+        build.build([HERE / "kernels" / "copies.cpp"])
+    build.compiler.cache_clear()
+
+
+def test_a_source_that_does_not_compile(tmp_path):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text('extern "C" __global__ __aicore__ void broken(int n) { return n }\n')
+    with pytest.raises(build.BuildError, match=r"could not compile .*broken\.cpp"):
+        build.build([broken], progress=lambda line: None)
+    empty = tmp_path / "empty.cpp"
+    empty.write_text("int x;\n")
+    with pytest.raises(build.BuildError, match="defines no kernel"):
+        build.build([empty], progress=lambda line: None)
+
+
+def test_a_build_is_used_again():
+    lines = []
+    sources = [HERE / "kernels" / "copies.cpp"]
+    first = build.build(sources, progress=lines.append)
+    lines.clear()
+    assert build.build(sources, progress=lines.append) == first
+    assert lines == []
+
+
+SANITIZED = """
+import numpy as np, sys
+sys.path.insert(0, {root!r})
+from tests.ascend_ops import test_mutations as m
+from lightning_gnn.ascend_ops.twin import Twin
+twin = Twin([m.FOLDER / "scale_rows.cpp", m.FOLDER / "multiply.cpp"], sanitize=True)
+for seed in (0, 1):
+    m.scale(twin, "NONE", seed)
+    m.multiply(twin, "NONE", seed)
+for call, faults in ((m.scale, m.SCALE_CAUGHT), (m.multiply, m.MULTIPLY_CAUGHT)):
+    for fault in faults:
+        try:
+            call(twin, fault)
+        except m.TwinViolation:
+            continue
+        raise SystemExit(f"{{fault}} was not caught")
+print("clean")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
+def test_under_the_sanitizers():
+    """Correct kernels and every planted fault, with address and undefined-behaviour sanitizers in all that is built."""
+    script = SANITIZED.format(root=str(HERE.parents[1]))
+    environment = {**os.environ, **build.sanitizer_environment()}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "clean" in done.stdout
