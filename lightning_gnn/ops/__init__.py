@@ -1,8 +1,18 @@
 """One operator per hot path; the backend follows the device."""
 
-from lightning_gnn.ops import gather_triton  # noqa: F401  registers the backend
+from lightning_gnn.ops import aggregate_numba, aggregate_triton, gather_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate import aggregate, hybrid_plan
+from lightning_gnn.ops.edge_softmax import edge_softmax
 from lightning_gnn.ops.gather import gather_rows
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.ops.sample import NeighborSample, sample_neighbors
 
-__all__ = ["NeighborSample", "batch_key", "gather_rows", "sample_neighbors"]
+__all__ = [
+    "NeighborSample",
+    "aggregate",
+    "batch_key",
+    "edge_softmax",
+    "gather_rows",
+    "hybrid_plan",
+    "sample_neighbors",
+]

@@ -1,0 +1,59 @@
+"""Threads that run compiled shares side by side, outside the GIL.
+
+Not numba's own parallel loops: their workqueue layer dies when two threads call it, their OpenMP layer is a second
+OpenMP beside torch's, whose idle threads spin on the cores that torch's need, and a process forked after its first use
+is killed. These threads sleep between calls, may be called from any thread, and are made anew in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Lock
+
+_lock = Lock()
+_pool: ThreadPoolExecutor | None = None
+_size = 0
+
+
+def run_all(shares: Sequence[Callable[[], object]]) -> None:
+    """Run every share once, the first one in the calling thread, and return when all are done.
+
+    Args:
+        shares: What to run; they must not wait for one another.
+
+    Raises:
+        Exception: What a share raised, after all have ended.
+    """
+    if len(shares) == 1:
+        shares[0]()
+        return
+    with _lock:
+        # Under the lock, so that no other caller replaces the pool in between.
+        pool = _threads(len(shares) - 1)
+        others = [pool.submit(share) for share in shares[1:]]
+    try:
+        shares[0]()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    global _pool, _size
+    if _pool is None or _size < count:
+        if _pool is not None:
+            _pool.shutdown(wait=False)  # what was submitted still runs
+        _pool, _size = ThreadPoolExecutor(count, "lightning-gnn-worker"), count
+    return _pool
+
+
+def _forget() -> None:
+    global _lock, _pool, _size
+    _lock, _pool, _size = Lock(), None, 0  # a fork copies no threads
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
