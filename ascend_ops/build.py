@@ -44,7 +44,7 @@ class Built:
 def cache_folder() -> Path:
     """Where libraries are kept: ``LIGHTNING_GNN_CACHE``, else the user's cache folder."""
     given = os.environ.get("LIGHTNING_GNN_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_gnn"
+    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-gnn"
     return base / "ascend_twin"
 
 

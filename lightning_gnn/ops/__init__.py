@@ -2,6 +2,7 @@
 
 from lightning_gnn.ops import aggregate_numba, aggregate_triton, gather_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate import aggregate, hybrid_plan
+from lightning_gnn.ops.aggregate_backends import default_backend
 from lightning_gnn.ops.edge_softmax import edge_softmax
 from lightning_gnn.ops.gather import gather_rows
 from lightning_gnn.ops.hashing import batch_key
@@ -11,6 +12,7 @@ __all__ = [
     "NeighborSample",
     "aggregate",
     "batch_key",
+    "default_backend",
     "edge_softmax",
     "gather_rows",
     "hybrid_plan",

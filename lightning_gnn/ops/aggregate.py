@@ -53,7 +53,8 @@ def aggregate(
         weight: One number per edge, ``[E]``, or one per edge and head, ``[E, H]``, in the graph's forward order.
         reduce: ``"sum"``; ``"mean"``, the sum divided by the number of edges; or ``"max"``, for each column apart,
             whose gradient is shared evenly by the edges that attain it. A NaN that is aggregated comes out as NaN.
-        backend: ``"numba"``, ``"triton"``, ``"reference"``, or None for what belongs to the device.
+        backend: ``"numba"``, ``"triton"``, ``"reference"``, ``"ascend_twin"`` (the NPU's kernels, simulated), or None
+            for what belongs to the device.
 
     Returns:
         ``[num_targets, D]`` or ``[num_targets, H, C]`` of the dtype to which ``x`` and ``weight`` promote; zeros where

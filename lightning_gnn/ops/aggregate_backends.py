@@ -132,7 +132,8 @@ def plan_of(graph: CompressedGraph, direction: str, num_columns: int, one_group:
 
 
 def _num_workers(device: torch.device) -> int:
-    return _npu().num_cores(device.index or 0) if device.type == "npu" else torch.get_num_threads()
+    on_npu = device.type == "npu" and _default is None
+    return _npu().num_cores(device.index or 0) if on_npu else torch.get_num_threads()
 
 
 def bounds(pairs: tuple[tuple[int, int], ...]) -> list[int]:

@@ -32,7 +32,8 @@ def edge_softmax(
         source_scores: Floating ``[num_sources, H]``.
         target_scores: Floating ``[num_targets, H]``, of the same dtype.
         negative_slope: Of the leaky ReLU.
-        backend: ``"numba"``, ``"triton"``, ``"reference"``, or None for what belongs to the device.
+        backend: ``"numba"``, ``"triton"``, ``"reference"``, ``"ascend_twin"`` (the NPU's kernels, simulated), or None
+            for what belongs to the device.
 
     Returns:
         Weights ``[E, H]`` in the graph's forward order, as :func:`~lightning_gnn.ops.aggregate` takes them.

@@ -1,0 +1,216 @@
+"""Builds the kernels and their binding for a real NPU on first use, and loads them into torch.
+
+Needs CANN (toolkit and environment), torch_npu, cmake, a C++ compiler and an Atlas A2 or A3 chip (dav-c220).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from .build import CSRC, ROOT, cache_folder
+
+HOST = ROOT / "host"
+LIBRARY = "liblightning_gnn_ascend.so"
+CHIPS = re.compile(r"Ascend910B\d|Ascend910_93\d\d")
+"""Chips of the architecture dav-c220, by CANN's names; ``Ascend910B`` without a digit is the first generation."""
+
+_CMAKE = (
+    "tools/tikcpp/ascendc_kernel_cmake",
+    "compiler/tikcpp/ascendc_kernel_cmake",
+    "tikcpp/ascendc_kernel_cmake",
+    "*-linux/tikcpp/ascendc_kernel_cmake",
+    "ascendc_devkit/tikcpp/samples/cmake",
+)
+_COMPILER = tuple(
+    f"{folder}ccec_compiler/bin/bisheng" for folder in ("tools/", "compiler/", "", "*-linux/", "ascendc_devkit/")
+)
+_PERCENT = re.compile(r"^\[ *(\d+)%\]")
+_lock = threading.Lock()
+_loaded: Path | None = None
+
+
+class BindingError(RuntimeError):
+    """The binding cannot be built; the message says what is missing, or holds the end of the compiler's output."""
+
+
+def soc_version() -> str:
+    """Return CANN's name of the chip: ``$SOC_VERSION``, else that of the current NPU; empty where there is none."""
+    given = os.environ.get("SOC_VERSION", "")
+    if given or not hasattr(torch, "npu"):
+        return given
+    try:
+        return str(torch.npu.get_device_name()) if torch.npu.device_count() else ""
+    except Exception:  # a broken driver is reported as a missing chip
+        return ""
+
+
+def missing() -> list[str]:
+    """Return what the build lacks, each with how to get it; empty where it can start. Imports and starts nothing."""
+    problems = []
+    if importlib.util.find_spec("torch_npu") is None:
+        release = torch.__version__.split("+")[0]
+        problems.append(f"torch_npu (pip install 'lightning-gnn[npu]', in the release for torch {release})")
+    home = os.environ.get("ASCEND_HOME_PATH", "")
+    if not home or not Path(home).is_dir():
+        state = f"ASCEND_HOME_PATH={home!r} is no folder" if home else "ASCEND_HOME_PATH is not set"
+        problems.append(
+            f"CANN ({state}: install the CANN toolkit from https://www.hiascend.com/software/cann and source its "
+            "set_env.sh)"
+        )
+    else:
+        if not _find(home, [f"{folder}/ascendc.cmake" for folder in _CMAKE]):
+            problems.append(f"Ascend C's CMake files under {home} (install the CANN toolkit, 8.0 or newer)")
+        if not _find(home, _COMPILER):
+            problems.append(f"the Ascend C compiler under {home} (install the CANN toolkit, not only its runtime)")
+    if shutil.which("cmake") is None:
+        problems.append("cmake 3.18 or newer (pip install cmake)")
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        problems.append("a C++ compiler (apt install g++, or name one in CXX)")
+    chip = soc_version()
+    if not CHIPS.match(chip):
+        found = f"this is {chip}" if chip else "no NPU was found; SOC_VERSION=Ascend910B3 names one to build for"
+        problems.append(f"an Atlas A2 or A3 chip ({found})")
+    return problems
+
+
+def build(progress: Callable[[str], None] | None = None) -> Path:
+    """Build the library, or return the one that was built from the same sources for the same chip and releases.
+
+    Args:
+        progress: Called with a line when a build starts and as it proceeds; None prints them to stderr.
+
+    Raises:
+        BindingError: Something is missing, or a compiler refused a source.
+    """
+    problems = missing()
+    chip = soc_version()
+    known = importlib.util.find_spec("torch_npu") is not None and os.environ.get("ASCEND_HOME_PATH") and chip
+    folder = cache_folder().parent / "ascend_npu" / f"{chip}-{_digest(chip)}" if known else None
+    if folder is not None and (folder / LIBRARY).exists():
+        return folder / LIBRARY  # which needs no compiler any more
+    if problems or folder is None:
+        raise BindingError(f"the NPU kernels cannot be built without {'; '.join(problems)}")
+    say, library = progress or _show, folder / LIBRARY
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder / "lock"):
+        if not library.exists():  # another process may have built it meanwhile
+            say(f"building the Ascend C kernels for {chip}, once, into {folder}")
+            _compile(chip, folder, library, say)
+    return library
+
+
+def load(progress: Callable[[str], None] | None = None) -> Path:
+    """Build the library where needed and register its operators for the device ``npu``; a second call does nothing.
+
+    ``lightning_gnn.ops`` must be imported before: it defines the operators.
+
+    Raises:
+        BindingError: As :func:`build`, or torch refuses to load the library.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            library = build(progress)
+            try:
+                torch.ops.load_library(str(library))
+            except Exception as error:
+                raise BindingError(f"torch cannot load {library}: {error}") from error
+            _loaded = library
+        return _loaded
+
+
+def _find(home: str, patterns: list[str] | tuple[str, ...]) -> bool:
+    return any(next(Path(home).glob(pattern), None) for pattern in patterns)
+
+
+def _torch_npu() -> Path:
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or spec.origin is None:
+        raise BindingError("torch_npu is not installed")
+    return Path(spec.origin).parent
+
+
+def _digest(chip: str) -> str:
+    """Identify everything that the library is made of, the releases of torch, torch_npu and CANN included."""
+    hasher = hashlib.sha256()
+    home = Path(os.environ["ASCEND_HOME_PATH"]).resolve()
+    stamps = [*sorted(home.glob("version.*")), *sorted(home.glob("*.info")), _torch_npu() / "version.py"]
+    words = [chip, torch.__version__, str(home), str(_torch_npu()), os.environ.get("CXX", "")]
+    for word in words:
+        hasher.update(word.encode() + b"\0")
+    for file in [*stamps, *sorted(CSRC.glob("*")), *sorted(HOST.glob("*"))]:
+        if file.is_file():
+            hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return hasher.hexdigest()[:16]
+
+
+def _compile(chip: str, folder: Path, library: Path, say: Callable[[str], None]) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        configure = [
+            "cmake",
+            "-S",
+            str(HOST),
+            "-B",
+            scratch,
+            f"-DSOC_VERSION={chip}",
+            f"-DTORCH_NPU_PATH={_torch_npu()}",
+            f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+            f"-DASCEND_PYTHON_EXECUTABLE={sys.executable}",
+        ]
+        if compiler := os.environ.get("CXX"):
+            configure.append(f"-DCMAKE_CXX_COMPILER={compiler}")
+        log = folder / "build.log"
+        log.write_text("")
+        _run(configure, log, say)
+        _run(["cmake", "--build", scratch, "--parallel", str(min(os.cpu_count() or 1, 8))], log, say)
+        os.replace(Path(scratch) / LIBRARY, library)
+
+
+def _run(command: list[str], log: Path, say: Callable[[str], None]) -> None:
+    done = ""
+    with (
+        log.open("a") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as run,
+    ):
+        assert run.stdout is not None
+        for line in run.stdout:
+            file.write(line)
+            found = _PERCENT.match(line)
+            if found and found[1] != done:
+                done = found[1]
+                say(f"building the Ascend C kernels: {done} %")
+    if run.returncode != 0:
+        end = "\n".join(log.read_text().splitlines()[-40:])
+        raise BindingError(f"{' '.join(command[:2])} failed with status {run.returncode} (all of it in {log}):\n{end}")
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process build at a time: the ranks of a job start together."""
+    import fcntl  # not on Windows, where there is no CANN either
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _show(line: str) -> None:
+    if not sys.stderr.isatty():
+        if "%" not in line:  # a log file needs no counter
+            print(line, file=sys.stderr, flush=True)
+        return
+    end = "" if "%" in line and not line.endswith(" 100 %") else "\n"
+    print(f"\r{line}\033[K", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+// The operators of the namespace lightning_gnn for the NPU; lightning_gnn/ops/aggregate_backends.py has their schemas and
+// aggregate_reference.py their definitions. A maximum has no kernel: lightning_gnn/ops/aggregate_npu.py sends it to
+// torch's own operators.
+#ifndef LIGHTNING_GNN_OPS_H
+#define LIGHTNING_GNN_OPS_H
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace lightning_gnn {
+
+std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
+                                                   const std::optional<at::Tensor>& weight, std::string_view reduce,
+                                                   at::IntArrayRef slices, at::IntArrayRef chunkRanges);
+
+at::Tensor EdgeProducts(at::TensorList chunks, const at::Tensor& rowSide, const at::Tensor& columnSide,
+                        const std::optional<at::Tensor>& best, const std::optional<at::Tensor>& weight,
+                        at::IntArrayRef slices, at::IntArrayRef chunkRanges);
+
+at::Tensor EdgeSoftmax(at::TensorList chunks, const at::Tensor& rowScores, const at::Tensor& columnScores,
+                       double negativeSlope, at::IntArrayRef chunkRanges);
+
+at::Tensor EdgeSoftmaxBackward(at::TensorList chunks, const at::Tensor& rowScores, const at::Tensor& columnScores,
+                               double negativeSlope, const at::Tensor& attention, const at::Tensor& grad,
+                               at::IntArrayRef chunkRanges);
+
+at::Tensor EdgeSums(at::TensorList chunks, int64_t numRows, const std::optional<at::Tensor>& edgeIds,
+                    const at::Tensor& values, at::IntArrayRef chunkRanges);
+
+}  // namespace lightning_gnn
+
+#endif  // LIGHTNING_GNN_OPS_H

@@ -1,0 +1,308 @@
+"""Aggregation and attention by the Ascend C kernels, run on their CPU twin: what an NPU computes, as strictly checked.
+
+``backend="ascend_twin"``. Sums and means, attention, and the gradients of both go through the kernels, with the tables,
+the float16 numbers and the plan that the binding for a real NPU (``ascend_ops/host``) gives them; a block stands for a
+worker of the plan, so that ``PlanSettings(num_workers=24)`` simulates 24 cores. A maximum has no kernel and is computed
+by torch, as on the NPU. Nothing here is fast: it simulates every instruction.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_gnn.ops import aggregate_reference
+from lightning_gnn.ops.aggregate_reference import aggregate_max_backward  # noqa: F401  an operator of this backend
+
+if TYPE_CHECKING:
+    from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables
+    from lightning_gnn.ascend_ops.twin import LaunchResult
+
+HALF_EXPONENT = 15
+"""2^15 is the last power of two that float16 has."""
+PRODUCT_EXPONENT = 14
+"""Products are float32: both factors may use the range of float16."""
+MAX_EXPONENT = 60
+"""Two factors and their product stay finite in float32."""
+
+Array = np.ndarray[Any, Any]
+Made = TypeVar("Made")
+_tables = WeakIdKeyDictionary()
+_lock = threading.RLock()
+_recorded: list[list[LaunchResult]] = []
+
+
+class _Half(NamedTuple):
+    """Numbers in float16, and the power of two by which they were multiplied."""
+
+    values: Array
+    exponent: int
+
+
+class _Cube(NamedTuple):
+    tables: CubeTables
+    ones: Array
+    degrees: Tensor
+    sum_exponent: int
+
+
+@contextmanager
+def record_launches() -> Iterator[list[LaunchResult]]:
+    """Collect what the twin counts (cycles, bytes by path) of every launch of any thread while the context is open."""
+    results: list[LaunchResult] = []
+    _recorded.append(results)
+    try:
+        yield results
+    finally:
+        _recorded[:] = [known for known in _recorded if known is not results]
+
+
+def aggregate_chunks(
+    chunks: list[Tensor],
+    num_rows: int,
+    x: Tensor,
+    weight: Tensor | None,
+    reduce: str,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``.
+
+    Numbers are float16 inside, sums float32, the result float16 again. Wider numbers are brought into the range of
+    float16 by a power of two per tensor, so that neither a vertex's sum overflows nor small gradients vanish.
+    """
+    if reduce == "max":
+        return aggregate_reference.aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
+    heads, columns, mean = x.size(1), x.size(2), reduce == "mean"
+    none = x.new_empty(0)
+    if chunks[3].numel() == 0 or x.numel() == 0:
+        return x.new_zeros((num_rows, heads, columns)), none
+    cube = _cube(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
+    tables = cube.tables
+    left = HALF_EXPONENT - cube.sum_exponent
+    share = 0 if weight is None else left // 2 if left >= 0 else left
+    rows = _half_rows(x, left - share, mean)
+    values = _Half(cube.ones, 0)
+    if weight is not None:
+        given = _scaled(weight, share, mean)
+        values = _Half(tables.values(given[0].numpy(), heads), given[1])
+    wide = rows.values.shape[1]
+    y = np.zeros((num_rows, wide), np.float16)
+    # Filled with NaN for combine_parts, which must find no part that nobody wrote.
+    parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
+    workspace = np.zeros(tables.workspace_bytes // 2, np.float16)
+    inputs = (rows.values, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions)
+    _launch("aggregate_cube", tables.num_blocks, [*inputs, values.values, tables.runs],
+            [y], [parts, workspace], [tables.tiling])  # fmt: skip
+    if len(tables.splits):
+        from lightning_gnn.ascend_ops.structs import combine_tiling
+
+        blocks = min(2 * tables.num_blocks, len(tables.splits))
+        combine = combine_tiling(len(tables.splits), wide)
+        _launch("combine_parts", blocks, [parts, tables.splits], [y], [], [combine])
+    out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
+    out = _unscaled(out, rows.exponent + values.exponent, cube.degrees if mean else None)
+    return out.to(x.device, x.dtype).contiguous(), none
+
+
+def edge_products(
+    chunks: list[Tensor],
+    row_side: Tensor,
+    column_side: Tensor,
+    best: Tensor | None,
+    weight: Tensor | None,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Take the dot product of both ends of each entry, per head."""
+    if best is not None:
+        return aggregate_reference.edge_products(chunks, row_side, column_side, best, weight, slices, chunk_ranges)
+    num_edges, heads, columns = chunks[3].numel(), row_side.size(1), row_side.size(2)
+    if num_edges == 0 or columns == 0:
+        return column_side.new_zeros((num_edges, heads))
+    from lightning_gnn.ascend_ops.structs import products_tiling
+
+    tables = _rows(chunks, chunk_ranges)
+    left, right = _half_rows(row_side, PRODUCT_EXPONENT), _half_rows(column_side, PRODUCT_EXPONENT)
+    tiling = products_tiling(tables.num_members, tables.range_offset, heads, columns)
+    out = np.zeros((num_edges, heads), np.float32)
+    inputs = [left.values, right.values, tables.vertices, tables.columns, tables.plan]
+    _launch("edge_products", tables.num_members, inputs, [out], [], [tiling])
+    result = _unscaled(torch.from_numpy(out), left.exponent + right.exponent, None)
+    return result.to(column_side.device, column_side.dtype)
+
+
+def edge_softmax(
+    chunks: list[Tensor],
+    row_scores: Tensor,
+    column_scores: Tensor,
+    negative_slope: float,
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each vertex, in float32."""
+    out = np.zeros((chunks[3].numel(), row_scores.size(1)), np.float32)
+    if out.size:
+        tables = _rows(chunks, chunk_ranges)
+        inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
+        tiling = _softmax_tiling(tables, out.shape[1], negative_slope)
+        _launch("edge_softmax", tables.num_members, inputs, [out], [], [tiling])
+    return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
+
+
+def edge_softmax_backward(
+    chunks: list[Tensor],
+    row_scores: Tensor,
+    column_scores: Tensor,
+    negative_slope: float,
+    attention: Tensor,
+    grad: Tensor,
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
+    out = np.zeros(tuple(attention.shape), np.float32)
+    if out.size:
+        tables = _rows(chunks, chunk_ranges)
+        inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
+        # The kernel also adds the gradient up by row, which here is left to edge_sums: it is wanted less often.
+        row_grad = np.zeros(tuple(row_scores.shape), np.float32)
+        tiling = _softmax_tiling(tables, out.shape[1], negative_slope)
+        inputs += [_float(attention), _float(grad)]
+        _launch("edge_softmax_backward", tables.num_members, inputs, [out, row_grad], [], [tiling])
+    return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
+
+
+def edge_sums(
+    chunks: list[Tensor], num_rows: int, edge_ids: Tensor | None, values: Tensor, chunk_ranges: list[int]
+) -> Tensor:
+    """Add up numbers of the edges over the entries of each vertex, in float32."""
+    out = np.zeros((num_rows, values.size(1)), np.float32)
+    if values.numel():
+        tables = _rows(chunks, chunk_ranges)
+        edges = np.arange(values.size(0), dtype=np.int32) if edge_ids is None else _numpy(edge_ids).astype(np.int32)
+        inputs = [_float(values), tables.vertices, edges, tables.plan]
+        tiling = _softmax_tiling(tables, out.shape[1], 0.0)
+        _launch("edge_sum", tables.num_members, inputs, [out], [], [tiling])
+    return torch.from_numpy(out).to(values.device, values.dtype)
+
+
+def _launch(
+    kernel: str, blocks: int, inputs: list[Array], outputs: list[Array], scratch: list[Array], tiling: list[Array]
+) -> None:
+    from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
+
+    given = [ReadOnly(np.ascontiguousarray(array) if array.size else np.zeros(32, array.dtype)) for array in inputs]
+    arguments = [*given, *outputs, *map(Scratch, scratch), *map(ReadOnly, tiling)]
+    result = default_twin().launch(kernel, arguments, max(blocks, 1))
+    for results in _recorded:
+        results.append(result)
+
+
+def _cube(
+    chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
+) -> _Cube:
+    def make() -> _Cube:
+        from lightning_gnn.ascend_ops.tiling import cube_tables
+
+        arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
+        tables = cube_tables(*arrays, pairs, num_groups, columns, heads=heads)
+        degrees = np.zeros(num_rows, np.int64)
+        np.add.at(degrees, arrays[0], np.diff(arrays[2]))
+        most = max(int(degrees.max(initial=1)), 1)
+        divisors = torch.from_numpy(degrees.clip(min=1).astype(np.float32))
+        return _Cube(tables, tables.values(None), divisors, math.ceil(math.log2(most)))
+
+    return _made(chunks, ("cube", num_rows, heads, columns, num_groups, *chunk_ranges), make)
+
+
+def _rows(chunks: list[Tensor], chunk_ranges: list[int]) -> RowTables:
+    """Return tables with two members per worker of the plan, which has two vector cores."""
+    members = 2 * (len(chunk_ranges) - 1)
+
+    def make() -> RowTables:
+        from lightning_gnn.ascend_ops.tiling import row_tables
+
+        return row_tables(*(_numpy(tensor) for tensor in chunks), num_members=members)
+
+    return _made(chunks, ("rows", members), make)
+
+
+def _made(chunks: list[Tensor], key: Any, make: Callable[[], Made]) -> Made:
+    with _lock:
+        known = _tables.setdefault(chunks[3], {})
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+
+def _softmax_tiling(tables: RowTables, heads: int, slope: float) -> Array:
+    from lightning_gnn.ascend_ops.structs import softmax_tiling
+
+    return softmax_tiling(tables.num_members, tables.range_offset, heads, slope)
+
+
+def _half_rows(x: Tensor, exponent: int, rescale: bool = False) -> _Half:
+    """Return ``[N, H * C]``, each head filled up with zeros to a multiple of 16 columns."""
+    from lightning_gnn.ascend_ops.structs import up
+
+    scaled, factor = _scaled(x, exponent, rescale)
+    out = torch.zeros((x.size(0), x.size(1), up(x.size(2))), dtype=torch.float16)
+    out[:, :, : x.size(2)] = scaled
+    return _Half(out.flatten(1).numpy(), factor)
+
+
+def _scaled(x: Tensor, exponent: int, rescale: bool) -> tuple[Tensor, int]:
+    """Return numbers in float32 whose largest finite one is at most ``2^exponent``, and the power of two that did it.
+
+    float16 has 5 bits of exponent, too few for the gradients of a mean over a large split. It stays as it is unless
+    ``rescale``.
+    """
+    x = x.detach().cpu()
+    if x.dtype == torch.float16 and not rescale:
+        return x.float(), 0
+    if x.dtype != torch.float16:
+        _say_converted(x.dtype)
+    largest = float(x.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if x.numel() else 0.0
+    if largest == 0:
+        return x.float(), 0
+    power = min(max(exponent - math.ceil(math.log2(largest)), -MAX_EXPONENT), MAX_EXPONENT)
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return (wide * 2.0**power).float(), power
+
+
+def _unscaled(out: Tensor, exponent: int, divisors: Tensor | None) -> Tensor:
+    if exponent == 0 and divisors is None:
+        return out
+    out = out.float() * 2.0**-exponent
+    return out if divisors is None else out / divisors.view(-1, 1, 1)
+
+
+_said = False
+
+
+def _say_converted(dtype: torch.dtype) -> None:
+    global _said
+    if not _said:
+        _said = True
+        warnings.warn(
+            f"the Ascend C kernels compute in float16 with float32 sums; {dtype} is scaled by a power of two per "
+            "tensor and converted",
+            stacklevel=2,
+        )
+
+
+def _float(x: Tensor) -> Array:
+    return _numpy(x.detach().to(torch.float32))
+
+
+def _numpy(x: Tensor) -> Array:
+    return x.detach().cpu().contiguous().numpy()

@@ -1,0 +1,77 @@
+"""Aggregation and attention on an NPU: the binding of the Ascend C kernels, built on first use, or else torch's own.
+
+The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); what it has no kernel for, a
+maximum, goes to the reference, which is made of torch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ops import aggregate_backends, aggregate_reference  # noqa: F401  the first defines the operators
+
+aggregate_max_backward = torch.ops.lightning_gnn.aggregate_max_backward
+edge_softmax = torch.ops.lightning_gnn.edge_softmax
+edge_softmax_backward = torch.ops.lightning_gnn.edge_softmax_backward
+edge_sums = torch.ops.lightning_gnn.edge_sums
+
+
+@cache
+def available() -> bool:
+    """Say whether the NPU's kernels are there; the first call builds and loads them, or warns what is missing."""
+    from lightning_gnn.ascend_ops import binding
+
+    try:
+        binding.load()
+    except binding.BindingError as error:
+        warnings.warn(f"{error}\nWithout them torch's own operators aggregate, more slowly.", stacklevel=2)
+        return False
+    return True
+
+
+@cache
+def num_cores(index: int) -> int:
+    """Return the AI cores of an NPU, each of which is a worker of the plan; the plan means nothing to torch."""
+    if not available():
+        return torch.get_num_threads()
+    count = ctypes.c_int64(0)
+    runtime = ctypes.CDLL("libascendcl.so")
+    ai_core_num = 0  # ACL_DEVICE_INFO_AI_CORE_NUM
+    if runtime.aclGetDeviceCapability(ctypes.c_uint32(index), ai_core_num, ctypes.byref(count)) or count.value < 1:
+        raise RuntimeError(f"CANN does not say how many cores NPU {index} has; set PlanSettings(num_workers=…)")
+    return count.value
+
+
+def aggregate_chunks(
+    chunks: list[Tensor],
+    num_rows: int,
+    x: Tensor,
+    weight: Tensor | None,
+    reduce: str,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``."""
+    lacks_kernel = reduce == "max" and available()
+    function = aggregate_reference.aggregate_chunks if lacks_kernel else torch.ops.lightning_gnn.aggregate_chunks
+    return function(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
+
+
+def edge_products(
+    chunks: list[Tensor],
+    row_side: Tensor,
+    column_side: Tensor,
+    best: Tensor | None,
+    weight: Tensor | None,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Take the dot product of both ends of each entry, per head; with ``best`` only over what attains the maximum."""
+    lacks_kernel = best is not None and available()
+    function = aggregate_reference.edge_products if lacks_kernel else torch.ops.lightning_gnn.edge_products
+    return function(chunks, row_side, column_side, best, weight, slices, chunk_ranges)

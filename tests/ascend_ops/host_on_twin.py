@@ -1,0 +1,144 @@
+"""Builds the NPU binding against stand-ins of CANN and torch_npu, and runs its operators, their kernels on the twin.
+
+In a process of its own: it registers kernels for torch's PrivateUse1. Prints what it found as JSON.
+"""
+
+import ctypes
+import json
+import sys
+import traceback
+import warnings
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from lightning_gnn.ascend_ops import binding
+from lightning_gnn.ascend_ops.twin import default_twin
+from lightning_gnn.graph import CompressedGraph
+from lightning_gnn.ops import aggregate, aggregate_ascend_twin, edge_softmax
+from lightning_gnn.planning.grouping import PlanSettings
+
+NAMES = ("aggregate_chunks", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
+KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+CALLS = []
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc_usable_size.restype = ctypes.c_size_t
+LIBC.malloc_usable_size.argtypes = [ctypes.c_void_p]
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p))
+def launcher(name, blocks, count, pointers):
+    """Launch on the twin. An argument is as large as its allocation: the binding passes whole ones."""
+    try:
+        sizes = [LIBC.malloc_usable_size(pointers[i]) for i in range(count)]
+        arrays = [(ctypes.c_uint8 * sizes[i]).from_address(pointers[i]) for i in range(count)]
+        default_twin().launch(name.decode(), [np.ctypeslib.as_array(array) for array in arrays], blocks)
+        CALLS.append(name.decode())
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def on_npu(name):
+    """An operator as the dispatcher runs it for NPU tensors, but with CPU tensors."""
+    overload = getattr(torch.ops.lightning_gnn, name).default
+    return lambda *args: overload.redispatch(KEYS, *args)
+
+
+def results(functions, seed, heads, columns, dtype, reduce):
+    """Attention and aggregations, forward and backward, on a graph with a split hub and parallel edges."""
+    torch.manual_seed(seed)
+    nodes, edges = 90, 1200
+    edge_index = torch.randint(0, nodes - 4, (2, edges))
+    edge_index[1, : edges // 4] = 3
+    settings = PlanSettings(num_workers=6, num_groups=2 if heads * columns >= 32 else 1)
+    graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=settings, local_bytes=1 << 15)
+    x = torch.randn(nodes, heads, columns, dtype=dtype, requires_grad=True)
+    source, target = (torch.randn(nodes, heads, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight = torch.rand(edges, heads, dtype=dtype, requires_grad=True)
+    modules = [sys.modules[f"lightning_gnn.ops.{name}"] for name in ("aggregate", "edge_softmax")]
+    with (
+        patch.object(modules[0], "operators", lambda *_: functions),
+        patch.object(modules[1], "operators", lambda *_: functions),
+    ):
+        attention = edge_softmax(graph, source, target)
+        out = aggregate(graph, x, weight, reduce)
+        plain = aggregate(graph, x, None, reduce)
+        outputs, inputs = [attention, out, plain], [x, weight, source, target]
+        small = 1e-4 if dtype == torch.float16 else 1e-9  # below float16's range, but not below that of its dtype
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, inputs, [torch.randn_like(output) * small for output in outputs]),
+        ]
+
+
+def compare(case):
+    """Name the results in which the binding and the twin's Python backend differ, which launch the same kernels."""
+    left = results(SimpleNamespace(**{name: on_npu(name) for name in NAMES}), *case)
+    right = results(aggregate_ascend_twin, *case)
+    tolerance = 2e-3 if case[3] == torch.float16 else 1e-5  # both round once more, after divisions in another order
+    found = []
+    for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        largest = b.abs().max().item()
+        if not largest > 0 or not torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest * 1e-3):
+            found.append(f"{case}: result {place}")
+    return found
+
+
+def main():
+    lines = []
+    library = binding.load(lines.append)
+    built = len(lines)
+    binding.load(lines.append)
+    ctypes.CDLL(str(library)).set_launcher(launcher)
+    differences = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for case in [
+            (0, 2, 24, torch.float32, "sum"),
+            (1, 1, 41, torch.float32, "mean"),
+            (2, 3, 16, torch.float16, "sum"),
+            (3, 1, 16, torch.float16, "mean"),
+            (4, 1, 300, torch.float64, "sum"),
+        ]:
+            differences += compare(case)
+    empty = [
+        torch.zeros(n, dtype=torch.int32 if i in (0, 3, 4) else torch.int64) for i, n in enumerate((0, 1, 1, 0, 0, 1))
+    ]
+    zeros = on_npu("aggregate_chunks")(empty, 3, torch.ones(3, 1, 5), None, "sum", [0, 5], [0, 0])[0]
+    refusals = []
+    for arguments in [
+        (empty, 3, torch.ones(3, 1, 5), None, "max", [0, 5], [0, 0]),
+        (
+            [*empty[:3], torch.zeros(1, dtype=torch.int32), *empty[4:]],
+            3,
+            torch.ones(3, 1, 5),
+            None,
+            "sum",
+            [0, 5],
+            [0, 9],
+        ),
+    ]:
+        try:
+            on_npu("aggregate_chunks")(*arguments)
+        except (NotImplementedError, ValueError) as error:
+            refusals.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    found = {
+        "library": str(library),
+        "progress": lines,
+        "lines_of_second_load": len(lines) - built,
+        "differences": differences,
+        "kernels": sorted(set(CALLS)),
+        "empty": zeros.shape == (3, 1, 5) and not zeros.any().item(),
+        "refusals": refusals,
+        "warnings": [str(item.message) for item in caught if "NPU kernels" in str(item.message)],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Stands in for torch_npu, so that the binding for it builds: it has no device."""

@@ -1,0 +1,331 @@
+"""``backend="ascend_twin"``: aggregation, attention, layers and training by the Ascend C kernels on their twin."""
+
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.transforms as T
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch_geometric.datasets import Planetoid
+
+from lightning_gnn.graph import CompressedGraph
+from lightning_gnn.nn import GAT, GCN
+from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.ops import aggregate, aggregate_ascend_twin, default_backend, edge_softmax
+from lightning_gnn.ops.aggregate_ascend_twin import record_launches
+from lightning_gnn.planning.grouping import PlanSettings
+
+RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
+HALF = 2.0**-11  # relative error of rounding to float16
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
+    pytest.mark.filterwarnings("ignore:the Ascend C kernels compute in float16"),
+]
+
+
+def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto", local_bytes=1 << 14):
+    """A graph with a hub that is split over chunks, vertices without edges, parallel edges and self-loops."""
+    draw = torch.Generator().manual_seed(seed)
+    edge_index = (nodes * torch.rand(2, edges, generator=draw) ** 2).long()
+    edge_index[1, : edges // 4] = nodes // 2
+    plan = PlanSettings(num_workers=num_workers, num_groups=num_groups)
+    return CompressedGraph.from_edge_index(edge_index, nodes, settings=plan, local_bytes=local_bytes)
+
+
+def both(graph, tensors, call, grad_scale=1.0):
+    """Run a call on the twin, on the float64 reference, and on that with magnitudes, which bounds the errors.
+
+    Returns three lists: the result, then the gradient of each tensor.
+    """
+    found = []
+    for backend, prepare in (
+        ("ascend_twin", lambda x: x),
+        ("reference", torch.Tensor.double),
+        ("reference", lambda x: x.double().abs()),
+    ):
+        inputs = [prepare(tensor.detach()).requires_grad_() for tensor in tensors]
+        out = call(backend, *inputs)
+        grad = prepare(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(tensors[0]) * grad_scale)
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    return found
+
+
+def check(results, factor=4):
+    # features, weights and results are each rounded to float16 once; the sums are float32
+    for place, (got, expected, size) in enumerate(zip(*results, strict=True)):
+        assert got.shape == expected.shape
+        error = (got.double() - expected).abs()
+        # relative to the terms of a sum, and below that to the whole tensor: float16's smallest numbers
+        bound = factor * HALF * size + 2.0**-20 * size.max().item() if size.numel() else size
+        assert (error <= bound).all(), (
+            f"result {place}: {error.max():.3g}, worst {(error / bound).max():.3g} of the bound"
+        )
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 1000),
+    nodes=st.integers(1, 120),
+    edges=st.integers(0, 900),
+    heads=st.integers(1, 3),
+    columns=st.sampled_from([1, 7, 16, 41, 100]),
+    workers=st.sampled_from([(1, 1), (2, 2), (6, 3), (32, 1), (8, "auto")]),
+    reduce=st.sampled_from(["sum", "mean"]),
+    weighted=st.booleans(),
+)
+@example(seed=0, nodes=1, edges=0, heads=1, columns=16, workers=(2, 1), reduce="sum", weighted=True)
+@example(seed=0, nodes=90, edges=800, heads=1, columns=602, workers=(8, 4), reduce="sum", weighted=True)
+def test_aggregate_equals_float64(seed, nodes, edges, heads, columns, workers, reduce, weighted):
+    count, groups = workers
+    groups = groups if groups == "auto" or groups <= heads * columns else 1
+    graph = random_graph(seed, nodes, edges, count, groups)
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(nodes, heads, columns, generator=draw)
+    weight = [torch.randn(edges, heads, generator=draw)] if weighted else []
+
+    def call(backend, x, *weight):
+        return aggregate(graph, x, *(weight or [None]), reduce=reduce, backend=backend)
+
+    check(both(graph, [x, *weight], call))
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 1000),
+    nodes=st.integers(1, 90),
+    edges=st.integers(0, 700),
+    heads=st.sampled_from([1, 3, 8, 70]),
+    workers=st.sampled_from([1, 3, 32]),
+)
+def test_edge_softmax_equals_float64(seed, nodes, edges, heads, workers):
+    graph = random_graph(seed, nodes, edges, workers)
+    draw = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(nodes, heads, generator=draw) * 3 for _ in range(2)]
+    results = both(graph, scores, lambda backend, *ends: edge_softmax(graph, *ends, backend=backend))
+    for got, expected in zip(*results[:2], strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)  # float32 inside, no float16
+
+
+def test_bipartite_graph():
+    indptr, indices = torch.tensor([0, 3, 3, 5]), torch.tensor([6, 0, 6, 2, 1])
+    graph = CompressedGraph.from_csc(indptr, indices, 7, settings=PlanSettings(num_workers=2))
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(7, 1, 20, generator=draw), torch.randn(5, 1, generator=draw)
+    check(both(graph, [x, weight], lambda backend, x, weight: aggregate(graph, x, weight, backend=backend)))
+
+
+@pytest.mark.parametrize(("magnitude", "grad"), [(1e-12, 1e-12), (1e12, 1e-9), (1e-9, 1e12)])
+def test_numbers_beyond_float16_keep_their_precision(magnitude, grad):
+    graph = random_graph(3, 80, 700)
+    x = torch.randn(80, 1, 24, generator=torch.Generator().manual_seed(0)) * magnitude
+    weight = torch.rand(700, 1, generator=torch.Generator().manual_seed(1)) * 1e6
+    results = both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, backend=backend), grad)
+    assert all(results[1][0].abs().amax() > 0 for _ in range(3))
+    check(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    graph = random_graph(4, 60, 500)
+    x = torch.randn(60, 1, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.rand(500, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce="mean", backend=backend))
+    assert all(result.dtype == dtype for result in results[0])
+    check(results, factor=40 if dtype == torch.bfloat16 else 4)  # bfloat16 itself has three bits less
+
+
+def test_mean_of_float16_does_not_overflow_on_the_way():
+    edge_index = torch.stack([torch.arange(200), torch.zeros(200, dtype=torch.long)])
+    graph = CompressedGraph.from_edge_index(edge_index, 200)
+    x = torch.full((200, 16), 30000.0, dtype=torch.float16)
+    assert (aggregate(graph, x, reduce="mean", backend="ascend_twin")[0] == 30000).all()
+
+
+def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
+    graph = random_graph(5, 60, 500)
+    x = torch.randn(60, 40, generator=torch.Generator().manual_seed(0))
+    x[7, 3], x[9, 30], x[11, 5] = torch.nan, torch.inf, -torch.inf
+    got = aggregate(graph, x, backend="ascend_twin")
+    expected = aggregate(graph, x.double(), backend="reference")
+    assert expected.isnan().any()
+    assert expected.isinf().any()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.isposinf(), expected.isposinf())
+    finite = expected.isfinite()
+    torch.testing.assert_close(got[finite].double(), expected[finite], rtol=0, atol=HALF * 200)
+
+
+def test_a_maximum_is_computed_by_torch():
+    graph = random_graph(6, 40, 200)
+    x = torch.randn(40, 1, 9)
+    with record_launches() as launches:
+        results = both(graph, [x], lambda backend, x: aggregate(graph, x, reduce="max", backend=backend))
+    assert launches == []
+    for got, expected in zip(*results[:2], strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_columns_and_no_edges():
+    graph = random_graph(7, 30, 0)
+    x = torch.ones(30, 5, requires_grad=True)
+    y = aggregate(graph, x, backend="ascend_twin")
+    assert y.shape == (30, 5)
+    assert not y.any()
+    assert not torch.autograd.grad(y.sum(), x)[0].any()
+    assert aggregate(random_graph(7, 30, 90), torch.ones(30, 0), backend="ascend_twin").shape == (30, 0)
+    assert edge_softmax(graph, torch.ones(30, 2), torch.ones(30, 2), backend="ascend_twin").shape == (0, 2)
+
+
+def test_conversion_is_said_once(monkeypatch):
+    monkeypatch.setattr(aggregate_ascend_twin, "_said", False)
+    graph = random_graph(8, 20, 60)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        aggregate(graph, torch.ones(20, 4, dtype=torch.float16), backend="ascend_twin")
+        assert not caught
+        aggregate(graph, torch.ones(20, 4), backend="ascend_twin")
+        aggregate(graph, torch.ones(20, 4), backend="ascend_twin")
+    assert [str(item.message) for item in caught] == [
+        "the Ascend C kernels compute in float16 with float32 sums; torch.float32 is scaled by a power of two per "
+        "tensor and converted"
+    ]
+
+
+def test_workers_of_the_plan_are_the_blocks():
+    graph = random_graph(9, 100, 900, num_workers=6, num_groups=2)
+    with record_launches() as launches:
+        aggregate(graph, torch.randn(100, 64), backend="ascend_twin")
+    blocks = {core["block"] for core in launches[0].cores}
+    assert blocks == set(range(6))
+    assert launches[0].fractals > 0  # the cube did it
+
+
+def test_default_backend_is_for_those_who_name_none():
+    graph = random_graph(10, 40, 300)
+    x = torch.randn(40, 16, requires_grad=True)
+    with record_launches() as launches:
+        with default_backend("ascend_twin"):
+            y = aggregate(graph, x)
+            forward = len(launches)
+            aggregate(graph, x, backend="numba")
+            with default_backend(None):
+                aggregate(graph, x)
+            assert len(launches) == forward > 0
+        aggregate(graph, x)
+        assert len(launches) == forward
+        y.sum().backward()
+        assert len(launches) > forward  # the gradient runs where the aggregation ran
+    with (
+        pytest.raises(ValueError, match=r"backend='cube' is unknown; use one of numba, .*ascend_twin"),
+        default_backend("cube"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("layer", ["gcn", "sage", "gat"])
+def test_layers_end_to_end(layer):
+    torch.manual_seed(0)
+    graph = random_graph(11, 150, 1000)
+    make = {
+        "gcn": lambda: GCNConv(40, 20),
+        "sage": lambda: SAGEConv(40, 20),
+        "gat": lambda: GATConv(40, 10, heads=3, concat=True),
+    }[layer]
+    ours = make()
+    exact = make().double()
+    exact.load_state_dict(ours.state_dict())
+    x = torch.randn(150, 40)
+    left, right = x.clone().requires_grad_(), x.double().requires_grad_()
+    with record_launches() as launches, default_backend("ascend_twin"):
+        y = ours(left, graph)
+    with default_backend("reference"):
+        expected = exact(right, graph)
+    assert launches
+    grad = torch.randn(y.shape) / len(y)
+    y.backward(grad)
+    expected.backward(grad.double())
+    pairs = [(y, expected), (left.grad, right.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(ours.parameters(), exact.parameters(), strict=True)]
+    for got, wanted in pairs:
+        torch.testing.assert_close(got.double(), wanted, rtol=0.01, atol=2e-3 * wanted.abs().max().item())
+
+
+def communities(nodes=240, classes=3):
+    """A stand-in for a citation graph: vertices cite their own class, features hint at it."""
+    draw = torch.Generator().manual_seed(0)
+    y = torch.arange(nodes) % classes
+    source, target = torch.randint(0, nodes, (2, 14 * nodes), generator=draw)
+    kept = (y[source] == y[target]) | (torch.rand(source.numel(), generator=draw) < 0.1)
+    edge_index = torch.stack([source[kept], target[kept]])
+    x = F.one_hot(y, classes).float() @ torch.randn(classes, 24, generator=draw) + 2 * torch.randn(
+        nodes, 24, generator=draw
+    )
+    return x, torch.cat([edge_index, edge_index.flip(0)], 1), y, torch.arange(nodes) < 60, torch.arange(nodes) >= 60
+
+
+def train(make, x, graph, y, seen, unseen, backend, epochs, lr):
+    torch.manual_seed(0)
+    with default_backend(backend):
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=5e-4)
+        losses = []
+        for _ in range(epochs):
+            model.train()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x, graph)[seen], y[seen])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            right = model(x, graph)[unseen].argmax(1) == y[unseen]
+    return right.float().mean().item(), losses
+
+
+def test_gat_trains_as_on_the_cpu():
+    x, edge_index, *rest = communities()
+    graph = CompressedGraph.from_edge_index(edge_index, len(x), settings=PlanSettings(num_workers=4))
+
+    def make():
+        return GAT(24, hidden_channels=16, num_layers=2, out_channels=3, heads=2, output_heads=1, dropout=0.3)
+
+    twin, twin_losses = train(make, x, graph, *rest, "ascend_twin", 25, 0.02)
+    cpu, cpu_losses = train(make, x, graph, *rest, None, 25, 0.02)
+    assert min(twin, cpu) > 0.85
+    assert abs(twin - cpu) <= 0.03
+    assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
+def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
+    """GCN with 16 hidden channels; an epoch on the twin takes 0.1 to 0.4 s."""
+    (tmp_path / "Cora").mkdir()
+    (tmp_path / "Cora" / "raw").symlink_to(RAW / "Cora" / "raw")
+    data = Planetoid(str(tmp_path), "Cora", transform=T.NormalizeFeatures())[0]
+    graph = CompressedGraph.from_edge_index(data.edge_index, data.num_nodes, settings=PlanSettings(num_workers=20))
+
+    def make():
+        return GCN(data.num_features, hidden_channels=16, num_layers=2, out_channels=7, dropout=0.5)
+
+    arguments = (make, data.x, graph, data.y, data.train_mask, data.test_mask)
+    twin, twin_losses = train(*arguments, "ascend_twin", 60, 0.03)
+    cpu, cpu_losses = train(*arguments, None, 60, 0.03)
+    assert min(twin, cpu) > 0.795
+    assert abs(twin - cpu) <= 0.015
+    assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
+
+
+@pytest.mark.slow
+def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
+    """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: nothing but the chip is missing."""
+    command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "ascend_hybrid"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

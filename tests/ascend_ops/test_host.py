@@ -1,0 +1,169 @@
+"""The NPU binding: what it asks for, and, built against stand-ins of CANN and torch_npu, what it computes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_gnn.ascend_ops import binding
+from lightning_gnn.ops import aggregate_backends, aggregate_npu
+
+HERE = Path(__file__).parent
+STUBS = HERE / "stubs"
+
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("g++")), reason="building the binding needs cmake and g++"
+)
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """Return the environment in which CANN and torch_npu seem to be installed."""
+    shutil.copytree(STUBS, tmp_path / "stubs")
+    (tmp_path / "stubs/cann/ccec_compiler/bin/bisheng").chmod(0o755)
+    folder = tmp_path / "stubs/site/torch_npu/lib"
+    folder.mkdir()
+    command = ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(folder / "libtorch_npu.so")]
+    subprocess.run(command, check=True)
+    return {
+        "ASCEND_HOME_PATH": str(tmp_path / "stubs/cann"),
+        "SOC_VERSION": "Ascend910B3",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "stubs/site"), os.environ.get("PYTHONPATH", "")]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+@pytest.mark.slow
+@needs_tools
+def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
+    """The binding's C++ is compiled and linked as for an NPU, its schemas checked by torch, its launches simulated."""
+    # The twin's own libraries come from where they always are; the binding is built anew.
+    env = {**os.environ, **stand_ins}
+    command = [sys.executable, "-c", _REDIRECTED, str(tmp_path / "cache"), str(HERE / "host_on_twin.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["differences"] == [], done.stderr[-4000:]
+    assert found["kernels"] == [
+        "aggregate_cube",
+        "combine_parts",
+        "edge_products",
+        "edge_softmax",
+        "edge_softmax_backward",
+        "edge_sum",
+    ]
+    assert found["library"].startswith(str(tmp_path / "cache"))
+    assert found["progress"][0].startswith("building the Ascend C kernels for Ascend910B3, once, into")
+    assert found["progress"][-1] == "building the Ascend C kernels: 100 %"
+    assert found["lines_of_second_load"] == 0
+    assert found["empty"]
+    assert found["refusals"][0] == "NotImplementedError: the NPU has no kernel for reduce=max"
+    assert found["refusals"][1].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
+    assert len(found["warnings"]) == 1  # three of the cases are converted
+
+
+_REDIRECTED = """
+import pathlib, runpy, sys
+cache, script = sys.argv[1:]
+from lightning_gnn.ascend_ops import binding
+binding.cache_folder = lambda: pathlib.Path(cache) / "ascend_twin"
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@needs_tools
+def test_compiler_output_is_in_the_error(stand_ins, tmp_path, monkeypatch):
+    for name in ("ASCEND_HOME_PATH", "SOC_VERSION"):
+        monkeypatch.setenv(name, stand_ins[name])
+    monkeypatch.syspath_prepend(str(tmp_path / "stubs/site"))
+    monkeypatch.setattr(binding, "cache_folder", lambda: tmp_path / "cache" / "ascend_twin")
+    cmake = next((tmp_path / "stubs/cann").rglob("ascendc.cmake"))
+    cmake.write_text('message(FATAL_ERROR "this chip is too new")')
+    lines = []
+    with pytest.raises(
+        binding.BindingError, match=r"(?s)cmake -S failed with status 1.*build\.log.*this chip is too new"
+    ):
+        binding.build(lines.append)
+    assert lines[0].startswith("building the Ascend C kernels for Ascend910B3")
+
+
+def nothing_installed(monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.delenv("SOC_VERSION", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(binding, "_loaded", None)
+
+
+def test_everything_missing_is_named(monkeypatch):
+    nothing_installed(monkeypatch)
+    with pytest.raises(binding.BindingError) as caught:
+        binding.load()
+    message = str(caught.value)
+    for part in (
+        "torch_npu (pip install 'lightning-gnn[npu]'",
+        "ASCEND_HOME_PATH is not set",
+        "source its set_env.sh",
+        "cmake 3.18 or newer",
+        "a C++ compiler (apt install g++",
+        "an Atlas A2 or A3 chip (no NPU was found",
+    ):
+        assert part in message
+
+
+def test_toolkit_without_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "gone"))
+    assert any("is no folder" in problem for problem in binding.missing())
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    problems = " ".join(binding.missing())
+    assert "Ascend C's CMake files under" in problems
+    assert "the Ascend C compiler under" in problems
+
+
+@pytest.mark.parametrize(
+    ("chip", "fits"),
+    [
+        ("Ascend910B1", True),
+        ("Ascend910B4-1", True),
+        ("Ascend910_9391", True),
+        ("Ascend910B", False),  # the first generation has the unified core
+        ("Ascend910A", False),
+        ("Ascend310P3", False),
+    ],
+)
+def test_chip(monkeypatch, chip, fits):
+    monkeypatch.setenv("SOC_VERSION", chip)
+    assert any("Atlas A2" in problem for problem in binding.missing()) != fits
+    assert fits or any(f"this is {chip}" in problem for problem in binding.missing())
+
+
+def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
+    nothing_installed(monkeypatch)
+    npu = SimpleNamespace(type="npu", index=0)  # torch knows the name only with torch_npu
+    aggregate_npu.available.cache_clear()
+    aggregate_npu.num_cores.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"(?s)without torch_npu.*CANN.*torch's own operators") as caught:
+            functions = [aggregate_backends.operators(None, npu) for _ in range(2)]
+        assert len(caught) == 1
+        assert aggregate_npu.num_cores(0) == torch.get_num_threads()
+        assert functions[1].edge_softmax is torch.ops.lightning_gnn.edge_softmax
+    finally:
+        aggregate_npu.available.cache_clear()
+        aggregate_npu.num_cores.cache_clear()
+
+
+def test_an_npu_with_the_kernels_leaves_a_maximum_to_torch(monkeypatch):
+    reached = []
+    monkeypatch.setattr(aggregate_npu, "available", lambda: True)
+    monkeypatch.setattr(aggregate_npu.aggregate_reference, "aggregate_chunks", lambda *args: reached.append(args[4]))
+    monkeypatch.setattr(aggregate_npu.aggregate_reference, "edge_products", lambda *args: reached.append("products"))
+    aggregate_npu.aggregate_chunks([], 0, torch.ones(1), None, "max", [], [])
+    aggregate_npu.edge_products([], torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), [], [])
+    assert reached == ["max", "products"]

@@ -1,0 +1,299 @@
+"""The simulated chip: it agrees with the CPU twin, loses no byte, and keeps the order of what can and cannot be."""
+
+import importlib
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_gnn.ascend_ops import structs
+from lightning_gnn.ascend_ops.machines import machine
+from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
+from lightning_gnn.planning import PlanSettings, plan_cores
+from tests.ascend_ops.chunk_arrays import random_chunks
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "ascend_ops" / "csrc"
+UNITS = ("scalar", "vector", "cube", "mte1", "mte2", "mte3", "fix")
+
+
+@pytest.fixture(scope="module")
+def load():
+    # The benchmarks are no part of the installed package: they are found from the top of the repository.
+    sys.path.insert(0, str(ROOT))
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
+    sys.path.remove(str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def check(load):
+    return load("ascend_sim_check")
+
+
+@pytest.fixture(scope="module")
+def model(load):
+    return load("ascend_sim_model")
+
+
+def agrees(ours, real, makespan):
+    """The same instructions, byte for byte and cycle for cycle; a makespan also depends on who came first to L2."""
+    assert ours.fractals == real.fractals
+    assert ours.elements == real.elements
+    for path, count in ours.bytes.items():
+        if path in real.bytes:
+            assert count == real.bytes[path], path
+    for unit in UNITS:
+        assert ours.busy[unit] == pytest.approx(real.busy(unit), rel=0.005), unit
+    assert ours.cycles == pytest.approx(real.makespan, rel=makespan)
+
+
+@pytest.mark.parametrize(("columns", "groups", "workers"), [(256, 1, 4), (100, 2, 6), (602, 3, 3)])
+@pytest.mark.parametrize("flat", [True, False])
+def test_model_agrees_with_the_twin(check, columns, groups, workers, flat):
+    chunks = check.small_graph(300, 3000).forward
+    plan = plan_cores(columns, chunks.loads.numpy(), PlanSettings(num_groups=groups), workers)
+    for name in ("split", "unified"):
+        agrees(*check.compare_vector(machine(name), chunks, plan, flat), 0.002 if flat else 0.03)
+    agrees(*check.compare_cube(machine("split"), chunks, plan, flat), 0.002 if flat else 0.03)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (300, 602, 256, {"transpose_b": True, "bias": True}),
+        (602, 300, 256, {"transpose_a": True, "split_k": 3}),
+        (300, 41, 250, {}),
+    ],
+)
+def test_model_of_update_agrees_with_the_twin(check, shape):
+    *sizes, how = shape
+    agrees(*check.compare_update(machine("split"), *sizes, flat=True, **how), 0.002)
+
+
+def test_model_of_combine_parts_agrees_with_the_twin(check):
+    first = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 6, 40))])
+    agrees(*check.compare_combine(machine("split"), first, 256, flat=True), 0.01)
+
+
+def test_model_without_double_buffering_agrees_with_the_twin(check, tmp_path):
+    twin = importlib.import_module("lightning_gnn.ascend_ops.twin")
+    for source in [*CSRC.glob("*.h"), CSRC / "aggregate_cube.cpp"]:
+        text = source.read_text()
+        (tmp_path / source.name).write_text(text.replace("BUFFER_NUM = 2", "BUFFER_NUM = 1"))
+    assert "BUFFER_NUM = 1" in (tmp_path / "load_tiling.h").read_text()
+    single = twin.Twin([tmp_path / "aggregate_cube.cpp"])
+    chunks = check.small_graph(300, 3000).forward
+    plan = plan_cores(256, chunks.loads.numpy(), PlanSettings(num_groups=1), 4)
+    agrees(*check.compare_cube(machine("split"), chunks, plan, True, single, buffers=1), 0.002)
+
+
+def cube_case(seed, columns, groups, members, **sizes):
+    chunks = random_chunks(seed, 150, 1500, 4 * members, most_entries=40)
+    return chunks, cube_tables(*chunks.tables, chunks.even_ranges(members), groups, columns, **sizes)
+
+
+@pytest.mark.parametrize("name", ["unified", "split"])
+@pytest.mark.parametrize(("columns", "groups", "members"), [(256, 1, 3), (41, 2, 2), (602, 4, 2)])
+def test_bytes_are_those_of_the_tables(model, name, columns, groups, members):
+    chip = machine(name)
+    _, tables = cube_case(1, columns, groups, members, tile_columns=64)
+    launch = model.aggregate_cube(model.Setting(chip), tables, 150, 150)
+    blocks, tiles = tables.row_blocks, tables.tiles
+    wide = structs.up(columns)
+    at = dict(zip(structs.STRUCTS["AggregateTiling"].split(), tables.tiling.tolist(), strict=True))["panelOffset"]
+    panels = tables.plan[at:].reshape(-1, 4)
+    rows = np.repeat(-(-blocks[:, 2] // 16) * 16, blocks[:, 1] - blocks[:, 0]).astype(np.int64)
+    used, k = tiles[:, 1].astype(np.int64), -(-tiles[:, 1].astype(np.int64) // 16) * 16
+    entries = (tiles[:, 3] + tiles[:, 5]).astype(np.int64)
+    assert panels[:, 1].sum() == wide
+    times = len(panels)
+    # lists once per panel, each column's row once per tile, in pieces that make up the row
+    assert launch.bytes["gm_to_ub"] == times * (4 * k + 4 * entries).sum() + 2 * wide * used.sum()
+    # 4 bytes for rows of split vertices, which go to the float parts
+    parts = tables.num_parts
+    assert (
+        launch.bytes["l0c_to_gm" if name == "split" else "gm_write"] - (0 if name == "unified" else 0)
+        == 2 * wide * (blocks[:, 2].sum() - parts) + 4 * wide * parts
+    )
+    assert launch.fractals == (rows // 16 * (k // 16)).sum() * (wide // 16)
+    assert launch.bytes["l1_to_l0b"] == 2 * wide * k.sum()
+    dense = 2 * times * (rows * k).sum() + 2 * wide * k.sum()
+    if name == "split":
+        assert launch.bytes["gm_to_l1"] == dense == launch.bytes["ub_to_gm"]
+    else:
+        assert launch.bytes["ub_to_l1"] == dense
+        assert launch.bytes["gm_to_l1"] == launch.bytes["l0c_to_gm"] == 0
+    # all that is read comes through L2, and whatever fits is brought there once
+    assert launch.bytes["l2_read"] == launch.bytes["gm_to_ub"] + launch.bytes["gm_to_l1"]
+    assert launch.bytes["hbm_read"] <= launch.bytes["l2_read"] + 128 * tiles.size * times * 200
+
+
+@pytest.mark.parametrize("name", ["unified", "split"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_unit_works_longer_than_the_launch_and_buffers_only_help(model, name, seed):
+    chip = machine(name)
+    columns, groups, members = [(256, 1, 3), (41, 2, 2), (602, 4, 2), (16, 1, 5)][seed]
+    chunks, tables = cube_case(seed, columns, groups, members, tile_columns=64)
+    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(members), num_groups=groups, num_columns=columns)
+    flat = (("hbm_bytes", chip["l2_read_bytes"]),)
+    for run in (
+        lambda setting: model.aggregate_cube(setting, tables, 150, 150),
+        lambda setting: model.aggregate_vector(setting, lists, 150, 150, True),
+        lambda setting: model.update(setting, 300, 41, 256, bias=True),
+    ):
+        double = run(model.Setting(chip, share_hbm=False, changes=flat))
+        single = run(model.Setting(chip, 1, share_hbm=False, changes=flat))
+        serial = run(model.Setting(chip, 1, serial=True, share_hbm=False, changes=flat))
+        for launch in (double, single, serial):
+            assert 0 < max(launch.busiest.values()) <= launch.cycles
+            assert launch.ends.max() == launch.cycles
+            assert sum(launch.busy.values()) > 0
+        assert double.cycles <= single.cycles <= serial.cycles
+        assert double.bytes == single.bytes == serial.bytes
+        assert double.fractals == single.fractals
+
+
+def test_cores_share_hbm(model):
+    chip = machine("split")
+    chunks = random_chunks(3, 4000, 12_000, 48)
+    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(48), num_columns=1024)
+    scarce = (("hbm_gb_s", 200.0),)
+    shared = model.aggregate_vector(model.Setting(chip, changes=scarce), lists, 4000, 4000, True)
+    alone = model.aggregate_vector(model.Setting(chip, share_hbm=False), lists, 4000, 4000, True)
+    rate = 200e3 / chip["clock_mhz"]
+    assert shared.bytes["hbm_read"] / rate <= shared.cycles * 1.001
+    assert alone.bytes["hbm_read"] / rate > alone.cycles  # else it would show nothing
+    assert alone.cycles < shared.cycles
+
+
+def test_a_row_comes_from_hbm_once_for_as_long_as_it_fits_l2(model):
+    chip = machine("unified")
+    chunks = random_chunks(4, 500, 5000, 6)
+    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(6), num_columns=256)
+    used = np.unique(lists.columns).size
+
+    def read(l2_bytes):
+        setting = model.Setting(chip, changes=(("l2_bytes", l2_bytes),))
+        return model.aggregate_vector(setting, lists, 500, 500, True).bytes["hbm_read"]
+
+    lists_bytes = 8 * lists.columns.size
+    assert used * 512 + lists_bytes <= read(2**25) <= used * 512 + lists_bytes + 4096
+    assert read(2**12) > 4 * read(2**25)
+
+
+@pytest.mark.parametrize("name", ["unified", "split"])
+@pytest.mark.parametrize("dataset", ["CiteSeer", "Cora", "PubMed"])
+def test_loads_are_balanced_wherever_slices_are_whole_blocks(load, name, dataset):
+    epoch = load("ascend_sim_epoch")
+    graph, chip = epoch.make_graph(dataset), machine(name)
+    checked = 0
+    for loads, workers in (
+        (graph.natural.forward.loads, chip.vector_cores),
+        (graph.compressed.forward.loads, chip.cube_cores),
+    ):
+        for columns in (*graph.widths[:2], 512):
+            plan = plan_cores(columns, loads.numpy(), PlanSettings(), workers)
+            if columns % (16 * plan.num_groups) == 0:
+                assert plan.balance <= 1.05
+                checked += 1
+    assert checked
+
+
+def test_tables_for_another_plan_are_those_made_for_it(load):
+    epoch = load("ascend_sim_epoch")
+    model = load("ascend_sim_model")
+    graph = epoch.make_graph("Cora", None, 10)
+    arrays = model.tables_of(graph.compressed.forward)
+    plan = plan_cores(100, graph.compressed.forward.loads.numpy(), PlanSettings(num_groups=3), 12)
+    made = graph.cube_tables(plan, 64)
+    wanted = cube_tables(*arrays, plan.chunk_ranges, 3, 100, tile_columns=64)
+    for field in ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "runs", "splits"):
+        np.testing.assert_array_equal(getattr(made, field), getattr(wanted, field), err_msg=field)
+    assert (made.num_blocks, made.workspace_bytes) == (wanted.num_blocks, wanted.workspace_bytes)
+
+
+def test_steps_of_an_epoch(load):
+    epoch = load("ascend_sim_epoch")
+    graph = epoch.make_graph("PubMed", None, 10)
+    chip = machine("split")
+    runs = {step: epoch.simulate(epoch.Setting(chip), graph, step) for step in epoch.STEPS}
+    for step, run in runs.items():
+        assert run.cycles == sum(launch.cycles for _, launch in run.launches)
+        assert [what for what, _ in run.launches].count("aggregate") == 4  # two layers, forward and backward
+        assert 0 < run.share("aggregate") < 1
+        assert 0 < run.busy("cube", chip.cube_cores) < 1
+        assert 0 < run.running() <= 1
+        assert run.milliseconds < run.milliseconds_launched
+        assert bool(run.plans) == (step != "baseline")
+        kernels = {launch.kernel for _, launch in run.launches}
+        assert ("aggregate_cube" in kernels) == (step in ("+CT", "+IP"))
+    assert runs["+IP"].cycles <= runs["+CT"].cycles
+    for width, load_of in runs["baseline"].loads.items():
+        assert load_of.sum() == graph.topology.num_edges * width == runs["+HP"].loads[width].sum()
+    # figure 4's point: the plan shares out better than ranges of vertices
+    assert runs["+HP"].plans[graph.widths[1]].balance < max(
+        loads.max() / loads.mean() for loads in runs["baseline"].loads.values()
+    )
+
+
+def test_benchmark_writes_its_files(load, tmp_path, monkeypatch, capsys):
+    benchmark = load("ascend_sim")
+    few = dict(list(benchmark.ASSUMPTIONS.items())[:2])
+    monkeypatch.setattr(benchmark, "ASSUMPTIONS", few)
+    out = tmp_path / "sim.json"
+    benchmark.main(["--quick", "--datasets", "Cora, Products", "--archs", "split,unified", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert result["benchmark"] == "ascend_sim"
+    assert len(result["rows"]) == 2 * 2 * 4
+    for row in result["rows"]:
+        assert row["min"] == row["median"] == row["max"] > 0
+    extra = result["extra"]
+    assert extra["paper"]["+HP"] == [1.84, 2.4]
+    assert set(extra["gains under other assumptions"]["split"]) == set(few)
+    assert set(extra["figure 12"]["unified"]["Products"]) == {"10", "20", "30"}
+    assert set(extra["figure 4"]["split"]) == {"baseline", "+HP", "+IP", "by degree, max/min"}
+    assert len(extra["figure 4"]["split"]["baseline"]["idle"]) == 48
+    assert {"scalar", "vector", "cube"} <= set(extra["figure 5, share of the forward pass"]["split"]["baseline"])
+    for sets in extra["epochs"].values():
+        for steps in sets.values():
+            for figures in steps.values():
+                assert 0 <= figures["cube busy"] <= 1
+                assert 0 < figures["cores running"] <= 1
+    assert any("figure 13" in note for note in extra["notes"])
+    for path in (str(ROOT), str(tmp_path), sys.prefix):
+        assert path not in out.read_text()
+    assert "gain of each step" in capsys.readouterr().out
+
+
+def test_nothing_of_the_paper_gets_into_the_model(load, monkeypatch):
+    benchmark, epoch = load("ascend_sim"), load("ascend_sim_epoch")
+    graph = epoch.make_graph("Cora", None, 40)
+    before = benchmark.gains(machine("unified"), graph)
+    monkeypatch.setattr(benchmark, "PAPER", dict.fromkeys(benchmark.PAPER, (7.0, 9.0)))
+    assert benchmark.gains(machine("unified"), graph) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--datasets", "Cora,Ogb"], "dataset 'Ogb' is unknown; use some of CiteSeer, Cora"),
+        (["--archs", "h100"], "arch 'h100' is unknown; use some of unified, split, split-20"),
+    ],
+)
+def test_bad_input(load, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load("ascend_sim").main(["--quick", *arguments])
+
+
+def test_unknown_dataset(load):
+    with pytest.raises(ValueError, match="dataset 'Ogb' is unknown"):
+        load("ascend_sim_epoch").make_topology("Ogb")
+
+
+def test_earlier_steps_are_the_figures_of_the_paper(load):
+    steps = load("ascend_sim_epoch").STEPS
+    assert list(pairwise(steps)) == [("baseline", "+HP"), ("+HP", "+CT"), ("+CT", "+IP")]
