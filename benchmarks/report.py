@@ -16,7 +16,10 @@ from benchmarks.machine import MISSING
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-ORDER = ("sampling", "minibatch", "epoch", "gpu_minibatch", "gpu_epoch", "gpu_persistent")
+ORDER = (
+    *("sampling", "minibatch", "epoch", "aggregate", "full_graph"),
+    *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_aggregate", "gpu_full_graph"),
+)
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:

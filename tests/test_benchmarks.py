@@ -16,6 +16,8 @@ SMALL = {
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
               "--only", "ours, 2 workers, 1 torch"],
+    "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--workers", "4"],
+    "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "PubMed, ours"],
 }  # fmt: skip
 
 
