@@ -32,12 +32,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 
-# No set-up: a GPU box brings its own torch. On one, the last two run on the GPU.
-bench-gpu: PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 bench-gpu:
-	$(PY) -m benchmarks.gpu $(ARGS)
-	$(PY) -m benchmarks.aggregate --out benchmarks/results/gpu_aggregate.json $(ARGS)
-	$(PY) -m benchmarks.full_graph --out benchmarks/results/gpu_full_graph.json $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

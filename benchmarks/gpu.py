@@ -2,7 +2,7 @@
 
 The contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders. Around
 bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the epoch
-Lightning copies, from pinned memory. Without CUDA there is nothing to measure.
+Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation and full-graph epochs. Without CUDA there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         }
         out = args.out and args.out.with_name(f"{args.out.stem}_{part}.json")
         results.append(publish(result, out))
-    from benchmarks import persistent
+    from benchmarks import aggregate, full_graph, persistent
 
-    out = args.out and args.out.with_name(f"{args.out.stem}_persistent.json")
-    results.append(persistent.main([*["--quick"] * args.quick, *(["--out", str(out)] if out else [])]))
+    # They find the GPU by themselves.
+    for name, benchmark in (("persistent", persistent), ("aggregate", aggregate), ("full_graph", full_graph)):
+        out = args.out and args.out.with_name(f"{args.out.stem}_{name}.json")
+        results.append(benchmark.main([*["--quick"] * args.quick, *(["--out", str(out)] if out else [])]))
     return results
 
 
