@@ -2,7 +2,8 @@
 
 The contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders. Around
 bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the epoch
-Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation and full-graph epochs. Without CUDA there is nothing to measure.
+Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation and full-graph epochs. Without CUDA
+there is nothing to measure.
 """
 
 from __future__ import annotations

@@ -1,26 +1,35 @@
 """GNN training on the hardware people really have, as plugins for a PyTorch Lightning ``Trainer``."""
 
+from lightning_gnn.accelerators import NPUAccelerator
 from lightning_gnn.datamodules import (
     FullGraphDataModule,
     LinkDataModule,
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.ops import gather_rows, sample_neighbors
+from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable
+from lightning_gnn.nn import FullInference
+from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_neighbors
 from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler, enable_pyg_sampling
+from lightning_gnn.strategies import AscendHybridParallelStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AscendHybridParallelStrategy",
     "CSCGraph",
+    "CompressedGraph",
     "FeatureTable",
     "FullGraphDataModule",
+    "FullInference",
     "LinkDataModule",
+    "NPUAccelerator",
     "NeighborDataModule",
     "NeighborSampler",
     "PersistentNeighborSampler",
     "PersistentSamplerDataModule",
+    "aggregate",
+    "edge_softmax",
     "enable_pyg_sampling",
     "gather_rows",
     "sample_neighbors",

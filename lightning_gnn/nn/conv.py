@@ -12,6 +12,7 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor
 
+from lightning_gnn.nn.fused_sage import fused, fuses
 from lightning_gnn.ops.aggregate import aggregate
 from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax import edge_softmax
@@ -131,8 +132,9 @@ class GCNConv(pyg.GCNConv):
 class SAGEConv(pyg.SAGEConv):
     """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a graph, bipartite or not.
 
-    With a graph it multiplies before or after it aggregates, whichever costs less. Constructor, parameters and results
-    are PyG's.
+    With a graph it multiplies before or after it aggregates, whichever costs less. So it does with an ``edge_index`` on
+    the CPU, such as a mini-batch's (:func:`~lightning_gnn.ops.aggregate_update.aggregate_update`), unless something
+    about the layer is out of the ordinary. Constructor, parameters and results are PyG's.
 
     Raises:
         ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
@@ -144,10 +146,12 @@ class SAGEConv(pyg.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
         """Return ``[num_targets, out_channels]`` for ``x`` ``[N, in_channels]``, or a pair (sources, targets)."""
+        source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
+            if size is None and fuses(self, source, target, edge_index):
+                return fused(self, source, target, edge_index)
             out: Tensor = super().forward(x, edge_index, size)
             return out
-        source, target = (x, x) if isinstance(x, Tensor) else x
         reduce = _check(self, edge_index, source, target=target)
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()

@@ -1,16 +1,30 @@
 """Pure plans: who computes what. No device, no file, nothing of the package."""
 
+from lightning_gnn.planning.bottleneck import Remedy, find_remedy
+from lightning_gnn.planning.damping import Damping
+from lightning_gnn.planning.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.planning.devices import plan_devices
 from lightning_gnn.planning.grouping import PlanSettings, plan_cores
+from lightning_gnn.planning.mapping import Mapping, StageTimes
 from lightning_gnn.planning.plan import GroupingCost, HybridPlan, slice_columns
 from lightning_gnn.planning.ranges import balance_ranges
+from lightning_gnn.planning.resources import DynamicResourceManager
 
 __all__ = [
+    "Damping",
+    "Decision",
+    "DynamicResourceManager",
     "GroupingCost",
     "HybridPlan",
+    "Mapping",
     "PlanSettings",
+    "Remedy",
+    "ReplayedDecisions",
+    "StageTimes",
     "balance_ranges",
+    "find_remedy",
     "plan_cores",
     "plan_devices",
+    "read_decisions",
     "slice_columns",
 ]
