@@ -126,6 +126,9 @@ class Throughput(pl.Callback):
             epoch.wait_s, epoch.sampling_s, epoch.features_s = spent["wait_s"], spent["sampling_s"], spent["features_s"]
         epoch.all_edges = epoch.edges
         if trainer.world_size > 1:
+            # On rank 0 the progress bar has asked for the metrics already, which synchronise then. Let the others do so
+            # before the next collective, or each would wait for the other.
+            _ = trainer.callback_metrics
             edges = torch.tensor(float(epoch.edges), dtype=torch.float64, device=trainer.strategy.root_device)
             epoch.all_edges = int(trainer.strategy.reduce(edges, reduce_op="sum"))
         self.epochs.append(epoch)
@@ -160,5 +163,7 @@ def _count_edges(batch: Any) -> int:
     edge_index = getattr(batch, "edge_index", None)
     if isinstance(edge_index, torch.Tensor):
         return int(edge_index.size(1))
-    # A compressed graph counts its edges; one that is shared out among devices, the edges of this device.
+    if (in_degrees := getattr(edge_index, "in_degrees", None)) is not None:
+        # Of a graph that is shared out among devices, those of the device's own rows: all edges, over the devices.
+        return int(in_degrees.sum())
     return int(getattr(edge_index, "num_edges", None) or getattr(batch, "num_edges", 0) or 0)

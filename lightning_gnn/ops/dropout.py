@@ -1,0 +1,250 @@
+"""Dropout whose mask is a function of (key, global row, column), so that it does not depend on who draws which rows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_gnn.ops.hashing import (
+    _MIX_1,
+    _MIX_2,
+    GOLDEN,
+    NODE_STEP,
+    _mix_compiled,
+    mix,
+    node_key_compiled,
+)
+from lightning_gnn.ops.library import library
+
+_DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
+_PER_THREAD = 1 << 18
+"""Numbers that a further thread must have to draw; fewer cost less than starting it."""
+
+
+def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
+    """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``.
+
+    Whether number (i, c) is dropped is decided by the upper 32 bits of a hash of (``key``, ``rows[i]``, ``c``), the
+    same on every device and for every number of threads. Differentiable any number of times; backward draws the mask
+    again instead of keeping it.
+
+    Args:
+        x: Floating ``[n, ...]``; ``c`` counts over the dimensions after the first.
+        p: Probability in [0, 1].
+        key: 64-bit integer.
+        rows: Number of each row in the whole, int64 or int32 ``[n]``; by default 0, 1, …
+
+    Raises:
+        TypeError: ``x`` is not floating, or ``rows`` no integers.
+        ValueError: ``p`` is no probability, or ``rows`` has another length than ``x``.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p is a probability in [0, 1], but is {p}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, but is {x.dtype}")
+    if x.dim() < 1:
+        raise ValueError("x must have rows, but is a single number")
+    if rows is not None:
+        if rows.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"rows must be int64 or int32, but are {rows.dtype}")
+        if rows.dim() != 1 or rows.numel() != x.size(0):
+            raise ValueError(f"rows must be [{x.size(0)}], one number per row of x, but are {list(rows.shape)}")
+        if rows.device != x.device:
+            raise ValueError(f"x is on {x.device}, but rows on {rows.device}; move one of them with .to()")
+    if p == 0.0:
+        return x.clone()
+    signed = mix(key)
+    dropped: Tensor = _RowDropout.apply(x, p, signed - (1 << 64) if signed >> 63 else signed, rows)
+    return dropped
+
+
+class _RowDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, key: int, rows: Tensor | None):
+        ctx.p, ctx.key = p, key
+        ctx.save_for_backward(rows)
+        return torch.ops.lightning_gnn.row_dropout(x, p, key, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        return _RowDropout.apply(grad, ctx.p, ctx.key, rows), None, None, None
+
+
+library.define("row_dropout(Tensor x, float p, int key, Tensor? rows) -> Tensor")
+
+
+def _threshold(p: float) -> int:
+    """Return what a 32-bit hash must reach for the number to stay."""
+    return min(round(p * 2**32), 2**32)
+
+
+@torch.library.impl(library, "row_dropout", "CPU")
+def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+    if x.numel() == 0 or p == 1.0:
+        return torch.zeros_like(x)
+    scale = 1.0 / (1.0 - p)
+    shape = (x.size(0), x.numel() // x.size(0))
+    ids = np.arange(x.size(0)) if rows is None else rows.contiguous().numpy()
+    whole = x.contiguous().view(shape)
+    if x.dtype in (torch.float32, torch.float64):
+        out = torch.empty_like(whole)
+        # A scale of the dtype makes compiled code round as torch does.
+        arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
+        _share_out(_drop_rows, shape, np.uint64(key & _MASK), np.uint64(_threshold(p)), *arrays)
+        return out.view(x.shape)
+    keep = torch.empty(shape, dtype=torch.bool)
+    _share_out(_draw_rows, shape, np.uint64(key & _MASK), np.uint64(_threshold(p)), keep.numpy(), ids)
+    return torch.where(keep, whole * scale, 0).to(x.dtype).view(x.shape)
+
+
+@torch.library.impl(library, "row_dropout", "CompositeExplicitAutograd")
+def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+    """Do what :func:`row_dropout` does with torch's integers, whose products wrap; ``key`` is mixed already."""
+    if x.numel() == 0 or p == 1.0:
+        return torch.zeros_like(x)
+    ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
+    columns = torch.arange(x.numel() // x.size(0), device=x.device)
+    streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
+    hashes = _mix_torch(streams[:, None] + (columns + 1) * _signed(GOLDEN))
+    keep = _shifted(hashes, 32) >= _threshold(p)
+    return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype)
+
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 to the right as if it were unsigned."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_torch(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
+    return z ^ _shifted(z, 31)
+
+
+def _share_out(function: Any, shape: tuple[int, int], key: np.uint64, threshold: np.uint64, *arrays: Any) -> None:
+    """Run a compiled loop over rows on as many threads as torch has; numba's own would not survive two callers."""
+    num_threads = min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD)
+    if num_threads <= 1:
+        function(0, shape[0], key, threshold, *arrays)
+        return
+    bounds = [shape[0] * i // num_threads for i in range(num_threads + 1)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = [pool.submit(function, start, stop, key, threshold, *arrays) for start, stop in pairwise(bounds)]
+        for part in parts:
+            part.result()
+
+
+_U32, _UGOLDEN = np.uint64(32), np.uint64(GOLDEN)
+
+
+@numba.njit(nogil=True, cache=True)
+def _drop_rows(start, stop, key, threshold, x, rows, out, scale):
+    zero = scale * 0
+    for i in range(start, stop):
+        counter = node_key_compiled(key, rows[i])
+        for c in range(x.shape[1]):
+            counter += _UGOLDEN
+            out[i, c] = x[i, c] * scale if _mix_compiled(counter) >> _U32 >= threshold else zero
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw_rows(start, stop, key, threshold, keep, rows):
+    for i in range(start, stop):
+        counter = node_key_compiled(key, rows[i])
+        for c in range(keep.shape[1]):
+            counter += _UGOLDEN
+            keep[i, c] = _mix_compiled(counter) >> _U32 >= threshold
+
+
+_active: ContextVar[drop_by_row | None] = ContextVar("drop_by_row", default=None)
+
+
+class drop_by_row(TorchFunctionMode):
+    """Within this context torch's dropout draws by row number: ranks that share out the rows draw the masks of one.
+
+    Every call of ``torch.nn.functional.dropout``, and so of ``torch.nn.Dropout``, has a key of its own, made from
+    ``key`` and how many were called before. A tensor with ``len(rows)`` rows is taken for features of these rows;
+    another one for something that all ranks have alike, and all draw the same mask for it. Draws no number from
+    torch's generators. Of gradient checkpointing, only the forward pass lies in the context: do not combine them.
+
+    Args:
+        key: 64-bit integer.
+        rows: Number of each row in the whole graph, int64 ``[n]``, or None: 0, 1, …
+    """
+
+    def __init__(self, key: int, rows: Tensor | None = None) -> None:
+        super().__init__()
+        self.key = key
+        self.rows = rows
+        self.calls = 0
+
+    def next_key(self) -> int:
+        """Return the key of the next call."""
+        self.calls += 1
+        return mix((self.key + GOLDEN) ^ (self.calls * NODE_STEP))
+
+    def __enter__(self) -> drop_by_row:
+        """Begin to draw by row number."""
+        super().__enter__()
+        self._token = _active.set(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Go back to torch's own dropout."""
+        _active.reset(self._token)
+        super().__exit__(*exception)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take over the calls of dropout."""
+        kwargs = kwargs or {}
+        if func not in _DROPOUTS:
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+        training = given.get("training", given.get("train", True))
+        dropped = self._drop(given["input"], given.get("p", 0.5), training)
+        return given["input"].copy_(dropped) if given.get("inplace") or func is torch.dropout_ else dropped
+
+    def _drop(self, x: Tensor, p: float, training: bool) -> Tensor:
+        key = self.next_key()
+        if not training or p == 0.0 or x.dim() == 0:
+            return x
+        return row_dropout(x, p, key, self.rows if self.rows is not None and x.size(0) == self.rows.numel() else None)
+
+
+def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) -> Tensor:
+    """Drop weights of edges, such as attention: as torch does it, but by the edge's number inside :class:`drop_by_row`.
+
+    Args:
+        graph: A :class:`~lightning_gnn.graph.compress.CompressedGraph`, whose edges are numbered in forward order, or
+            a part of one, which says by ``edge_places`` (int64 ``[E]``) where its edges are in the whole.
+        weight: Floating ``[E]`` or ``[E, H]``, in the graph's forward order.
+        p: Probability in [0, 1].
+        training: Without, nothing is dropped.
+
+    Raises:
+        ValueError: ``p`` is no probability.
+    """
+    context = _active.get()
+    if context is None:
+        return F.dropout(weight, p, training)
+    key = context.next_key()
+    if not training or p == 0.0:
+        return weight
+    return row_dropout(weight, p, key, getattr(graph, "edge_places", None))

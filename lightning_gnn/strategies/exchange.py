@@ -1,0 +1,165 @@
+"""Exchange between ranks that own rows and ranks that compute feature slices, by all-to-all with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Who sends which rows and columns to whom.
+
+    Rank ``q = m + g * M`` computes the columns of slice m for a set of rows, that of member g. Every row has one owner,
+    and a set lists its rows in the order of their owners.
+
+    Args:
+        rank: This rank.
+        slices: Columns of each of the M groups, pairs ``(start, stop)``. They may overlap: several ranks then compute
+            with the same columns, and what :meth:`collect` brings back adds up.
+        own: For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are.
+        counts: How many rows of this rank's set each rank owns, ``[N]``.
+        num_rows: Rows that this rank owns.
+        group: Process group; None for the default one.
+    """
+
+    rank: int
+    slices: tuple[tuple[int, int], ...]
+    own: Sequence[Tensor | None]
+    counts: Sequence[int]
+    num_rows: int
+    group: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """N."""
+        return len(self.counts)
+
+    @property
+    def width(self) -> int:
+        """Columns of this rank's slice."""
+        start, stop = self.slices[self.rank % len(self.slices)]
+        return stop - start
+
+    @property
+    def num_columns(self) -> int:
+        """D."""
+        return max(stop for _, stop in self.slices)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Send rows to the ranks that compute with them, and return the rows of this rank's set.
+
+        Args:
+            x: This rank's rows, ``[num_rows, D]``.
+
+        Returns:
+            The columns of this rank's slice of the rows of its set, ``[sum of counts, width]``.
+        """
+        chosen = [x if index is None else x.index_select(0, index) for index in self.own]
+        parts = [rows[:, start:stop] for rows in chosen for start, stop in self.slices]
+        sizes = [part.numel() for part in parts]
+        sent = x.new_empty(sum(sizes))
+        for flat, part in zip(sent.split(sizes), parts, strict=True):
+            flat.view(part.shape).copy_(part)
+        received = [count * self.width for count in self.counts]
+        return self._all_to_all(sent, sizes, received).view(-1, self.width)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """Send rows back to their owners, where what comes from several ranks adds up: the adjoint of :meth:`spread`.
+
+        Args:
+            y: ``[sum of counts, width]``.
+
+        Returns:
+            ``[num_rows, D]``; zeros in rows that are in no set.
+        """
+        sent = [count * self.width for count in self.counts]
+        heights = [self.num_rows if index is None else index.numel() for index in self.own]
+        shapes = [(height, stop - start) for height in heights for start, stop in self.slices]
+        sizes = [height * width for height, width in shapes]
+        flat = self._all_to_all(y.reshape(-1), sent, sizes)
+        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        if len(self.own) == 1 and self.own[0] is None and self._consecutive():
+            return torch.cat(parts, dim=1)
+        out = y.new_zeros(self.num_rows, self.num_columns)
+        for rank, part in enumerate(parts):
+            start, stop = self.slices[rank % len(self.slices)]
+            index = self.own[rank // len(self.slices)]
+            if index is None:
+                out[:, start:stop] += part
+            else:
+                out[:, start:stop].index_add_(0, index, part)
+        return out
+
+    def _consecutive(self) -> bool:
+        stops = accumulate((stop - start for start, stop in self.slices), initial=0)
+        return all(start == stop for (start, _), stop in zip(self.slices, stops, strict=False))
+
+    def _all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+        out = sent.new_empty(sum(received))
+        # As bytes, since backends do not know all dtypes, and nothing is computed on the way.
+        unit = sent.element_size()
+        dist.all_to_all_single(
+            out.view(torch.uint8),
+            sent.contiguous().view(torch.uint8),
+            [size * unit for size in received],
+            [size * unit for size in sizes],
+            group=self.group,
+        )
+        return out
+
+
+def rows_to_slice(x: Tensor, exchange: Exchange) -> Tensor:
+    """Do :meth:`Exchange.spread`, with autograd."""
+    out: Tensor = _Spread.apply(x, exchange)
+    return out
+
+
+def slice_to_rows(y: Tensor, exchange: Exchange) -> Tensor:
+    """Do :meth:`Exchange.collect`, with autograd."""
+    out: Tensor = _Collect.apply(y, exchange)
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange):
+        ctx.exchange = exchange
+        return exchange.spread(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        return _Collect.apply(grad, ctx.exchange), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: Exchange):
+        ctx.exchange = exchange
+        return exchange.collect(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        return _Spread.apply(grad, ctx.exchange), None
+
+
+def gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:
+    """Return the rows of all ranks, one rank after the other, on every rank.
+
+    Args:
+        values: This rank's, ``[counts[rank], ...]``.
+        counts: Rows of each rank.
+        group: Process group; None for the default one.
+    """
+    # To the length of the longest: backends gather equal lengths only.
+    padded = values.new_zeros((max(counts), *values.shape[1:]))
+    padded[: values.size(0)] = values
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded.contiguous(), group=group)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])

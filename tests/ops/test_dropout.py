@@ -1,0 +1,193 @@
+"""Dropout by counter: the same on every backend and for every share of the rows, with the right rate."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.ops.dropout import drop_by_row, edge_dropout, row_dropout, row_dropout_torch
+from lightning_gnn.ops.hashing import GOLDEN, NODE_STEP, mix
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+keys = st.integers(-(2**63), 2**63 - 1)
+
+
+def signed(value):
+    return value - (1 << 64) if value >> 63 else value
+
+
+def by_definition(x, p, key, rows):
+    """Draw number by number with Python's integers."""
+    out = torch.zeros_like(x).reshape(x.size(0), -1)
+    for i, row in enumerate(rows):
+        stream = mix(mix(key) ^ (row * NODE_STEP))
+        for c, value in enumerate(x.reshape(x.size(0), -1)[i]):
+            if mix(stream + (c + 1) * GOLDEN) >> 32 >= round(p * 2**32):
+                out[i, c] = value * (1 / (1 - p))
+    return out.view(x.shape)
+
+
+@given(
+    key=keys,
+    p=st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 1 - 2**-40]),
+    shape=st.sampled_from([(4,), (5, 3), (3, 2, 4), (0, 3), (3, 0), (1, 1)]),
+    dtype=st.sampled_from(DTYPES),
+    first=st.integers(0, 2**40),
+)
+def test_every_backend_draws_the_same_mask(key, p, shape, dtype, first):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    rows = first + torch.arange(shape[0]).flip(0) * 3
+    dropped = row_dropout(x, p, key, rows)
+    assert dropped.dtype == dtype
+    assert torch.equal(dropped, row_dropout_torch(x, p, signed(mix(key)), rows))
+    if dtype == torch.float64 and x.numel():
+        assert torch.equal(dropped, by_definition(x, p, key, rows.tolist()))
+
+
+@given(key=keys, cut=st.integers(0, 40), three=st.booleans())
+def test_a_share_of_the_rows_gets_its_share_of_the_mask(key, cut, three):
+    x = torch.randn((40, 3, 2) if three else (40, 6))
+    order = torch.randperm(40)
+    whole = row_dropout(x, 0.4, key)
+    for rows in (order[:cut], order[cut:]):
+        assert torch.equal(row_dropout(x[rows], 0.4, key, rows), whole[rows])
+        assert torch.equal(row_dropout(x[rows], 0.4, key, rows.to(torch.int32)), whole[rows])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_rate_and_the_mean_are_right_in_rows_and_columns(p):
+    x = torch.ones(2000, 200, dtype=torch.float64)
+    kept = row_dropout(x, p, 11) * (1 - p)
+    assert ((kept == 0) | ((kept - 1).abs() < 1e-12)).all()
+    deviation = (p * (1 - p)) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 5 * deviation / x.numel() ** 0.5
+    for dim in (0, 1):
+        z = (kept.mean(dim) - (1 - p)) / deviation * x.size(dim) ** 0.5
+        assert z.abs().max() < 6
+        assert 0.8 < z.std() < 1.2  # neither rows nor columns share a stream
+    other = row_dropout(x, p, 12) != 0
+    both = (other & (kept != 0)).double().mean()
+    assert abs(both - (1 - p) ** 2) < 0.005
+
+
+def test_nothing_and_everything_can_be_dropped():
+    x = torch.tensor([[float("nan"), 1.0, float("inf")]])
+    assert torch.equal(row_dropout(x, 1.0, 3), torch.zeros(1, 3))
+    assert torch.equal(row_dropout(x[:, 1:], 0.0, 3), x[:, 1:])
+    assert torch.isfinite(row_dropout(torch.ones(50, 50), 1 - 1e-13, 3)).all()
+
+
+def test_gradients_pass_through_the_same_mask_any_number_of_times():
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([9, 4, 7, 100, 0, 1])
+    assert torch.autograd.gradcheck(lambda x: row_dropout(x, 0.4, 5, rows), x)
+    assert torch.autograd.gradgradcheck(lambda x: row_dropout(x, 0.4, 5, rows), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "p", "rows", "error", "message"),
+    [
+        (torch.ones(3, 2), 1.5, None, ValueError, "p is a probability"),
+        (torch.ones(3, 2), float("nan"), None, ValueError, "p is a probability"),
+        (torch.ones(3, 2).long(), 0.5, None, TypeError, "x must be floating"),
+        (torch.tensor(1.0), 0.5, None, ValueError, "x must have rows"),
+        (torch.ones(3, 2), 0.5, torch.arange(2), ValueError, r"rows must be \[3\]"),
+        (torch.ones(3, 2), 0.5, torch.ones(3), TypeError, "rows must be int64"),
+    ],
+)
+def test_wrong_arguments_are_explained(x, p, rows, error, message):
+    with pytest.raises(error, match=message):
+        row_dropout(x, p, 0, rows)
+
+
+def several_dropouts(x):
+    """Call dropout in every way that it is called."""
+    layer = torch.nn.Dropout(0.5)
+    given = x.clone()
+    return [
+        layer(x),
+        F.dropout(x, 0.3),
+        torch.dropout(x, 0.3, True),
+        F.dropout(input=x, p=0.3, training=True),
+        F.dropout(given, 0.4, inplace=True),
+        given,
+        torch.dropout_(x.clone(), 0.2, train=True),
+        torch.nn.Dropout(0.5).eval()(x),
+        F.dropout(x, 0.3, False),
+    ]
+
+
+def test_a_context_draws_every_call_by_row_and_leaves_torch_s_generator_alone():
+    x = torch.randn(30, 5)
+    state = torch.get_rng_state()
+    with drop_by_row(4):
+        whole = several_dropouts(x)
+    with drop_by_row(5):
+        other = several_dropouts(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(whole[4], whole[5])
+    assert torch.equal(whole[7], x)
+    assert torch.equal(whole[8], x)
+    assert not any(torch.equal(a, b) for a, b in zip(whole[:7], other[:7], strict=True))
+    assert not torch.equal(whole[1], whole[2])  # each call has a key of its own
+    for rows in (torch.arange(0, 30, 2), torch.tensor([3, 29, 5])):
+        with drop_by_row(4, rows):
+            part = several_dropouts(x[rows])
+        for a, b in zip(part, whole, strict=True):
+            assert torch.equal(a, b[rows])
+
+
+def test_a_tensor_of_other_rows_gets_the_same_mask_on_all_ranks():
+    x = torch.randn(7, 5)
+    drawn = []
+    for rows in (torch.arange(3), torch.arange(3, 10, 2)):
+        with drop_by_row(4, rows):
+            drawn.append(F.dropout(x, 0.5))
+    assert torch.equal(*drawn)
+
+
+def test_outside_of_a_context_and_in_other_threads_torch_draws():
+    x = torch.ones(20, 20)
+    drawn = []
+    with drop_by_row(4):
+        thread = threading.Thread(target=lambda: drawn.append(torch.manual_seed(1) and F.dropout(x, 0.5)))
+        thread.start()
+        thread.join(60)
+    torch.manual_seed(1)
+    assert torch.equal(drawn[0], F.dropout(x, 0.5))
+
+
+def test_weights_of_edges_are_dropped_by_their_place():
+    edge_index = torch.randint(12, (2, 50), generator=torch.Generator().manual_seed(0))
+    graph = CompressedGraph.from_edge_index(edge_index, 12, num_chunks=3)
+    weight = torch.rand(50, 4) + 1
+
+    class Part:
+        edge_places = torch.arange(20, 45)
+
+    with drop_by_row(8, torch.arange(25)):  # as many rows as edges: they are not taken for rows
+        whole = edge_dropout(graph, weight, 0.5, True)
+    with drop_by_row(8, torch.arange(3)):
+        part = edge_dropout(Part(), weight[20:45], 0.5, True)
+        assert edge_dropout(graph, weight, 0.5, False) is weight
+    assert torch.equal(part, whole[20:45])
+    torch.manual_seed(2)
+    outside = edge_dropout(graph, weight, 0.5, True)
+    torch.manual_seed(2)
+    assert torch.equal(outside, F.dropout(weight, 0.5))
+
+
+def test_large_tensors_are_drawn_on_several_threads_alike():
+    x = torch.randn(3000, 200)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = row_dropout(x, 0.3, 6)
+        torch.set_num_threads(4)
+        assert torch.equal(row_dropout(x, 0.3, 6), one)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,19 @@
+"""The command trains on two devices, progress bar and throughput included, and gives what one device gives."""
+
+import pytest
+
+from tests.cli.command import TINY, metrics_of, spawn
+
+LEFT_OUT = ("datamodule.num_workers=0", "trainer.enable_progress_bar=false")
+
+
+@pytest.mark.slow
+def test_two_devices_give_what_one_gives(tmp_path):
+    overrides = [item for item in TINY if item not in LEFT_OUT]
+    overrides += ["model.num_layers=2", "datamodule=full", "strategy=ascend_hybrid", "trainer.max_epochs=4"]
+    for devices in (1, 2):
+        done = spawn(*overrides, f"trainer.devices={devices}", f"hydra.run.dir={tmp_path / str(devices)}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+    for name in ("test_acc", "test_loss", "val_acc"):
+        assert one[name] == pytest.approx(two[name], rel=1e-4), name
