@@ -54,3 +54,10 @@ def test_both_samplers_train_the_same():
     if not torch.cuda.is_available():
         assert accuracies[0] == accuracies[1]
         assert "No GPU for the persistent sampler" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_graph_is_learned():
+    done = run("full_graph.py", "--num-nodes", "5000", "--epochs", "20")
+    assert float(re.search(r"test accuracy (\d\.\d+)", done.stdout).group(1)) > 0.8
+    assert "1 workers = 1 groups x 1 members" in done.stdout
