@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gnn.ascend_ops import binding
+
 State = Literal["present", "missing", "broken"]
 _MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("broken", "red")}
 
@@ -57,6 +59,7 @@ def examine() -> list[Finding]:
         _cann,
         _torch_npu,
         _npu,
+        _kernels,
         lambda: _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
         lambda: _compiler("cmake", "the NPU binding", "pip install cmake"),
     )
@@ -194,6 +197,14 @@ def _npu() -> Finding:
         needed,
         "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through",
     )
+
+
+def _kernels() -> Finding:
+    needed = "accelerator=npu at full speed"
+    if not (problems := binding.missing()):
+        return Finding("Ascend C kernels", "present", "can be built; this happens on first use", needed)
+    names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
+    return Finding("Ascend C kernels", "missing", f"lack {', '.join(names)}", needed, f"get {'; '.join(problems)}")
 
 
 def _compiler(name: str, needed: str, advice: str) -> Finding:
