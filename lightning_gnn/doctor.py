@@ -134,7 +134,7 @@ def _cuda() -> Finding:
         return Finding("CUDA", "present", f"CUDA {torch.version.cuda}: {', '.join(names)}", needed)
     if torch.version.cuda is None:
         detail = "torch was built without CUDA"
-        advice = "on a machine with an NVIDIA GPU, install a CUDA build of torch (https://pytorch.org/get-started)"
+        advice = "on a machine with an NVIDIA GPU, install a CUDA build of torch, see pytorch.org"
     else:
         detail = f"torch was built with CUDA {torch.version.cuda}, but finds no GPU"
         advice = "see whether nvidia-smi lists the GPU; its driver may be missing or too old"
@@ -147,7 +147,7 @@ def _triton() -> Finding:
 
 def _pyg_lib() -> Finding:
     needed = "nothing here: PyG's own samplers, to compare with"
-    advice = "optional; wheels are on PyG's own index (https://data.pyg.org)"
+    advice = "optional; wheels are on PyG's own index"
     finding = _package("pyg-lib", "pyg-lib", needed, advice)
     if finding.state != "present":
         return finding

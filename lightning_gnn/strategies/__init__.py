@@ -3,6 +3,7 @@
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_gnn.strategies.ascend_hybrid import AscendHybridParallelStrategy
+from lightning_gnn.strategies.hyscale import HyScaleStrategy as HyScaleStrategy
 
 if AscendHybridParallelStrategy.strategy_name not in StrategyRegistry:
     AscendHybridParallelStrategy.register_strategies(StrategyRegistry)
