@@ -1,0 +1,305 @@
+"""NeutronAscend's figures 4, 5, 10, 12 and 13 in simulation, for its own chip and for the Atlas A2.
+
+No NPU is needed: the kernels of ``ascend_ops/csrc`` are followed instruction by instruction on a model of the chip
+(``ascend_sim_engine``), which agrees with the CPU twin that runs the real ones; the numbers of the chips and where they
+are from stand in ``ascend_ops/machines.py``. The figure is milliseconds of a GCN epoch, simulated. The paper's numbers
+are printed beside the model's and go nowhere else.
+
+The JSON also holds, under ``extra``: the figures' data, what the gains become when an assumption is changed, the chips'
+tables, how well the model agrees with the twin, and ``notes`` on where it differs from the paper and why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.ascend_sim_check import agreement
+from benchmarks.ascend_sim_epoch import SHAPES, STEPS, Epoch, Graph, Setting, make_graph, simulate
+from benchmarks.ascend_sim_figures import draw, findings
+from benchmarks.harness import parse
+from benchmarks.machine import machine as this_machine
+from lightning_gnn.ascend_ops.machines import Machine, machine
+
+SIZES = {"shrink": (1, 40)}
+DATASETS = ("CiteSeer", "Cora", "PubMed", "Reddit", "Products")
+ARCHS = ("unified", "split")
+PAPER = {
+    "+HP": (1.84, 2.40),
+    "+CT": (1.37, 3.33),
+    "+IP": (1.14, 1.30),
+    "cube utilisation": 0.8892,
+    "load, max/min": 7.4,
+    "idle, at most": 0.70,
+    "vector share of the time": 0.76,
+    "speedup by cores (10, 20, 30), against MindSporeGL": (3.22, 3.67, 4.08),
+}
+"""What the paper reports (sections 3 and 7); only printed and drawn."""
+
+ASSUMPTIONS: dict[str, dict[str, Any]] = {
+    "as modelled": {},
+    "vertices numbered by degree": {"by_degree": True},
+    "every edge inside its class": {"homophily": 1.0},
+    "one group (M = 1)": {"num_groups": 1},
+    "cube ranges balanced by rows loaded": {"balance_columns": True},
+    "M = 1 and balanced by rows loaded": {"num_groups": 1, "balance_columns": True},
+    "M = 1, balanced by rows loaded, every edge inside its class": {
+        "num_groups": 1,
+        "balance_columns": True,
+        "homophily": 1.0,
+    },
+    "copies start in 10 cycles, not 40": {"changes": {"mte_head": 10}},
+    "copies start in 100 cycles": {"changes": {"mte_head": 100}},
+    "vector instructions start in 40 cycles, not 14": {"changes": {"vector_head": 40}},
+    "a scalar access takes 4 cycles, not 1": {"changes": {"scalar_cycles": 4}},
+    "L2 has 20 times the bandwidth of HBM": {"l2_over_hbm": 20},
+    "before +IP, a tile ends before the next begins": {"serial": True},
+}
+"""What the gains are computed with, one change at a time; the graph is ``Reddit, smaller``."""
+
+
+def setting_of(chip: Machine, graph: Graph, changes: dict[str, float] | None = None, **options: Any) -> Setting:
+    """Return how a chip is simulated for a graph."""
+    return Setting(chip, l2_scale=graph.l2_scale, changes=tuple((changes or {}).items()), **options)
+
+
+def rounded(value: Any) -> Any:
+    """Round floats to four digits, in lists and dicts too."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, (float, np.floating)) else value
+
+
+def describe(epoch: Epoch, chip: Machine) -> dict[str, Any]:
+    """Return what an epoch took as plain data."""
+    return {
+        "ms": epoch.milliseconds,
+        "ms with launches": epoch.milliseconds_launched,
+        "aggregation's share": epoch.share("aggregate"),
+        "cube busy": epoch.busy("cube", chip.cube_cores),
+        "vector busy": epoch.busy("vector", chip.vector_cores),
+        "cores running": epoch.running(),
+        "groups": {str(width): plan.num_groups for width, plan in epoch.plans.items()},
+        "load max/mean": {str(width): float(load.max() / load.mean()) for width, load in epoch.loads.items()},
+        "hbm bytes": sum(launch.bytes["hbm_read"] for _, launch in epoch.launches),
+        "l2 bytes": sum(launch.bytes["l2_read"] for _, launch in epoch.launches),
+    }
+
+
+def loads_and_idle(epoch: Epoch, width: int) -> dict[str, Any]:
+    """Return figure 4: edges of each core in the first aggregation, and the share of it that the core idles."""
+    launch = next(launch for what, launch in epoch.launches if what == "aggregate")
+    load = epoch.loads[width] / width
+    if width in epoch.plans:
+        load = epoch.plans[width].work / width
+    least = float(load[load > 0].min()) if (load > 0).any() else 1.0
+    return {
+        "load": [float(edges) for edges in load],
+        "idle": [float(1 - end / launch.cycles) for end in launch.ends],
+        "load, max/mean": float(load.max() / load.mean()),
+        "load, max/min": float(load.max()) / least,
+        "idle, at most": float(1 - launch.ends.min() / launch.cycles),
+    }
+
+
+def units(epoch: Epoch, chip: Machine) -> dict[str, float]:
+    """Return which share of the forward pass each unit works, on average over the cores that have it."""
+    forward = [launch for what, launch in epoch.launches if "gradient" not in what and "sum" not in what][:4]
+    cycles = sum(launch.cycles for launch in forward)
+    cores = {"vector": chip.vector_cores, "cube": chip.cube_cores, "mte1": chip.cube_cores, "fix": chip.cube_cores}
+    total = chip.cube_cores if chip.unified else chip.cube_cores + chip.vector_cores
+    return {
+        unit: sum(launch.busy[unit] for launch in forward) / cycles / cores.get(unit, total)
+        for unit in ("scalar", "vector", "cube", "mte1", "mte2", "mte3", "fix")
+    }
+
+
+def gains(chip: Machine, graph: Graph, **options: Any) -> dict[str, float]:
+    """Return the gain of each step of figure 10 over the one before it."""
+    planned = {key: options.pop(key) for key in ("num_groups", "balance_columns") if key in options}
+    changes = dict(options.pop("changes", {}))
+    if ratio := options.pop("l2_over_hbm", None):
+        changes["l2_read_bytes"] = ratio * chip["hbm_bytes"]
+    times = [simulate(setting_of(chip, graph, changes, **options), graph, step, **planned).cycles for step in STEPS]
+    return {step: before / after for step, (before, after) in zip(STEPS[1:], pairwise(times), strict=True)}
+
+
+def assumptions(archs: Sequence[str], args: Any, tick: Any) -> dict[str, Any]:
+    """Return the gains under each changed assumption."""
+    result: dict[str, Any] = {arch: {} for arch in archs}
+    for arch in archs:
+        for name, change in ASSUMPTIONS.items():
+            options = dict(change)
+            graph_options = {key: options.pop(key) for key in ("by_degree", "homophily") if key in options}
+            graph = make_graph("Reddit, smaller", shrink=args.shrink, **graph_options)
+            result[arch][name] = gains(machine(arch), graph, **options)
+            tick(f"{arch}: {name}")
+    return result
+
+
+def study(archs: Sequence[str], names: Sequence[str], args: Any, tick: Any) -> dict[str, Any]:
+    """Simulate every dataset on every chip; return the figures' data."""
+    data: dict[str, Any] = {key: {arch: {} for arch in archs} for key in ("epochs", "cores", "figure 4", "figure 5")}
+    shown = "Reddit" if "Reddit" in names else names[-1]
+    data["shown"] = shown
+    for name in names:
+        graph = make_graph(name, args.planetoid, args.shrink)
+        tick(f"{name}: {graph.num_nodes:,} vertices, {graph.topology.num_edges:,} edges")
+        for arch in archs:
+            chip = machine(arch)
+            data["epochs"][arch][name] = {}
+            for step in STEPS:
+                log = 600 if name == shown and step in ("baseline", "+IP") else 0
+                epoch = simulate(setting_of(chip, graph, log=log), graph, step)
+                data["epochs"][arch][name][step] = describe(epoch, chip)
+                if name == shown and step in ("baseline", "+HP", "+IP"):
+                    data["figure 4"][arch][step] = loads_and_idle(epoch, graph.widths[0])
+                if log:
+                    data["figure 5"][arch][step] = {
+                        "busy": units(epoch, chip),
+                        "log": epoch.launches[0][1].log[-log:].tolist(),
+                    }
+                tick(f"{name} on {arch}, {step}")
+            if name == shown:
+                ordered = np.sort(graph.topology.in_degrees.numpy())
+                loads = [float(part.sum()) for part in np.array_split(ordered, chip.vector_cores)]
+                data["figure 4"][arch]["by degree, max/min"] = loads[-1] / loads[0]
+            if name in ("Reddit", "Products") or name == shown:
+                data["cores"][arch][name] = {}
+                for third in (1, 2, 3):
+                    cores = chip.cube_cores * third // 3
+                    times = {
+                        step: data["epochs"][arch][name][step]["ms"]
+                        if third == 3
+                        else simulate(setting_of(chip, graph), graph, step, cores).milliseconds
+                        for step in ("baseline", "+IP")
+                    }
+                    data["cores"][arch][name][str(cores)] = {**times, "speedup": times["baseline"] / times["+IP"]}
+                    tick(f"{name} on {arch}, {cores} cores")
+        make_graph.cache_clear()
+    return data
+
+
+def show(console: Console, data: dict[str, Any], notes: Sequence[str]) -> None:
+    """Print the gains and what is to be said about them."""
+    paper = {step: f"{PAPER[step][0]:.2f} to {PAPER[step][1]:.2f}" for step in STEPS[1:]}
+    table = Table("chip", "dataset", "baseline, ms", *STEPS[1:], "all", "cube busy", "cores running",
+                  title="GCN epoch, simulated: gain of each step over the one before")  # fmt: skip
+    table.add_row("the paper", "", "", *paper.values(), "", f"{PAPER['cube utilisation']:.0%}", "")
+    for arch, sets in data["epochs"].items():
+        for name, steps in sets.items():
+            ms = [steps[step]["ms"] for step in STEPS]
+            cells = [f"{before / after:.2f}" for before, after in pairwise(ms)]
+            last = steps["+IP"]
+            table.add_row(arch, name, f"{ms[0]:.3f}", *cells, f"{ms[0] / ms[-1]:.2f}", f"{last['cube busy']:.1%}",
+                          f"{last['cores running']:.0%}")  # fmt: skip
+    console.print(table)
+    for note in notes:
+        console.print(f"- {note}", highlight=False)
+
+
+def chosen(given: str | None, known: Sequence[str], what: str) -> list[str]:
+    """Return the names of a list given by commas, all of them by default.
+
+    Raises:
+        ValueError: One is unknown.
+    """
+    names = [name.strip() for name in given.split(",")] if given else list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} {name!r} is unknown; use some of {', '.join(known)}")
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse(
+        "ascend_sim",
+        __doc__,
+        SIZES,
+        argv,
+        runs=1,
+        paths={
+            "planetoid": "folder of PyG's Planetoid files, for the real Cora and CiteSeer",
+            "datasets": f"some of {', '.join(DATASETS)}, separated by commas (default: all)",
+            "archs": "some of unified, split, split-20, separated by commas (default: unified,split)",
+        },
+    )
+    names = chosen(args.datasets, DATASETS, "dataset")
+    archs = chosen(args.archs, ("unified", "split", "split-20"), "arch") if args.archs else list(ARCHS)
+    described = this_machine()
+    console = Console()
+    cores_of = [name for name in names if name in ("Reddit", "Products")] or names[-1:]
+    total = len(names) * (1 + 4 * len(archs)) + 3 * len(archs) * len(cores_of) + len(ASSUMPTIONS) * len(archs) + 1
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+
+        def tick(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        data = study(archs, names, args, tick)
+        changed = assumptions(archs, args, tick)
+        agreed = agreement(archs) if not args.quick else {"note": "not checked in a quick run"}
+        tick("agreement with the twin")
+    notes = findings(data, changed, PAPER)
+    rows = [
+        {"name": f"{arch}, {name}, {step}", **dict.fromkeys(("median", "min", "max"), figures["ms"])}
+        for arch, sets in data["epochs"].items()
+        for name, steps in sets.items()
+        for step, figures in steps.items()
+    ]
+    result = {
+        "benchmark": "ascend_sim",
+        "title": "GCN epoch on simulated Ascend chips, two layers, 256 hidden channels",
+        "unit": "ms, simulated",
+        "settings": {
+            **args.sizes,
+            "runs": 1,
+            "real_planetoid": args.planetoid is not None,
+            "datasets": {name: vars(SHAPES[name]) for name in names},
+        },
+        "machine": described,
+        "rows": [{**row, "values": [row["median"]]} for row in rows],
+        "comparisons": [],
+        "extra": {
+            "notes": notes,
+            "paper": {key: list(value) if isinstance(value, tuple) else value for key, value in PAPER.items()},
+            "epochs": data["epochs"],
+            "figure 4": data["figure 4"],
+            "figure 5, share of the forward pass": {
+                arch: {step: part["busy"] for step, part in parts.items()} for arch, parts in data["figure 5"].items()
+            },
+            "figure 12": data["cores"],
+            "gains under other assumptions": changed,
+            "agreement with the CPU twin": agreed,
+            "chips": {
+                arch: {
+                    fact: [value.value, value.unit, value.source, value.confidence]
+                    for fact, value in machine(arch).facts.items()
+                }
+                for arch in archs
+            },
+        },
+    }
+    result = rounded(result)
+    show(console, data, notes)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        draw(data, PAPER, args.out.with_suffix(".png"))
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

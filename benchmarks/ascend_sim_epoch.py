@@ -1,0 +1,344 @@
+"""A GCN epoch on a simulated Ascend chip: graphs of the sizes of the paper's table 1, plans, launch after launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.ascend_sim_model import (
+    UNIFIED_COLUMNS,
+    Launch,
+    Setting,
+    aggregate_cube,
+    aggregate_vector,
+    combine_parts,
+    tables_of,
+    update,
+)
+from lightning_gnn.ascend_ops.structs import LIMITS, MAX_PANEL, STRUCTS, up
+from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, cut_panels, row_tables
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.planning import HybridPlan, PlanSettings, plan_cores
+
+HIDDEN = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A graph of the paper's table 1, and how much smaller the generated one is.
+
+    Args:
+        nodes: Vertices.
+        edges: Directed edges.
+        features: Columns of the features.
+        classes: Classes.
+        exponent: Exponent of the power law of the generated degrees.
+        homophily: Share of the edges inside a class, as reported for the real graph.
+        node_scale: The generated graph has this share of the vertices.
+        edge_scale: And this share of the edges.
+    """
+
+    nodes: int
+    edges: int
+    features: int
+    classes: int
+    exponent: float
+    homophily: float
+    node_scale: float = 1.0
+    edge_scale: float = 1.0
+
+
+SHAPES = {
+    "CiteSeer": Shape(3_327, 9_104, 3_703, 6, 3.0, 0.74),
+    "Cora": Shape(2_708, 10_556, 1_433, 7, 2.9, 0.81),
+    "PubMed": Shape(19_717, 88_648, 500, 3, 2.2, 0.80),
+    "Reddit": Shape(232_965, 114_615_892, 602, 41, 2.1, 0.78, 1 / 6, 1 / 36),
+    "Products": Shape(2_449_029, 61_859_140, 100, 47, 2.2, 0.81, 1 / 16, 1 / 16),
+    "Reddit, smaller": Shape(232_965, 114_615_892, 602, 41, 2.1, 0.78, 1 / 12, 1 / 144),
+}
+"""Reddit is dense: fewer vertices by a factor and fewer edges by its square keep the share of the vertices that are
+neighbours of a vertex, so the share that a chunk of rows uses and how full its tiles are. Products is sparse: the same
+factor for both keeps the degrees, on which there depends how many edges a loaded row serves. L2 is scaled down with
+the vertices, so that it holds the same share of the features."""
+
+
+def make_topology(
+    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+) -> CSCGraph:
+    """Return a symmetric graph with self-loops, as a GCN aggregates over.
+
+    Args:
+        name: One of ``SHAPES``.
+        planetoid: Folder of PyG's Planetoid files for the real Cora and CiteSeer; they are generated otherwise.
+        shrink: Divide vertices and edges by this.
+        by_degree: Number the vertices by falling degree; otherwise a vertex's number says nothing about its degree,
+            but for the real graphs.
+        homophily: Share of the edges inside a class, by default the shape's.
+
+    Raises:
+        ValueError: There is no such graph.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"dataset {name!r} is unknown; use some of {', '.join(SHAPES)}")
+    shape = SHAPES[name]
+    if planetoid is not None and name in ("Cora", "CiteSeer"):
+        from lightning_gnn.graph.datasets import planetoid as load
+
+        data = load(name=name, root=str(Path(planetoid)))
+    else:
+        nodes = max(round(shape.nodes * shape.node_scale) // shrink, 8 * shape.classes)
+        count = round(shape.edges * shape.edge_scale) // shrink
+        inside = shape.homophily if homophily is None else homophily
+        inside = inside if shrink == 1 else 0.0  # so small a graph has not so many edges inside its classes
+        data = planted_power_law(nodes, count, shape.classes, 1, exponent=shape.exponent, homophily=inside)
+    loops = torch.arange(data.num_nodes).expand(2, -1)
+    edges = torch.cat([data.edge_index, loops], dim=1)
+    if by_degree:
+        edges = edges[0].bincount(minlength=data.num_nodes).argsort(descending=True).argsort()[edges]
+    return CSCGraph.from_edge_index(edges, data.num_nodes)
+
+
+@dataclass(eq=False)
+class Graph:
+    """A graph in the forms that the steps of figure 10 need; the tables of the cube kernel are made once."""
+
+    name: str
+    topology: CSCGraph
+    l2_scale: float
+    widths: tuple[int, ...]
+    natural: CompressedGraph
+    compressed: CompressedGraph
+    _tables: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        """Vertices."""
+        return self.topology.num_nodes
+
+    def ranges_of_vertices(self, cores: int) -> CompressedGraph:
+        """Return the graph in as many chunks of equally many vertices, in their natural order."""
+        key = ("ranges", cores)
+        if key not in self._tables:
+            self._tables[key] = CompressedGraph.from_graph(self.topology, num_chunks=cores, order="natural")
+        return self._tables[key]
+
+    def cube_tables(self, plan: HybridPlan, tile_columns: int) -> CubeTables:
+        """Return what aggregate_cube reads; but for the plan, it depends on the graph alone."""
+        key = ("cube", tile_columns)
+        arrays = tables_of(self.compressed.forward)
+        if key not in self._tables:
+            whole = ((0, self.compressed.num_chunks),)
+            self._tables[key] = cube_tables(*arrays, whole, 1, HIDDEN, tile_columns=tile_columns)
+        return replan(self._tables[key], arrays, plan, MAX_PANEL)
+
+
+def replan(tables: CubeTables, arrays: tuple[np.ndarray, ...], plan: HybridPlan, panel: int) -> CubeTables:
+    """Return tables for another plan: row blocks, tiles, entries and runs are the graph's own.
+
+    Args:
+        tables: Those of one member and one group.
+        arrays: The chunks.
+        plan: Which columns and chunks each core takes.
+        panel: Columns of the features handled at once.
+    """
+    _, row_ptr, indptr = arrays[:3]
+    fields = STRUCTS["AggregateTiling"].split()
+    value = dict(zip(fields, tables.tiling.tolist(), strict=True))
+    rows = value["tileRows"]
+    with_entries = np.concatenate([[0], np.cumsum(np.diff(indptr) > 0)])[row_ptr]
+    block_start = np.concatenate([[0], np.cumsum(-(-np.diff(with_entries) // rows))])
+    ranges = block_start[[*(start for start, _ in plan.chunk_ranges), plan.chunk_ranges[-1][1]]]
+    first_panel, panels = cut_panels(1, up(plan.num_columns), plan.num_groups, panel)
+    widest = int(panels[:, 1].max())
+    slot = rows * value["tileColumns"] + value["tileColumns"] * widest
+    value |= {
+        "groups": plan.num_groups,
+        "members": plan.group_size,
+        "panelColumns": widest,
+        "accumulators": 2 if 8 * rows * widest <= LIMITS["dav-c220"]["L0C"] else 1,
+        "ldx": up(plan.num_columns),
+        "ldy": up(plan.num_columns),
+        "ldParts": up(plan.num_columns),
+        "slotHalves": slot,
+        "rangeOffset": first_panel.size,
+        "panelOffset": first_panel.size + ranges.size,
+    }
+    return replace(
+        tables,
+        tiling=np.array([value[name] for name in fields], np.uint32),
+        plan=np.concatenate([first_panel, ranges, panels.reshape(-1)]).astype(np.int32),
+        num_blocks=plan.num_workers,
+        workspace_bytes=plan.num_workers * 4 * slot,
+    )
+
+
+@lru_cache(maxsize=8)
+def make_graph(
+    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+) -> Graph:
+    """Return a graph with its partition; see :func:`make_topology`."""
+    topology = make_topology(name, planetoid, shrink, by_degree, homophily)
+    shape, nodes = SHAPES[name], topology.num_nodes
+    features = shape.features if shrink == 1 else max(shape.features // shrink, 16)
+    return Graph(
+        name=name,
+        topology=topology,
+        l2_scale=min(1.0, nodes / shape.nodes),
+        widths=(features, HIDDEN if shrink == 1 else 32, shape.classes),
+        natural=CompressedGraph.from_graph(topology, num_chunks=min(nodes, FINE_CHUNKS), order="natural"),
+        compressed=CompressedGraph.from_graph(topology, num_chunks=num_chunks(nodes)),
+    )
+
+
+FINE_CHUNKS = 128 * 48
+"""Chunks for the vector kernel, to which they are but the places at which ranges may end: many for every core."""
+
+
+def num_chunks(nodes: int) -> int:
+    """Return into how many chunks the graph is compressed for the cube kernel.
+
+    A chunk of 128 rows fills a tile, so that a gathered row serves as many as it can. Smaller graphs are cut finer, so
+    that there are about 16 chunks for each of 30 cores and their loads can be balanced, but not below 8 rows.
+    """
+    return max(-(-nodes // 128), min(16 * 30, -(-nodes // 8)))
+
+
+STEPS = ("baseline", "+HP", "+CT", "+IP")
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch:
+    """What an epoch took.
+
+    Args:
+        launches: The launches in order, each with what it is for.
+        plans: The plan of each aggregation, by its number of columns; none for the baseline.
+        loads: Edges times columns of each core in each aggregation, by its number of columns.
+        setting: The chip.
+    """
+
+    launches: list[tuple[str, Launch]]
+    plans: dict[int, HybridPlan]
+    loads: dict[int, np.ndarray]
+    setting: Setting
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of all launches, one after the other."""
+        return sum(launch.cycles for _, launch in self.launches)
+
+    @property
+    def milliseconds(self) -> float:
+        """The same in milliseconds."""
+        return self.cycles / dict(self.setting.changes).get("clock_mhz", self.setting.machine["clock_mhz"]) / 1e3
+
+    @property
+    def milliseconds_launched(self) -> float:
+        """With the time that it takes to launch the kernels."""
+        return self.milliseconds + len(self.launches) * self.setting.machine["launch_us"] / 1e3
+
+    def share(self, text: str) -> float:
+        """Return which share of the time the launches take whose purpose contains a text."""
+        return sum(launch.cycles for what, launch in self.launches if text in what) / self.cycles
+
+    def busy(self, unit: str, cores: int) -> float:
+        """Return which share of the time a unit works, on average over the cores that have one."""
+        return sum(launch.busy[unit] for _, launch in self.launches) / (self.cycles * cores)
+
+    def running(self) -> float:
+        """Return which share of the time a core has something to do, on average over the launches' blocks."""
+        return sum(float(launch.ends.mean()) for _, launch in self.launches) / self.cycles
+
+
+def simulate(
+    setting: Setting,
+    graph: Graph,
+    step: str,
+    cores: int | None = None,
+    num_groups: int | None = None,
+    balance_columns: bool = False,
+) -> Epoch:
+    """Simulate one epoch of a two-layer GCN: per layer aggregate, update, and backward (algorithm 3).
+
+    Args:
+        setting: The chip; its number of buffers is set by the step.
+        graph: The graph.
+        step: One of ``STEPS``, each with all that come before it. ``baseline``: aggregate_vector, each core a range of
+            equally many vertices. ``+HP``: the hybrid plan. ``+CT``: aggregate_cube on compressed chunks. ``+IP``:
+            double buffering.
+        cores: Cores with a cube unit, by default all; a split chip has two vector cores for each.
+        num_groups: M of every plan, by default what the planner chooses.
+        balance_columns: Balance the cube kernel's ranges by the rows that chunks load instead of by edges.
+    """
+    machine = setting.machine
+    cores = cores or machine.cube_cores
+    vector_cores = cores * (machine.vector_cores // machine.cube_cores)
+    setting = setting.with_buffers(2 if step == "+IP" else 1)
+    cube = step in ("+CT", "+IP")
+    launches: list[tuple[str, Launch]] = []
+    plans: dict[int, HybridPlan] = {}
+    loads: dict[int, np.ndarray] = {}
+    nodes = graph.num_nodes
+    done: dict[Any, list[tuple[str, Launch]]] = {}
+
+    def once(key: Any, run: Callable[[], list[tuple[str, Launch]]]) -> None:
+        if key not in done:  # forward and backward of a symmetric graph are the same launch
+            done[key] = run()
+        launches.extend(done[key])
+
+    def aggregate(width: int) -> list[tuple[str, Launch]]:
+        ratio = machine["l2_read_bytes"] / machine["hbm_bytes"]
+        planned = PlanSettings(num_groups=num_groups or "auto", bandwidth_ratio=max(ratio, 1.0))
+        if step == "baseline":
+            source = graph.ranges_of_vertices(vector_cores)
+            ranges = tuple(pairwise(range(vector_cores + 1)))
+            tables = row_tables(*tables_of(source.forward), chunk_ranges=ranges, num_columns=width)
+            loads[width] = source.forward.loads.numpy() * width
+            return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
+        chosen = graph.compressed if cube else graph.natural
+        workers = cores if cube else vector_cores
+        costs = chosen.forward.column_ptr.diff() if cube and balance_columns else chosen.forward.loads
+        plan = plan_cores(width, costs.numpy(), planned, workers)
+        plans[width], loads[width] = plan, plan.work
+        if not cube:
+            tables = row_tables(
+                *tables_of(chosen.forward), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+                num_columns=width,
+            )  # fmt: skip
+            return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
+        dense = graph.cube_tables(plan, UNIFIED_COLUMNS if machine.unified else 128)
+        result = [("aggregate", aggregate_cube(setting, dense, nodes, nodes))]
+        if len(dense.splits):
+            first = np.concatenate([dense.splits[:, 1], dense.splits[-1:, 2]])
+            result.append(("aggregate, split vertices", combine_parts(setting, first, width, blocks=vector_cores)))
+        return result
+
+    def weight_gradient(out: int, width: int) -> list[tuple[str, Launch]]:
+        product = update(setting, out, nodes, width, transpose_a=True, split_k=cores, blocks=cores)
+        parts = min(cores, -(-nodes // 128))
+        first = np.arange(out + 1) * parts
+        return [
+            ("update, gradient of the weight", product),
+            ("update, sum of parts", combine_parts(setting, first, width, True, vector_cores)),
+        ]
+
+    widths = list(pairwise(graph.widths))
+    for width, out in widths:
+        once(("aggregate", width), lambda width=width: aggregate(width))
+        forward = update(setting, nodes, width, out, transpose_b=True, bias=True, blocks=cores)
+        once(("forward", width), lambda forward=forward: [("update, forward", forward)])
+    for width, out in reversed(widths):
+        once(("weight", width), lambda width=width, out=out: weight_gradient(out, width))
+        backward = update(setting, nodes, out, width, blocks=cores)
+        once(("backward", width), lambda backward=backward: [("update, gradient of the rows", backward)])
+        once(("aggregate", width), lambda width=width: aggregate(width))
+    return Epoch(launches, plans, loads, setting)

@@ -1,0 +1,666 @@
+"""The kernels of ascend_ops/csrc as the sequences of their instructions, for the simulated chip (ascend_sim_engine).
+
+Each function follows one kernel line by line: what it copies, computes, sets and waits for, with the sizes that the
+tables give. ``run_cube`` is aggregate_cube for split cores; ``run_cube_unified`` is the same work on a core that has
+everything: one scalar unit issues it all, a tile goes from UB to L1 without a workspace, results leave through UB.
+
+A queue is a row of eight numbers: times at which its two buffers were freed, buffers taken and given back, times at
+which its two tensors were enqueued, tensors enqueued and dequeued.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.ascend_sim_engine import (
+    CROSS_FLAG,
+    FIX,
+    FLAG,
+    MTE1,
+    MTE2,
+    MTE3,
+    P_L1,
+    P_UB,
+    SCALAR,
+    M,
+    S,
+    V,
+    barrier,
+    copy_in,
+    copy_out,
+    fixpipe,
+    inner,
+    jit,
+    l0c_to_ub,
+    load_a,
+    load_b,
+    look_up,
+    multiply,
+    signal,
+    spend,
+    sync,
+    ub_to_l1,
+    vector,
+    wait,
+)
+
+_FIELDS = 8
+BATCH = 1024  # entries that aggregate_cube brings to UB at once
+VECTOR_BATCH = 256
+CUBE_COLUMNS = 128
+
+
+def queues(*shape: int) -> np.ndarray:
+    """Return queues whose buffers nobody has used."""
+    made = np.zeros((*shape, _FIELDS))
+    made[..., :2] = -1
+    return made
+
+
+@inner
+def _take(c, r, pipe, q, buffers):
+    at = int(q[2]) % buffers
+    wait(c, r, pipe, q[at])
+    q[at] = -1
+    q[2] += 1
+
+
+@inner
+def _give(c, r, pipe, q, buffers):
+    q[int(q[3]) % buffers] = signal(c, r, pipe)
+    q[3] += 1
+
+
+@inner
+def _enqueue(c, r, pipe, q):
+    q[4 + int(q[6]) % 2] = signal(c, r, pipe)
+    q[6] += 1
+
+
+@inner
+def _dequeue(c, r, pipe, q):
+    wait(c, r, pipe, q[4 + int(q[7]) % 2])
+    q[7] += 1
+
+
+@inner
+def _up(value, unit):
+    return (value + unit - 1) // unit * unit
+
+
+@inner
+def _earliest(times, active):
+    best = -1
+    for b in range(times.size):
+        if active[b] and (best < 0 or times[b] < times[best]):
+            best = b
+    return best
+
+
+# aggregate_vector: list, rows, out
+@jit
+def run_vector(c, sectors, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, q, ends):
+    """Aggregate vertex by vertex; block b is member b % members of group b // members.
+
+    ``sectors``: first sectors of x, y, columns, values. ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
+    """
+    blocks = ends.size
+    at = np.zeros(blocks, np.int64)
+    panel = np.zeros(blocks, np.int64)
+    active = np.zeros(blocks, np.bool_)
+    now = np.zeros(blocks)
+    for b in range(blocks):
+        look_up(c, b, 16 + 4)  # the tiling, the range
+        group = b // members
+        at[b], panel[b] = ranges[b % members], first_panel[group]
+        active[b] = panel[b] < first_panel[group + 1]
+        if active[b]:
+            look_up(c, b, 3)
+            active[b] = at[b] < ranges[b % members + 1]
+        now[b] = c.t[b].max()
+    while True:
+        b = _earliest(now, active)
+        if b < 0:
+            break
+        column, width = panels[panel[b], 0], panels[panel[b], 1]
+        i = at[b]
+        v = vertices[i]
+        _vertex(c, b, q[b], sectors, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers)
+        at[b] += 1
+        if at[b] == ranges[b % members + 1]:
+            panel[b] += 1
+            at[b] = ranges[b % members]
+            active[b] = panel[b] < first_panel[b // members + 1]
+            if active[b]:
+                look_up(c, b, 3)
+        now[b] = c.t[b, S]
+    for b in range(blocks):
+        ends[b] = c.t[b].max()
+
+
+@inner
+def _vertex(c, r, q, sectors, vertex, begin, end, columns, column, width, ld, weighted, buffers):
+    listed, rows, out = q[0], q[1], q[2]
+    look_up(c, r, 3)
+    barrier(c, r)
+    vector(c, r, width, 4)
+    for first in range(begin, end, VECTOR_BATCH):
+        n = min(end - first, VECTOR_BATCH)
+        _take(c, r, MTE2, listed, buffers)
+        copy_in(c, r, sectors[2], first * 4, n * 4, n * 4, 1, P_UB)
+        if weighted:
+            copy_in(c, r, sectors[3], first * 4, n * 4, n * 4, 1, P_UB)
+        _enqueue(c, r, MTE2, listed)
+        _dequeue(c, r, V, listed)
+        sync(c, r, MTE2, S)
+        if buffers > 1:
+            _row(c, r, rows, sectors[0], columns[first], column, width, ld, buffers)
+        for e in range(n):
+            if buffers == 1:
+                _row(c, r, rows, sectors[0], columns[first + e], column, width, ld, buffers)
+            elif e + 1 < n:
+                _row(c, r, rows, sectors[0], columns[first + e + 1], column, width, ld, buffers)
+            _dequeue(c, r, V, rows)
+            barrier(c, r)
+            vector(c, r, width, 4)
+            _give(c, r, V, rows, buffers)
+            barrier(c, r)
+            if weighted:
+                spend(c, r, c.p[SCALAR])
+            vector(c, r, width, 4)
+        sync(c, r, S, MTE2)
+        _give(c, r, V, listed, buffers)
+    _take(c, r, V, out, buffers)
+    barrier(c, r)
+    vector(c, r, width, 4)
+    _enqueue(c, r, V, out)
+    _dequeue(c, r, MTE3, out)
+    copy_out(c, r, sectors[1], (vertex * ld + column) * 2, width * 2, width * 2, 1)
+    _give(c, r, MTE3, out, buffers)
+
+
+@inner
+def _row(c, r, q, sector, vertex, column, width, ld, buffers):
+    spend(c, r, c.p[SCALAR])
+    _take(c, r, MTE2, q, buffers)
+    copy_in(c, r, sector, (vertex * ld + column) * 2, width * 2, width * 2, 1, P_UB)
+    _enqueue(c, r, MTE2, q)
+
+
+# aggregate_cube: where a block stands is row block, panel, tile, step.
+@inner
+def _open_row_block(c, r):
+    look_up(c, r, 5 + 3 + 6)
+
+
+@inner
+def _next(place, row_blocks, panel_begin, panel_end):
+    """Move on to the next tile; return the words of the tables that a core reads for it."""
+    rb, panel, tile = place[0], place[1], place[2]
+    place[3] += 1
+    place[2] += 1
+    if tile + 1 < row_blocks[rb, 1]:
+        return 6
+    place[1] += 1
+    place[2] = row_blocks[rb, 0]
+    if panel + 1 < panel_end:
+        return 3 + 6
+    place[0] += 1
+    place[1] = panel_begin
+    if place[0] < place[4]:
+        place[2] = row_blocks[place[0], 0]
+        return 5 + 3 + 6
+    return 0
+
+
+@inner
+def _fetch(c, r, q, sectors, tiles, tile, sub, parts, buffers):
+    """Bring the columns and the first entries of a tile (or of half of it) to UB."""
+    k = _up(tiles[tile, 1], 16)
+    part = k // parts
+    _take(c, r, MTE2, q[0], buffers)
+    copy_in(c, r, sectors[2], (tiles[tile, 0] + sub * part) * 4, part * 4, part * 4, 1, P_UB)
+    _enqueue(c, r, MTE2, q[0])
+    for half in range(sub, sub + 3 - parts):
+        count = tiles[tile, 3 + 2 * half]
+        if count > 0:
+            _fetch_entries(c, r, q[1], sectors, tiles[tile, 2 + 2 * half], min(count, BATCH), buffers)
+
+
+@inner
+def _fetch_entries(c, r, q, sectors, begin, count, buffers):
+    _take(c, r, MTE2, q, buffers)
+    copy_in(c, r, sectors[3], begin * 2, count * 2, count * 2, 1, P_UB)
+    copy_in(c, r, sectors[4], begin * 2, count * 2, count * 2, 1, P_UB)
+    _enqueue(c, r, MTE2, q)
+
+
+@inner
+def _gather(c, r, q, sectors, columns, first, valid, column, width, ld, buffers):
+    _dequeue(c, r, V, q[0])
+    _take(c, r, MTE2, q[2], buffers)
+    sync(c, r, MTE2, S)
+    for i in range(valid):
+        spend(c, r, c.p[SCALAR])
+        copy_in(c, r, sectors[0], (np.int64(columns[first + i]) * ld + column) * 2, width * 2, width * 2, 1, P_UB)
+    sync(c, r, S, MTE2)
+    _give(c, r, V, q[0], buffers)
+    _enqueue(c, r, MTE2, q[2])
+
+
+@inner
+def _densify(c, r, q, sectors, tiles, tile, half, buffers):
+    begin, count = tiles[tile, 2 + 2 * half], tiles[tile, 3 + 2 * half]
+    for done in range(0, count, BATCH):
+        n = min(count - done, BATCH)
+        if done > 0:
+            _fetch_entries(c, r, q[1], sectors, begin + done, n, buffers)
+        _dequeue(c, r, V, q[1])
+        if done > 0:
+            sync(c, r, MTE2, S)
+        spend(c, r, n // 4 * 6 * c.p[SCALAR])
+        sync(c, r, S, MTE2)
+        _give(c, r, V, q[1], buffers)
+
+
+@inner
+def _clean(c, r, q, valid, features, buffers):
+    """Replace what is not finite and fill up with zeros: rows -> clean."""
+    _dequeue(c, r, V, q[2])
+    _take(c, r, V, q[4], buffers)
+    if valid < features:
+        vector(c, r, features - valid, 2)
+        barrier(c, r)
+    vector(c, r, features, 2)
+    vector(c, r, features, 2)
+    barrier(c, r)
+    vector(c, r, features // 16, 2)
+    barrier(c, r)
+    vector(c, r, features // 16, 2)
+    vector(c, r, features, 2)
+    barrier(c, r)
+    _give(c, r, V, q[2], buffers)
+    _enqueue(c, r, V, q[4])
+    _dequeue(c, r, MTE3, q[4])
+
+
+@inner
+def _products(c, r, q, m, k, width, buffers):
+    """L1 -> L0A, L0B -> sums in L0C; the queues are a1, b1, a2, b2."""
+    _dequeue(c, r, MTE1, q[0])
+    _dequeue(c, r, MTE1, q[1])
+    _take(c, r, MTE1, q[2], buffers)
+    load_a(c, r, m // 16, k // 16, False)
+    _give(c, r, MTE1, q[0], buffers)
+    _enqueue(c, r, MTE1, q[2])
+    _dequeue(c, r, M, q[2])
+    for column in range(0, width, CUBE_COLUMNS):
+        n = min(width - column, CUBE_COLUMNS)
+        _take(c, r, MTE1, q[3], buffers)
+        load_b(c, r, k // 16, n // 16, False)
+        _enqueue(c, r, MTE1, q[3])
+        _dequeue(c, r, M, q[3])
+        multiply(c, r, m // 16, n // 16, k // 16)
+        _give(c, r, M, q[3], buffers)
+    _give(c, r, M, q[2], buffers)
+    _give(c, r, MTE1, q[1], buffers)
+
+
+@jit
+def run_cube(
+    c, sectors, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_rows, tile_columns,
+    slot_halves, accumulators, buffers, slots, serial, qp, qc, ends
+):  # fmt: skip
+    """Aggregate on split cores: block b has the cube core 3 b and the vector cores 3 b + 1 and 3 b + 2.
+
+    ``sectors``: first sectors of x, y, columns, positions, values, parts, workspace. ``qp``: ``[blocks, 2, 5]`` for
+    index, entries, rows, dense, clean. ``qc``: ``[blocks, 5]`` for a1, b1, a2, b2, sums. ``serial``: nothing of a step
+    begins before all of the last one has ended.
+    """
+    blocks = ends.size
+    place = np.zeros((blocks, 5), np.int64)
+    active = np.zeros(blocks, np.bool_)
+    now = np.zeros(blocks)
+    free = np.zeros((blocks, slots))
+    widest = 0
+    for panel in range(panels.shape[0]):
+        widest = max(widest, panels[panel, 1])
+    mask_bytes = _up(tile_columns // 2 * widest // 8, 32)
+    for b in range(blocks):
+        group, member = b // members, b % members
+        for r in range(3 * b, 3 * b + 3):
+            look_up(c, r, 16 + 2)
+        if first_panel[group] < first_panel[group + 1]:
+            for r in range(3 * b, 3 * b + 3):
+                look_up(c, r, 2)
+            place[b, 0], place[b, 4] = ranges[member], ranges[member + 1]
+            active[b] = place[b, 0] < place[b, 4]
+        if active[b]:
+            place[b, 1], place[b, 2] = first_panel[group], row_blocks[place[b, 0], 0]
+            for r in range(3 * b, 3 * b + 3):
+                _open_row_block(c, r)
+            for sub in range(2):
+                vector(c, 3 * b + 1 + sub, mask_bytes // 2, 2)
+                _fetch(c, 3 * b + 1 + sub, qp[b, sub], sectors, tiles, place[b, 2], sub, 2, buffers)
+        now[b] = c.t[3 * b, S]
+    while True:
+        b = _earliest(now, active)
+        if b < 0:
+            break
+        group = b // members
+        rb, panel, tile, step = place[b, 0], place[b, 1], place[b, 2], place[b, 3]
+        column, width = panels[panel, 0], panels[panel, 1]
+        m, k = _up(row_blocks[rb, 2], 16), _up(tiles[tile, 1], 16)
+        first, last = tile == row_blocks[rb, 0], tile + 1 == row_blocks[rb, 1]
+        slot = step % slots
+        base = (b * slots + slot) * slot_halves * 2
+        words = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
+        active[b] = place[b, 0] < place[b, 4]
+        ready = 0.0
+        for sub in range(2):
+            r = 3 * b + 1 + sub
+            q = qp[b, sub]
+            cells, features = m // 2 * k, k // 2 * width
+            valid = min(max(tiles[tile, 1] - sub * (k // 2), 0), k // 2)
+            _gather(c, r, q, sectors, columns, tiles[tile, 0] + sub * (k // 2), valid, column, width, ld, buffers)
+            _take(c, r, V, q[3], buffers)
+            vector(c, r, cells + 16, 2)
+            sync(c, r, V, S)
+            _densify(c, r, q, sectors, tiles, tile, sub, buffers)
+            sync(c, r, S, MTE3)
+            look_up(c, r, words)
+            if active[b]:
+                _fetch(c, r, q, sectors, tiles, place[b, 2], sub, 2, buffers)
+            if step >= slots:
+                c.t[r, S] = max(c.t[r, S], free[b, slot])
+                spend(c, r, c.p[FLAG])
+            _enqueue(c, r, V, q[3])
+            _dequeue(c, r, MTE3, q[3])
+            copy_out(c, r, sectors[6], base + sub * cells * 2, cells * 2, cells * 2, 1)
+            _give(c, r, MTE3, q[3], buffers)
+            _clean(c, r, q, valid * width, features, buffers)
+            to = base + (tile_rows * tile_columns + sub * features) * 2
+            copy_out(c, r, sectors[6], to, features * 2, features * 2, 1)
+            _give(c, r, MTE3, q[4], buffers)
+            ready = max(ready, signal(c, r, MTE3) + c.p[CROSS_FLAG])
+        r = 3 * b
+        q = qc[b]
+        if first:
+            _take(c, r, M, q[4], accumulators)
+        _take(c, r, MTE2, q[0], buffers)
+        _take(c, r, MTE2, q[1], buffers)
+        c.t[r, S] = max(c.t[r, S], ready)
+        spend(c, r, c.p[FLAG])
+        copy_in(c, r, sectors[6], base, m * k * 2, m * k * 2, 1, P_L1)
+        copy_in(c, r, sectors[6], base + tile_rows * tile_columns * 2, k * width * 2, k * width * 2, 1, P_L1)
+        free[b, slot] = signal(c, r, MTE2) + c.p[CROSS_FLAG]
+        _enqueue(c, r, MTE2, q[0])
+        _enqueue(c, r, MTE2, q[1])
+        _products(c, r, q, m, k, width, buffers)
+        if last:
+            _enqueue(c, r, M, q[4])
+            _dequeue(c, r, FIX, q[4])
+            for run in range(row_blocks[rb, 3], row_blocks[rb, 4]):
+                look_up(c, r, 3)
+                count, target = runs[run, 1], runs[run, 2]
+                if target >= 0:
+                    fixpipe(c, r, sectors[1], (target * ld + column) * 2, width * 2, ld * 2, count)
+                else:
+                    fixpipe(c, r, sectors[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
+            _give(c, r, FIX, q[4], accumulators)
+        look_up(c, r, words)
+        if serial:
+            c.t[r : r + 3] = c.t[r : r + 3].max()
+        # a block's cores wait for each other: the vector cores are ahead of the cube core by the slots at most
+        now[b] = min(c.t[r + 1, S], c.t[r + 2, S])
+        if not active[b]:
+            done = signal(c, r, FIX) + c.p[CROSS_FLAG]
+            for r in range(3 * b + 1, 3 * b + 3):
+                left = min(step + 1, slots)
+                for i in range(left):
+                    c.t[r, S] = max(c.t[r, S], free[b, (step + 1 - left + i) % slots])
+                    spend(c, r, c.p[FLAG])
+                c.t[r, S] = max(c.t[r, S], done)
+                spend(c, r, c.p[FLAG])
+                sync(c, r, V, S)
+                spend(c, r, mask_bytes // 8 * c.p[SCALAR])
+    for b in range(blocks):
+        ends[b] = max(c.t[3 * b].max(), max(c.t[3 * b + 1].max(), c.t[3 * b + 2].max()))
+
+
+@jit
+def run_cube_unified(
+    c, sectors, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_columns, accumulators,
+    buffers, serial, qp, qc, ends
+):  # fmt: skip
+    """Aggregate on unified cores; block b has core b.
+
+    ``sectors`` and ``serial`` as for :func:`run_cube`, without the workspace. ``qp``: ``[blocks, 5]``, ``qc``:
+    ``[blocks, 6]``, the sixth for what leaves L0C: one buffer, for which UB just has room.
+    """
+    blocks = ends.size
+    place = np.zeros((blocks, 5), np.int64)
+    active = np.zeros(blocks, np.bool_)
+    now = np.zeros(blocks)
+    widest = 0
+    for panel in range(panels.shape[0]):
+        widest = max(widest, panels[panel, 1])
+    for b in range(blocks):
+        group, member = b // members, b % members
+        look_up(c, b, 16 + 2)
+        if first_panel[group] < first_panel[group + 1]:
+            look_up(c, b, 2)
+            place[b, 0], place[b, 4] = ranges[member], ranges[member + 1]
+            active[b] = place[b, 0] < place[b, 4]
+        if active[b]:
+            place[b, 1], place[b, 2] = first_panel[group], row_blocks[place[b, 0], 0]
+            _open_row_block(c, b)
+            vector(c, b, _up(tile_columns * widest // 8, 32) // 2, 2)
+            _fetch(c, b, qp[b], sectors, tiles, place[b, 2], 0, 1, 2)
+        now[b] = c.t[b, S]
+    while True:
+        b = _earliest(now, active)
+        if b < 0:
+            break
+        group = b // members
+        rb, panel, tile = place[b, 0], place[b, 1], place[b, 2]
+        column, width = panels[panel, 0], panels[panel, 1]
+        m, k = _up(row_blocks[rb, 2], 16), _up(tiles[tile, 1], 16)
+        first, last = tile == row_blocks[rb, 0], tile + 1 == row_blocks[rb, 1]
+        words = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
+        active[b] = place[b, 0] < place[b, 4]
+        q, g = qp[b], qc[b]
+        _gather(c, b, q, sectors, columns, tiles[tile, 0], tiles[tile, 1], column, width, ld, buffers)
+        _take(c, b, V, q[3], buffers)
+        vector(c, b, m * k + 16, 2)
+        sync(c, b, V, S)
+        _densify(c, b, q, sectors, tiles, tile, 0, 2)
+        _densify(c, b, q, sectors, tiles, tile, 1, 2)
+        sync(c, b, S, MTE3)
+        look_up(c, b, words)
+        if active[b]:
+            _fetch(c, b, q, sectors, tiles, place[b, 2], 0, 1, 2)
+        _enqueue(c, b, V, q[3])
+        _dequeue(c, b, MTE3, q[3])
+        _take(c, b, MTE3, g[0], buffers)
+        ub_to_l1(c, b, m * 32, k // 16)
+        _give(c, b, MTE3, q[3], buffers)
+        _enqueue(c, b, MTE3, g[0])
+        _clean(c, b, q, tiles[tile, 1] * width, k * width, buffers)
+        _take(c, b, MTE3, g[1], buffers)
+        ub_to_l1(c, b, k * 32, width // 16)
+        _give(c, b, MTE3, q[4], buffers)
+        _enqueue(c, b, MTE3, g[1])
+        if first:
+            _take(c, b, M, g[4], accumulators)
+        _products(c, b, g, m, k, width, buffers)
+        if last:
+            _enqueue(c, b, M, g[4])
+            _dequeue(c, b, V, g[4])
+            _take(c, b, V, g[5], 1)
+            l0c_to_ub(c, b, m * width * 4)
+            _give(c, b, V, g[4], accumulators)
+            _enqueue(c, b, V, g[5])
+            _dequeue(c, b, MTE3, g[5])
+            for run in range(row_blocks[rb, 3], row_blocks[rb, 4]):
+                look_up(c, b, 3)
+                count, target = runs[run, 1], runs[run, 2]
+                if target >= 0:
+                    copy_out(c, b, sectors[1], (target * ld + column) * 2, width * 2, ld * 2, count)
+                else:
+                    copy_out(c, b, sectors[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
+            _give(c, b, MTE3, g[5], 1)
+        if serial:
+            c.t[b] = c.t[b].max()
+        now[b] = c.t[b, S]
+    for b in range(blocks):
+        ends[b] = c.t[b].max()
+
+
+# update: y[m, n] = a[m, k] x b[k, n]
+@inner
+def _load_filled(c, r, sector, start, rows, columns, ld, constants):
+    copy_in(c, r, sector, start, columns * 2, ld * 2, rows, P_L1)
+    padded = _up(rows, 16)
+    if padded > rows:
+        copy_in(c, r, constants, 0, (padded - rows) * columns * 2, (padded - rows) * columns * 2, 1, P_L1)
+
+
+@inner
+def _step(c, r, q, m, k, n, transpose_a, transpose_b, buffers):
+    _dequeue(c, r, MTE1, q[0])
+    _dequeue(c, r, MTE1, q[1])
+    _take(c, r, MTE1, q[2], buffers)
+    _take(c, r, MTE1, q[3], buffers)
+    load_a(c, r, m // 16, k // 16, transpose_a)
+    load_b(c, r, k // 16, n // 16, transpose_b)
+    _give(c, r, MTE1, q[0], buffers)
+    _give(c, r, MTE1, q[1], buffers)
+    _enqueue(c, r, MTE1, q[2])
+    _enqueue(c, r, MTE1, q[3])
+    _dequeue(c, r, M, q[2])
+    _dequeue(c, r, M, q[3])
+    multiply(c, r, m // 16, n // 16, k // 16)
+    _give(c, r, M, q[2], buffers)
+    _give(c, r, M, q[3], buffers)
+
+
+@jit
+def run_update(
+    c,
+    sectors,
+    m,
+    k,
+    n,
+    lda,
+    ldb,
+    transpose_a,
+    transpose_b,
+    bias,
+    stored_n,
+    split_k,
+    float_out,
+    unified,
+    buffers,
+    q,
+    ends,
+):
+    """Multiply matrices, tiles of 128 in turn; ``sectors``: a, b, bias, constants, y. ``q``: ``[blocks, 6]``."""
+    tile = 128
+    blocks = ends.size
+    across, down, steps = -(-n // tile), -(-m // tile), -(-k // tile)
+    tiles = across * down * split_k
+    at = np.zeros(blocks, np.int64)
+    active = np.zeros(blocks, np.bool_)
+    now = np.zeros(blocks)
+    size = 4 if float_out else 2
+    for b in range(blocks):
+        look_up(c, b, 16)
+        at[b], active[b], now[b] = b, b < tiles, c.t[b, S]
+    while True:
+        b = _earliest(now, active)
+        if b < 0:
+            break
+        part, position = at[b] % split_k, at[b] // split_k
+        row, column = position // across * tile, position % across * tile
+        rows, width = min(m - row, tile), min(n - column, tile)
+        height = _up(rows, 16)
+        _take(c, b, M, q[b, 4], buffers)
+        if bias:
+            _take(c, b, MTE2, q[b, 0], buffers)
+            _take(c, b, MTE2, q[b, 1], buffers)
+            copy_in(c, b, sectors[3], 4096, height * 32, height * 32, 1, P_L1)
+            copy_in(c, b, sectors[2], column * 2, width * 2, n * 2, 16, P_L1)
+            _enqueue(c, b, MTE2, q[b, 0])
+            _enqueue(c, b, MTE2, q[b, 1])
+            _step(c, b, q[b], height, 16, width, False, False, buffers)
+        for step in range(steps * part // split_k, steps * (part + 1) // split_k):
+            begin = step * tile
+            depth = min(k - begin, tile)
+            _take(c, b, MTE2, q[b, 0], buffers)
+            _take(c, b, MTE2, q[b, 1], buffers)
+            if transpose_a:
+                _load_filled(c, b, sectors[0], (begin * lda + row) * 2, depth, height, lda, sectors[3])
+            else:
+                _load_filled(c, b, sectors[0], (row * lda + begin) * 2, rows, _up(depth, 16), lda, sectors[3])
+            if transpose_b:
+                stored = min(stored_n - column, width)
+                _load_filled(c, b, sectors[1], (column * ldb + begin) * 2, stored, _up(depth, 16), ldb, sectors[3])
+            else:
+                _load_filled(c, b, sectors[1], (begin * ldb + column) * 2, depth, width, ldb, sectors[3])
+            _enqueue(c, b, MTE2, q[b, 0])
+            _enqueue(c, b, MTE2, q[b, 1])
+            _step(c, b, q[b], height, _up(depth, 16), width, transpose_a, transpose_b, buffers)
+        to = ((row * split_k + part) * n + column) * size
+        _enqueue(c, b, M, q[b, 4])
+        if unified:
+            _dequeue(c, b, V, q[b, 4])
+            _take(c, b, V, q[b, 5], buffers)
+            l0c_to_ub(c, b, height * width * 4)
+            _give(c, b, V, q[b, 4], buffers)
+            _enqueue(c, b, V, q[b, 5])
+            _dequeue(c, b, MTE3, q[b, 5])
+            copy_out(c, b, sectors[4], to, width * size, split_k * n * size, rows)
+            _give(c, b, MTE3, q[b, 5], buffers)
+        else:
+            _dequeue(c, b, FIX, q[b, 4])
+            fixpipe(c, b, sectors[4], to, width * size, split_k * n * size, rows)
+            _give(c, b, FIX, q[b, 4], buffers)
+        at[b] += blocks
+        active[b] = at[b] < tiles
+        now[b] = c.t[b, S]
+    for b in range(blocks):
+        ends[b] = c.t[b].max()
+
+
+@jit
+def run_combine(c, sectors, first_part, num_columns, size, buffers, q, ends):
+    """Add up float parts, rows in turn; ``sectors``: parts, y. ``q``: ``[blocks, 2]``."""
+    blocks = ends.size
+    rows = first_part.size - 1
+    for b in range(blocks):
+        look_up(c, b, 8)
+    for i in range(rows):
+        b = i % blocks
+        look_up(c, b, 3)
+        for column in range(0, num_columns, 2048):
+            width = min(num_columns - column, 2048)
+            vector(c, b, width, 4)
+            for part in range(first_part[i], first_part[i + 1]):
+                _take(c, b, MTE2, q[b, 0], buffers)
+                copy_in(c, b, sectors[0], (part * num_columns + column) * 4, width * 4, width * 4, 1, P_UB)
+                _enqueue(c, b, MTE2, q[b, 0])
+                _dequeue(c, b, V, q[b, 0])
+                barrier(c, b)
+                vector(c, b, width, 4)
+                _give(c, b, V, q[b, 0], buffers)
+            barrier(c, b)
+            _take(c, b, V, q[b, 1], buffers)
+            vector(c, b, width, 4)
+            _enqueue(c, b, V, q[b, 1])
+            _dequeue(c, b, MTE3, q[b, 1])
+            copy_out(c, b, sectors[1], (i * num_columns + column) * size, width * size, width * size, 1)
+            _give(c, b, MTE3, q[b, 1], buffers)
+            barrier(c, b)
+    for b in range(blocks):
+        ends[b] = c.t[b].max()

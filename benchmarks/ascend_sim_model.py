@@ -1,0 +1,223 @@
+"""Launches of kernels on a simulated Ascend chip: the tables that the real kernels read in, cycles and bytes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.ascend_sim_engine import LOGGED, PATHS, UNITS, Chip, layout, make_chip
+from benchmarks.ascend_sim_kernels import queues, run_combine, run_cube, run_cube_unified, run_update, run_vector
+from lightning_gnn.ascend_ops.machines import Machine
+from lightning_gnn.ascend_ops.structs import STRUCTS, up
+from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables
+
+UPDATE_TILE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """How a chip is simulated.
+
+    Args:
+        machine: The chip.
+        buffers: 2 for double buffering, 1 for none.
+        serial: Without double buffering, nothing of a tile begins before all of the last one has ended, where
+            otherwise every stage has a buffer of its own.
+        share_hbm: Whether the cores share HBM; otherwise each has its own rate, as in the CPU twin.
+        l2_scale: Share of L2 that there is, for graphs that are smaller than what they stand for.
+        changes: Facts of the machine to change, as pairs.
+        log: Instructions of the first block to keep.
+    """
+
+    machine: Machine
+    buffers: int = 2
+    serial: bool = False
+    share_hbm: bool = True
+    l2_scale: float = 1.0
+    changes: tuple[tuple[str, float], ...] = ()
+    log: int = 0
+
+    def chip(self, cores: int, num_sectors: int, log_cores: int = 1) -> Chip:
+        """Return an idle chip."""
+        parameters = {name: fact.value for name, fact in self.machine.facts.items()} | dict(self.changes)
+        parameters["l2_bytes"] *= self.l2_scale
+        rate = parameters["hbm_gb_s"] * 1e3 / parameters["clock_mhz"] if self.share_hbm else None
+        return make_chip(cores, parameters, num_sectors, rate, self.log, log_cores)
+
+    def with_buffers(self, buffers: int) -> Setting:
+        """Return the same with another number of buffers."""
+        return replace(self, buffers=buffers)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What a launch took.
+
+    Args:
+        kernel: Its name.
+        ends: Cycles until each block was done, ``[blocks]``.
+        busy: Cycles that each unit has worked, summed over the cores.
+        busiest: The same of the busiest core, for each unit.
+        bytes: Bytes by path.
+        fractals: Products of 16 x 16 x 16 on the cube units.
+        elements: Elements of vector instructions.
+        log: Instructions of the first block: core in the block, unit, start, finish.
+    """
+
+    kernel: str
+    ends: np.ndarray
+    busy: dict[str, float]
+    busiest: dict[str, float]
+    bytes: dict[str, float]
+    fractals: float
+    elements: float
+    log: np.ndarray
+
+    @property
+    def cycles(self) -> float:
+        """Cycles until all blocks were done."""
+        return float(self.ends.max())
+
+
+def _launch(kernel: str, chip: Chip, ends: np.ndarray) -> Launch:
+    units = [(unit, index) for index, unit in enumerate(UNITS) if unit]
+    return Launch(
+        kernel=kernel,
+        ends=ends,
+        busy={unit: float(chip.busy[:, index].sum()) for unit, index in units},
+        busiest={unit: float(chip.busy[:, index].max()) for unit, index in units},
+        bytes=dict(zip(PATHS, chip.moved.tolist(), strict=True)),
+        fractals=float(chip.work[0]),
+        elements=float(chip.work[1]),
+        log=chip.log[: chip.ctl[LOGGED]],
+    )
+
+
+def aggregate_vector(setting: Setting, tables: RowTables, num_rows: int, num_sources: int, weighted: bool) -> Launch:
+    """Launch aggregate_vector.
+
+    Args:
+        setting: The chip.
+        tables: What the kernel reads.
+        num_rows: Rows of y.
+        num_sources: Rows of x.
+        weighted: Whether there are weights.
+    """
+    plan, at = tables.plan, tables.panel_offset
+    panels = np.ascontiguousarray(plan[at:].reshape(-1, 4)).astype(np.int64)
+    ld = int((panels[:, 0] + panels[:, 1]).max())
+    blocks = tables.num_groups * tables.num_members
+    edges = tables.columns.size
+    sectors = layout(num_sources * ld * 2, num_rows * ld * 2, edges * 4, edges * 4)
+    chip = setting.chip(blocks, sectors[-1])
+    ends = np.zeros(blocks)
+    run_vector(
+        chip, np.array(sectors), tables.vertices.astype(np.int64), tables.columns.astype(np.int64),
+        plan[: tables.range_offset].astype(np.int64), panels, plan[tables.range_offset : at].astype(np.int64),
+        tables.num_members, ld, weighted, setting.buffers, queues(blocks, 3), ends,
+    )  # fmt: skip
+    return _launch("aggregate_vector", chip, ends)
+
+
+def aggregate_cube(
+    setting: Setting, tables: CubeTables, num_rows: int, num_sources: int, slots: int | None = None
+) -> Launch:
+    """Launch aggregate_cube.
+
+    Args:
+        setting: The chip.
+        tables: What the kernel reads; for a unified core, tiles of at most :data:`UNIFIED_COLUMNS` columns.
+        num_rows: Rows of y.
+        num_sources: Rows of x.
+        slots: Slots of the workspace between vector and cube cores, by default as many as buffers.
+    """
+    field = dict(zip(STRUCTS["AggregateTiling"].split(), tables.tiling.tolist(), strict=True))
+    members, at = field["members"], field["panelOffset"]
+    plan = tables.plan.astype(np.int64)
+    panels = np.ascontiguousarray(plan[at:].reshape(-1, 4))
+    blocks, ld = tables.num_blocks, field["ldx"]
+    accumulators = min(field["accumulators"], setting.buffers)
+    serial = setting.serial and setting.buffers == 1
+    sectors = layout(
+        num_sources * ld * 2, num_rows * ld * 2, tables.columns.nbytes, tables.positions.nbytes,
+        tables.positions.nbytes, tables.num_parts * ld * 4, tables.workspace_bytes,
+    )  # fmt: skip
+    common = (
+        tables.row_blocks.astype(np.int64), tables.tiles.astype(np.int64), tables.columns, tables.runs.astype(np.int64),
+        plan[: field["rangeOffset"]], panels, plan[field["rangeOffset"] : at], members, ld,
+    )  # fmt: skip
+    ends = np.zeros(blocks)
+    if setting.machine.unified:
+        chip = setting.chip(blocks, sectors[-1])
+        run_cube_unified(
+            chip, np.array(sectors), *common, field["tileColumns"], accumulators, setting.buffers, serial,
+            queues(blocks, 5), queues(blocks, 6), ends,
+        )  # fmt: skip
+    else:
+        chip = setting.chip(3 * blocks, sectors[-1], 3)
+        run_cube(
+            chip, np.array(sectors), *common, field["tileRows"], field["tileColumns"], field["slotHalves"],
+            accumulators, setting.buffers, setting.buffers if slots is None else slots, serial,
+            queues(blocks, 2, 5), queues(blocks, 5), ends,
+        )  # fmt: skip
+    return _launch("aggregate_cube", chip, ends)
+
+
+UNIFIED_COLUMNS = 64
+"""Columns of a tile on a unified core: its UB alone holds the gathered rows, the dense tile and the results."""
+
+
+def update(
+    setting: Setting, m: int, k: int, n: int, *, transpose_a: bool = False, transpose_b: bool = False,
+    bias: bool = False, split_k: int = 1, blocks: int | None = None,
+) -> Launch:  # fmt: skip
+    """Launch update: y ``[m, n]`` = a ``[m, k]`` times b ``[k, n]``.
+
+    Args:
+        setting: The chip.
+        m: Rows of the result.
+        k: Length of the products.
+        n: Columns of the result.
+        transpose_a: Whether a is stored ``[k, m]``.
+        transpose_b: Whether b is stored ``[n, k]``.
+        bias: Whether a bias is added.
+        split_k: Into how many parts k is cut at most.
+        blocks: Blocks, by default one per cube core.
+    """
+    split_k = min(split_k, -(-k // UPDATE_TILE))
+    blocks = blocks or setting.machine.cube_cores
+    wide = up(n)
+    lda, ldb = up(m if transpose_a else k), up(k if transpose_b else n)
+    a, b = (k if transpose_a else m) * lda, (n if transpose_b else k) * ldb
+    sectors = layout(a * 2, b * 2, 32 * wide, 8192, m * split_k * wide * 4)
+    chip = setting.chip(blocks, sectors[-1])
+    ends = np.zeros(blocks)
+    run_update(
+        chip, np.array(sectors), m, k, wide, lda, ldb, transpose_a, transpose_b, bias, n, split_k, split_k > 1,
+        setting.machine.unified, setting.buffers, queues(blocks, 6), ends,
+    )  # fmt: skip
+    return _launch("update", chip, ends)
+
+
+def combine_parts(
+    setting: Setting, first_part: Sequence[int] | np.ndarray, num_columns: int, float_out: bool = False,
+    blocks: int | None = None,
+) -> Launch:  # fmt: skip
+    """Launch combine_parts: row i is the sum of the parts ``[first_part[i], first_part[i + 1])``."""
+    blocks = blocks or setting.machine.vector_cores
+    first = np.asarray(first_part, np.int64)
+    wide, size = up(num_columns), 4 if float_out else 2
+    sectors = layout(int(first[-1]) * wide * 4, (first.size - 1) * wide * size)
+    chip = setting.chip(blocks, sectors[-1])
+    ends = np.zeros(blocks)
+    run_combine(chip, np.array(sectors), first, wide, size, setting.buffers, queues(blocks, 2), ends)
+    return _launch("combine_parts", chip, ends)
+
+
+def tables_of(chunks: Any) -> tuple[np.ndarray, ...]:
+    """Return the arrays of :class:`lightning_gnn.graph.chunks.Chunks` that the tables are made from."""
+    names = ("rows", "row_ptr", "indptr", "local", "columns", "column_ptr")
+    return tuple(getattr(chunks, name).numpy() for name in names)

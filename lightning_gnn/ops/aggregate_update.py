@@ -1,0 +1,190 @@
+"""Aggregate and update in one operator, for mini-batches: a GraphSAGE layer without the way through memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ops import aggregate_update_numba, aggregate_update_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops import aggregate_update_reference as reference
+
+REDUCES = ("sum", "mean")
+_MACS_PER_ELEMENT = 16
+"""Multiply-adds of a dense product in the time in which an aggregation reads and adds one element, about."""
+_INT32_MAX = 2**31 - 1
+
+
+def aggregate_update(
+    x: Tensor,
+    edge_index: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    num_targets: int | None = None,
+    reduce: Literal["sum", "mean"] = "sum",
+    edge_weight: Tensor | None = None,
+) -> Tensor:
+    """Aggregate the in-neighbours of each target and multiply, ``(A x) W^T + x[:num_targets] S^T + b``.
+
+    HyScale's aggregate-and-update (section IV): edges are taken target by target, and the aggregated rows of a tile of
+    targets go into the product while they are in the cache, instead of through memory. Where that costs less, x is
+    multiplied before it is aggregated, which is the same but for rounding. Differentiable with respect to all but
+    ``edge_weight``, any number of times; a second derivative is computed by torch's own operators.
+
+    Edges that are sorted by target, as those of this package's samplers and of PyG's loaders are, are used as they are
+    on the CPU; others are sorted first.
+
+    Args:
+        x: Features of the sources, floating ``[num_sources, in]``; the first ``num_targets`` are those of the targets.
+        edge_index: Source and target of each edge, int64 ``[2, E]``, on the device of ``x``.
+        weight: W, of the dtype of ``x``, ``[out, in]``.
+        self_weight: S, likewise, or None: no term for the targets themselves.
+        bias: b, likewise, ``[out]``, or None.
+        num_targets: How many targets there are, by default as many as sources.
+        reduce: ``"sum"``, or ``"mean"``: the sum divided by the number of edges.
+        edge_weight: What each edge's features are multiplied with, floating ``[E]``; a constant.
+
+    Returns:
+        ``[num_targets, out]`` of the dtype of ``x`` (under autocast, of that dtype). float16 and bfloat16 are
+        accumulated in float32.
+
+    Raises:
+        IndexError: On the CPU: an edge is outside the sources or targets. Other devices assert it, as torch's own
+            indexing does, when they come to it.
+        TypeError: A wrong dtype.
+        ValueError: A wrong shape or device, an unknown ``reduce``, or an ``edge_weight`` that wants a gradient.
+    """
+    num_targets = x.size(0) if num_targets is None else num_targets
+    _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        x, weight = x.to(low), weight.to(low)
+        self_weight = None if self_weight is None else self_weight.to(low)
+        bias = None if bias is None else bias.to(low)
+    edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
+    with torch.autocast(device, enabled=False):
+        edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
+        if edges[1].numel() == 0 or x.numel() == 0 or num_targets * weight.size(0) == 0:
+            return reference.update(reference.sums, edges, x, weight, self_weight, bias, reduce == "mean", True)[0]
+        return _AggregateUpdate.apply(x, weight, self_weight, bias, edges, reduce == "mean")
+
+
+class _AggregateUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, self_weight: Tensor | None, bias: Tensor | None, edges: list, mean: bool
+    ) -> Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        first = aggregates_first(x.size(0), edges[0].numel() - 1, edges[1].numel(), weight, wants_x, wants_weight)
+        keep = first and wants_weight
+        out, aggregated = torch.ops.lightning_gnn.aggregate_update(
+            edges, x, weight, self_weight, bias, mean, first, keep
+        )
+        ctx.mean, ctx.first = mean, first
+        ctx.save_for_backward(x, weight, self_weight, bias, aggregated if keep else None, *edges)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        x, weight, self_weight, bias, aggregated, *edges = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:4])
+        if torch.is_grad_enabled():  # create_graph=True
+            return (
+                *_differentiable(edges, grad, (x, weight, self_weight, bias), ctx.mean, ctx.first, wanted),
+                None,
+                None,
+            )
+        grads = torch.ops.lightning_gnn.aggregate_update_backward(
+            edges, grad.contiguous(), x, weight, self_weight, aggregated, ctx.mean, ctx.first, wanted
+        )
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
+
+
+def _differentiable(
+    edges: list[Tensor], grad: Tensor, given: tuple[Tensor | None, ...], mean: bool, first: bool, wanted: list[bool]
+) -> list[Tensor | None]:
+    # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
+    inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
+    x, weight, self_weight, bias = inputs
+    out, _ = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, first)
+    some = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+    grads = iter(torch.autograd.grad(out, some, grad, create_graph=True))
+    return [next(grads) if want else None for want in wanted]
+
+
+def aggregates_first(
+    num_sources: int, num_targets: int, num_edges: int, weight: Tensor, wants_x: bool, wants_weight: bool
+) -> bool:
+    """Say whether ``(A x) W^T`` costs less than ``A (x W^T)``, forward and backward together.
+
+    Args:
+        num_sources: Rows of x.
+        num_targets: Rows of the result.
+        num_edges: Edges.
+        weight: W, ``[out, in]``.
+        wants_x: Whether x wants a gradient: a second aggregation, and a product more.
+        wants_weight: Whether W wants one: a product more, and a second aggregation if it was multiplied by first.
+    """
+    wide, narrow = weight.size(1), weight.size(0)
+    elements, products = _MACS_PER_ELEMENT * num_edges, wide * narrow * (1 + wants_x + wants_weight)
+    before = elements * wide * (1 + wants_x) + num_targets * products
+    after = elements * narrow * (1 + (wants_x or wants_weight)) + num_sources * products
+    return before <= after
+
+
+def _check(
+    x: Any,
+    edge_index: Any,
+    weight: Any,
+    self_weight: Any,
+    bias: Any,
+    num_targets: int,
+    reduce: str,
+    edge_weight: Any,
+) -> None:
+    if reduce not in REDUCES:
+        raise ValueError(f"reduce={reduce!r} is unknown; use one of {', '.join(REDUCES)}")
+    given = {"x": x, "weight": weight, "self_weight": self_weight, "bias": bias, "edge_weight": edge_weight}
+    for name, tensor in given.items():
+        if tensor is None and name not in ("x", "weight"):
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating tensor, but is {got}")
+        if name != "edge_weight" and tensor.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name} is {tensor.dtype}, but x {x.dtype}; convert one of them")
+    if not isinstance(edge_index, Tensor) or edge_index.dtype != torch.int64:
+        got = edge_index.dtype if isinstance(edge_index, Tensor) else type(edge_index).__name__
+        raise TypeError(f"edge_index must be an int64 tensor, but is {got}")
+    for name, tensor in (given | {"edge_index": edge_index}).items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, but x on {x.device}; move one of them with .to()")
+    if x.dim() != 2 or weight.dim() != 2 or weight.size(1) != x.size(1):
+        raise ValueError(
+            f"x must be [num_sources, in] and weight [out, in], but they are {list(x.shape)} and {list(weight.shape)}"
+        )
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(f"edge_index must be [2, E], but is {list(edge_index.shape)}")
+    if self_weight is not None and self_weight.shape != weight.shape:
+        raise ValueError(f"self_weight must be {list(weight.shape)} as weight is, but is {list(self_weight.shape)}")
+    if bias is not None and list(bias.shape) != [weight.size(0)]:
+        raise ValueError(f"bias must be [{weight.size(0)}], but is {list(bias.shape)}")
+    if num_targets < 0 or max(x.size(0), 2 * num_targets) > _INT32_MAX:
+        raise ValueError(f"num_targets={num_targets} and {x.size(0)} sources: vertices are counted with 31 bits")
+    if self_weight is not None and num_targets > x.size(0):
+        raise ValueError(
+            f"self_weight reads the targets' own rows of x, but there are {num_targets} targets and {x.size(0)} rows; "
+            "without self_weight targets need no rows"
+        )
+    if edge_weight is None:
+        return
+    if list(edge_weight.shape) != [edge_index.size(1)]:
+        raise ValueError(f"edge_weight must be [{edge_index.size(1)}], but is {list(edge_weight.shape)}")
+    if edge_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "edge_weight wants a gradient, which aggregate_update does not give; detach() it, or multiply the result "
+            "of lightning_gnn.aggregate, which does, with the weight"
+        )

@@ -1,0 +1,174 @@
+"""Aggregate and update with torch's own operators: for the tests, and for devices that have no kernel of their own.
+
+Parts that a backend replaces are arguments: how it sums up rows. ``edges`` are those of ``edge_order.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ops import edge_order  # noqa: F401  defines the operators that sort edges
+from lightning_gnn.ops.library import library
+
+Sums = Callable[[list[Tensor], Tensor, bool], Tensor]
+"""Edges, x and whether to divide by the number of edges, to the aggregated rows of x."""
+
+
+def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
+    """Add up ``weight[e] * x[indices[e]]`` over the edges of each row; differentiable.
+
+    Args:
+        edges: Sorted by row.
+        x: ``[num_columns, D]``.
+        mean: Divide by the number of edges.
+
+    Returns:
+        ``[num_rows, D]`` of the dtype of ``x``, accumulated in float32 at least.
+    """
+    indptr, indices, *weight = edges
+    wide = torch.promote_types(x.dtype, torch.float32)
+    degrees = indptr.diff()
+    rows = torch.repeat_interleave(degrees, output_size=indices.numel())
+    messages = x.to(wide).index_select(0, indices)
+    if weight:
+        messages = messages * weight[0].to(wide).unsqueeze(1)
+    out = messages.new_zeros(degrees.numel(), x.size(1)).index_add(0, rows, messages)
+    return (out / _divisors(edges, wide) if mean else out).to(x.dtype)
+
+
+def update(
+    sums: Sums,
+    edges: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
+    mean: bool,
+    aggregate_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result and, if ``aggregate_first``, the aggregated rows of x; differentiable as far as ``sums`` is."""
+    aggregated = sums(edges, x, mean) if aggregate_first else None
+    out = sums(edges, x @ weight.t(), mean) if aggregated is None else aggregated @ weight.t()
+    if self_weight is not None:
+        out = out + x[: out.size(0)] @ self_weight.t()
+    return (out if bias is None else out + bias), aggregated
+
+
+def update_backward(
+    sums: Sums,
+    edges: list[Tensor],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    aggregated: Tensor | None,
+    mean: bool,
+    aggregate_first: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Return the gradients of x, weight, self_weight and bias, empty where not wanted."""
+    wants_x, wants_weight, wants_self, wants_bias = wanted
+    none = x.new_empty(0)
+    grad_x, grad_weight = none, none
+    num_targets = grad.size(0)
+    own = self_weight is not None
+    if aggregate_first:
+        if wants_weight:
+            assert aggregated is not None
+            grad_weight = grad.t() @ aggregated
+        if wants_x:
+            table = divided(edges, grad @ weight, mean)
+            if self_weight is not None:
+                table = torch.cat([table, grad @ self_weight])
+            grad_x = sums(_by_source(edges, x.size(0), own), table, False)
+    elif wants_x or wants_weight:
+        received = sums(_by_source(edges, x.size(0), False), divided(edges, grad, mean), False)
+        if wants_weight:
+            grad_weight = received.t() @ x
+        if wants_x:
+            grad_x = received @ weight
+            if self_weight is not None:
+                grad_x[:num_targets] += grad @ self_weight
+    grad_self = grad.t() @ x[:num_targets] if wants_self else none
+    return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
+
+
+def aggregate_update(
+    edges: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
+    mean: bool,
+    aggregate_first: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``.
+
+    Args:
+        edges: By target.
+        x: ``[num_sources, in]``; the others are of its dtype and device.
+        weight: ``[out, in]``.
+        self_weight: ``[out, in]``, or None.
+        bias: ``[out]``, or None.
+        mean: Divide the sums by the number of edges.
+        aggregate_first: Aggregate x, and not the products.
+        keep: Only if ``aggregate_first``.
+    """
+    out, aggregated = update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first)
+    return out, aggregated if keep and aggregated is not None else x.new_empty(0)
+
+
+def aggregate_update_backward(
+    edges: list[Tensor],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    aggregated: Tensor | None,
+    mean: bool,
+    aggregate_first: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
+
+    Args:
+        edges: This and what else has its name in :func:`aggregate_update`: what that got.
+        grad: Of the result, ``[num_targets, out]``, contiguous.
+        x: See ``edges``.
+        weight: See ``edges``.
+        self_weight: See ``edges``.
+        aggregated: What :func:`aggregate_update` kept, or None.
+        mean: See ``edges``.
+        aggregate_first: See ``edges``.
+        wanted: Which of the four.
+    """
+    return update_backward(sums, edges, grad, x, weight, self_weight, aggregated, mean, aggregate_first, wanted)
+
+
+def divided(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:
+    """Divide a row per target by the number of its edges, if ``mean``."""
+    return rows / _divisors(edges, rows.dtype) if mean else rows
+
+
+def _divisors(edges: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return edges[0].diff().clamp(min=1).to(dtype).unsqueeze(1)
+
+
+def _by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]:
+    return torch.ops.lightning_gnn.edges_by_source(edges, num_sources, own)
+
+
+library.define(
+    "aggregate_update(Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, bool mean,"
+    " bool aggregate_first, bool keep) -> (Tensor, Tensor)"
+)
+library.define(
+    "aggregate_update_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor weight, Tensor? self_weight,"
+    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted) -> Tensor[]"
+)
+library.impl("aggregate_update", aggregate_update, "CompositeExplicitAutograd")
+library.impl("aggregate_update_backward", aggregate_update_backward, "CompositeExplicitAutograd")

@@ -1,0 +1,213 @@
+"""From noisy stage times of the last iterations to what each stage costs, and would cost under another mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.split import TrainerCost
+
+NEAR = 0.25
+"""Measurements count for the present mapping while no trainer's seeds differ from now by more than this."""
+FAR = 2.0
+"""From this ratio of seeds on, two measurements tell a trainer's overhead from its cost per seed."""
+LEAST_SLOPE = 0.25
+"""Of a trainer's time, at least this part is counted as growing with its seeds: noise may say otherwise."""
+RECENT, JUMP = 3, 0.2
+SEVERAL, DRIFT = 8, 0.08
+"""How a change of speed is told from noise: see :func:`has_jumped`."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Stage times and the mapping they were measured with."""
+
+    mapping: Mapping
+    times: StageTimes
+
+    def is_near(self, mapping: Mapping) -> bool:
+        """Whether it tells about another mapping too: same threads, nearly the same shares."""
+        if self.mapping.threads != mapping.threads:
+            return False
+        if abs(self.mapping.accelerator_sampling - mapping.accelerator_sampling) > NEAR * mapping.accelerator_sampling:
+            return False
+        pairs = zip(self.mapping.seeds, mapping.seeds, strict=True)
+        return all((then > 0) == (now > 0) and abs(then - now) <= NEAR * now for then, now in pairs)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the stages cost under a mapping, by the measurements of it.
+
+    Args:
+        mapping: The mapping.
+        times: Stage times under it.
+        costs: Cost of each trainer; None for one without seeds.
+        count: How many measurements.
+        error: Relative standard error of the slowest stage's time.
+    """
+
+    mapping: Mapping
+    times: StageTimes
+    costs: tuple[TrainerCost | None, ...]
+    count: int
+    error: float
+
+    @property
+    def bottleneck(self) -> float:
+        """Time of the slowest stage."""
+        return self.times.bottleneck
+
+    @property
+    def transfer_per_seed(self) -> float:
+        """Seconds of Data Transfer per seed on any accelerator."""
+        seeds = self.mapping.accelerator_seeds
+        return (self.times.transfer or 0.0) / seeds if seeds else 0.0
+
+    def under(self, mapping: Mapping) -> StageTimes:
+        """Predict the stage times under another mapping.
+
+        Work is taken to scale with seeds and sampling share, and with the inverse of the threads.
+        """
+        now = self.mapping
+        sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
+        times = self.times
+        trainers: list[float | None] = []
+        for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True)):
+            factor = trainer if index < mapping.cpu_trainers else 1.0
+            trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
+        left, share = 1 - now.accelerator_sampling, now.accelerator_sampling
+        return StageTimes(
+            _times(times.sample_cpu, sampler * ((1 - mapping.accelerator_sampling) / left if left else 1.0)),
+            _times(times.load, loader),
+            tuple(trainers[: mapping.cpu_trainers]),
+            tuple(trainers[mapping.cpu_trainers :]),
+            _times(times.transfer, mapping.accelerator_seeds / max(1, now.accelerator_seeds)),
+            _times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
+        )
+
+
+def estimate(mapping: Mapping, history: Sequence[Measurement], most: int) -> Estimate | None:
+    """Return what the stages cost under a mapping, None where nothing near it was measured.
+
+    Each stage's time is the median over the last measurements near the mapping. A trainer's time is split into overhead
+    and cost per seed where it was also measured with less than half or more than twice the seeds, and is otherwise
+    proportional to its seeds.
+
+    Args:
+        mapping: The mapping.
+        history: Measurements, the oldest first.
+        most: At most so many of those near the mapping are used, the newest.
+    """
+    near = [measurement for measurement in history if measurement.is_near(mapping)][-most:]
+    if not near:
+        return None
+    costs: list[TrainerCost | None] = []
+    for index, seeds in enumerate(mapping.seeds):
+        points = _points(index, near) if seeds else []
+        wanted = mapping.threads[2] if index < mapping.cpu_trainers else None
+        far = [
+            (other, seconds)
+            for other, seconds in _points(index, history, wanted)
+            if other >= FAR * seeds or seeds >= FAR * other
+        ]
+        costs.append(_fit(points, far) if points else None)
+    all_times = [measurement.times for measurement in near]
+    trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
+    seeds_there = [max(1, measurement.mapping.accelerator_seeds) for measurement in near]
+    transfers = [
+        _times(times.transfer, mapping.accelerator_seeds / there)
+        for times, there in zip(all_times, seeds_there, strict=True)
+    ]
+    times = StageTimes(
+        _median([times.sample_cpu for times in all_times]),
+        _median([times.load for times in all_times]),
+        tuple(trainers[: mapping.cpu_trainers]),
+        tuple(trainers[mapping.cpu_trainers :]),
+        _median(transfers),
+        _median([times.sample_accelerator for times in all_times]),
+        iteration=_median([times.iteration for times in all_times]),
+    )
+    slowest = [times.bottleneck for times in all_times]
+    error = _standard_error(slowest) / (median(slowest) or 1.0)
+    return Estimate(mapping, times, tuple(costs), len(near), error)
+
+
+def has_jumped(mapping: Mapping, history: Sequence[Measurement]) -> tuple[str, int] | None:
+    """Return which stage's speed has changed, and how many measurements ago.
+
+    It has if the last three are all off by more than a fifth to the same side, or the median of the last eight by more
+    than six standard errors (and 8 %).
+
+    Args:
+        mapping: The mapping, near which all measurements that count were made.
+        history: Measurements, the oldest first.
+    """
+    rows = [_rates(measurement) for measurement in history if measurement.is_near(mapping)]
+    for name in rows[-1] if rows else ():
+        values = [row[name] for row in rows if name in row]
+        if len(values) < 2 * RECENT:
+            continue
+        before, recent = median(values[:-RECENT]), values[-RECENT:]
+        if min(recent) > before * (1 + JUMP) or max(recent) < before / (1 + JUMP):
+            return name, RECENT
+        if len(values) < 2 * SEVERAL:
+            continue
+        before = median(values[:-SEVERAL])
+        error = _standard_error(values[:-SEVERAL]) * (len(values) / SEVERAL - 1) ** 0.5
+        if abs(median(values[-SEVERAL:]) - before) > max(DRIFT * before, 6 * error):
+            return name, SEVERAL
+    return None
+
+
+def _rates(measurement: Measurement) -> dict[str, float]:
+    """Return times that should not depend on small changes of the seeds."""
+    times, mapping = measurement.times, measurement.mapping
+    found = {
+        "Sampling on the CPU": times.sample_cpu,
+        "Sampling on accelerators": times.sample_accelerator,
+        "Feature Loading": times.load,
+    }
+    if mapping.accelerator_seeds:
+        found["Data Transfer"] = _times(times.transfer, 1 / mapping.accelerator_seeds)
+    for index, (seconds, seeds) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
+        if seeds:
+            found[f"trainer {index}"] = _times(seconds, 1 / seeds)
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _points(index: int, history: Sequence[Measurement], threads: int | None = None) -> list[tuple[int, float]]:
+    """Return seeds and seconds of a trainer, with so many trainer threads if given."""
+    points = []
+    for measurement in history:
+        seconds, seeds = measurement.times.trainers[index], measurement.mapping.seeds[index]
+        if seconds and seeds and threads in (None, measurement.mapping.threads[2]):
+            points.append((seeds, seconds))
+    return points
+
+
+def _fit(near: Sequence[tuple[int, float]], far: Sequence[tuple[int, float]]) -> TrainerCost:
+    seeds, seconds = median(n for n, _ in near), median(t for _, t in near)
+    rate = median(t / n for n, t in near)
+    if len(far) < RECENT:
+        return TrainerCost(0.0, rate)
+    slope = median((t - seconds) / (n - seeds) for n, t in far)
+    slope = min(max(slope, LEAST_SLOPE * rate), rate)
+    return TrainerCost(max(0.0, median(t - slope * n for n, t in near)), slope)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the median, by the median deviation from it."""
+    middle = median(values)
+    return 1.4826 * 1.2533 * median(abs(value - middle) for value in values) / len(values) ** 0.5
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _times(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor

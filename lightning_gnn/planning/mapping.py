@@ -1,0 +1,205 @@
+"""Who does what in hybrid training, and how long it took: the two things that a resource manager passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Stage = Literal["sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator"]
+"""What algorithm 1 of HyScale-GNN sorts; ``accelerator`` is Data Transfer and training on it, bundled."""
+
+STAGES: tuple[Stage, ...] = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
+"""In the order of the paper's line 2."""
+
+CPU_TASKS: tuple[Stage, ...] = ("sample_cpu", "load", "train_cpu")
+"""Those that CPU threads work at, in the order of :attr:`Mapping.threads`."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """How the work and the CPU threads of one node are shared out (section III-B of HyScale-GNN).
+
+    Args:
+        seeds: Seeds of each trainer in one iteration, the CPU trainers first, then the accelerators; 0 for a trainer
+            that is taken out. Their sum never changes.
+        cpu_trainers: How many of the trainers are CPU trainers.
+        threads: CPU threads of Sampling, of Feature Loading and of the CPU trainers together. Their sum never changes.
+        accelerator_sampling: Share of the sampling that accelerators do, 0 to 1.
+
+    Raises:
+        ValueError: A negative number, a task without a thread, no trainer, or a share that is none.
+    """
+
+    seeds: tuple[int, ...]
+    cpu_trainers: int = 0
+    threads: tuple[int, int, int] = (1, 1, 1)
+    accelerator_sampling: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.seeds or sum(self.seeds) < 1 or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be at least one number per trainer, none negative, not all 0: {self.seeds}")
+        if not 0 <= self.cpu_trainers <= len(self.seeds):
+            raise ValueError(f"cpu_trainers={self.cpu_trainers}, but there are seeds for {len(self.seeds)} trainers")
+        if len(self.threads) != 3 or min(self.threads[:2]) < 1 or self.threads[2] < min(1, self.cpu_trainers):
+            raise ValueError(
+                f"threads must be three numbers (Sampling, Feature Loading, CPU trainers), each at least 1 where there "
+                f"is such a task, but they are {self.threads}"
+            )
+        if not 0 <= self.accelerator_sampling <= 1:
+            raise ValueError(f"accelerator_sampling must be between 0 and 1, but is {self.accelerator_sampling}")
+
+    @property
+    def total(self) -> int:
+        """Seeds of all trainers."""
+        return sum(self.seeds)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each trainer's seeds over the total."""
+        return tuple(seeds / self.total for seeds in self.seeds)
+
+    @property
+    def cpu_seeds(self) -> int:
+        """Seeds of the CPU trainers."""
+        return sum(self.seeds[: self.cpu_trainers])
+
+    @property
+    def accelerator_seeds(self) -> int:
+        """Seeds of the accelerators."""
+        return sum(self.seeds[self.cpu_trainers :])
+
+    def __str__(self) -> str:
+        """Return it in one line: seeds of CPU trainers + seeds of accelerators, and the threads."""
+        groups = {"cpu": self.seeds[: self.cpu_trainers], "accelerator": self.seeds[self.cpu_trainers :]}
+        seeds = " + ".join(f"{name} {'/'.join(map(str, group))}" for name, group in groups.items() if group)
+        text = f"seeds {seeds}, threads {'/'.join(map(str, self.threads))}"
+        return text + (f", {self.accelerator_sampling:.0%} sampled there" if self.accelerator_sampling else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain lists and numbers."""
+        return {
+            "seeds": list(self.seeds),
+            "cpu_trainers": self.cpu_trainers,
+            "threads": list(self.threads),
+            "accelerator_sampling": self.accelerator_sampling,
+        }
+
+    @classmethod
+    def from_dict(cls, state: MappingABC[str, Any]) -> Mapping:
+        """Take back what :meth:`to_dict` returned.
+
+        Raises:
+            ValueError: Something is missing or impossible.
+        """
+        try:
+            sampler, loader, trainer = state["threads"]
+            return cls(
+                tuple(int(seeds) for seeds in state["seeds"]),
+                int(state["cpu_trainers"]),
+                (int(sampler), int(loader), int(trainer)),
+                float(state["accelerator_sampling"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no mapping of seeds and threads: {state!r}") from error
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one iteration took in each stage, in seconds; None for a stage that does not exist.
+
+    A stage's time is the time between two iterations if the stage were the only one: where several threads work at
+    mini-batches of their own, their thread-seconds divided by the number of threads.
+
+    Args:
+        sample_cpu: Sampling on the CPU.
+        sample_accelerator: Sampling on accelerators, the slowest.
+        load: Feature Loading.
+        transfer: Data Transfer, the slowest accelerator's.
+        train_cpu: Propagation of each CPU trainer; None or 0 for one without seeds.
+        train_accelerator: Propagation of each accelerator.
+        seeds: Seeds of each trainer with which this was measured; None means the mapping that was in force as many
+            observations ago as the pipeline is deep.
+        iteration: From one optimizer step to the next, by the clock. Only this shows what stages cost one another.
+
+    Raises:
+        ValueError: A time is negative or not finite.
+    """
+
+    sample_cpu: float | None
+    load: float | None
+    train_cpu: tuple[float | None, ...] = ()
+    train_accelerator: tuple[float | None, ...] = ()
+    transfer: float | None = None
+    sample_accelerator: float | None = None
+    seeds: tuple[int, ...] | None = None
+    iteration: float | None = None
+
+    def __post_init__(self) -> None:
+        single = (self.sample_cpu, self.load, self.transfer, self.sample_accelerator, self.iteration)
+        for seconds in (*single, *self.train_cpu, *self.train_accelerator):
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise ValueError(f"stage times must be finite and not negative: {self}")
+
+    @property
+    def trainers(self) -> tuple[float | None, ...]:
+        """Propagation of every trainer, in the order of :attr:`Mapping.seeds`."""
+        return (*self.train_cpu, *self.train_accelerator)
+
+    def stages(self) -> dict[Stage, float]:
+        """Return the stages that exist as algorithm 1 sorts them, in the order of its line 2."""
+        found: dict[Stage, float | None] = {
+            "sample_cpu": self.sample_cpu,
+            "sample_accelerator": self.sample_accelerator,
+            "load": self.load,
+            "train_cpu": _slowest(self.train_cpu),
+            "accelerator": _slowest((self.transfer, *self.train_accelerator)),
+        }
+        return {stage: seconds for stage, seconds in found.items() if seconds is not None}
+
+    @property
+    def bottleneck(self) -> float:
+        """Time of the slowest stage, which an ideal pipeline needs for an iteration (equation 6)."""
+        return max(self.stages().values(), default=0.0)
+
+    def scaled(self, factor: float) -> StageTimes:
+        """Return it with every time multiplied."""
+
+        def times(seconds: float | None) -> float | None:
+            return None if seconds is None else seconds * factor
+
+        return StageTimes(
+            times(self.sample_cpu),
+            times(self.load),
+            tuple(map(times, self.train_cpu)),
+            tuple(map(times, self.train_accelerator)),
+            times(self.transfer),
+            times(self.sample_accelerator),
+            self.seeds,
+            times(self.iteration),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain lists and numbers."""
+        return {
+            "sample_cpu": self.sample_cpu,
+            "load": self.load,
+            "train_cpu": list(self.train_cpu),
+            "train_accelerator": list(self.train_accelerator),
+            "transfer": self.transfer,
+            "sample_accelerator": self.sample_accelerator,
+            "seeds": None if self.seeds is None else list(self.seeds),
+            "iteration": self.iteration,
+        }
+
+    @classmethod
+    def from_dict(cls, state: MappingABC[str, Any]) -> StageTimes:
+        """Take back what :meth:`to_dict` returned."""
+        lists = {name: state[name] for name in ("train_cpu", "train_accelerator", "seeds")}
+        return cls(**{**state, **{name: None if value is None else tuple(value) for name, value in lists.items()}})
+
+
+def _slowest(times: Sequence[float | None]) -> float | None:
+    """Return the longest of the times that are more than 0, None where there is none."""
+    return max((seconds for seconds in times if seconds), default=None)

@@ -1,0 +1,200 @@
+"""What hybrid training runs on and what it trains: the numbers that the performance model of HyScale-GNN takes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, inf
+
+
+@dataclass(frozen=True)
+class Processor:
+    """One CPU complex or one accelerator.
+
+    Args:
+        flops: Floating-point operations per second; a multiply-add is two. Twice the paper's ``N * freq``.
+        memory_bandwidth: Bytes per second of its own memory, in bursts.
+        pipelined: Whether aggregation and update overlap, as on an FPGA: the operator of equation 10.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    pipelined: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.flops > 0 and self.memory_bandwidth > 0):
+            raise ValueError(f"flops and memory_bandwidth must be positive: {self}")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A node, or several that are equal.
+
+    Args:
+        cpu: All sockets together.
+        cores: CPU cores, one thread each.
+        accelerator: One of them; None for a node without.
+        num_accelerators: How many.
+        pcie_bandwidth: Bytes per second to each accelerator.
+        sampling: Edges per second that one CPU thread samples, or pairs (threads, edges per second), measured and
+            interpolated; infinite leaves sampling out.
+        accelerator_sampling: Edges per second that one accelerator samples; 0 if it does not.
+        core_bandwidth: Bytes per second that one thread gathers or reads; by default one core is enough for all of the
+            CPU's memory bandwidth, as in the paper.
+        num_nodes: How many such nodes train together.
+        network_bandwidth: Bytes per second between two nodes.
+        network_latency: Seconds of a message between two nodes.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    cpu: Processor
+    cores: int
+    accelerator: Processor | None = None
+    num_accelerators: int = 0
+    pcie_bandwidth: float = inf
+    sampling: float | tuple[tuple[int, float], ...] = inf
+    accelerator_sampling: float = 0.0
+    core_bandwidth: float = inf
+    num_nodes: int = 1
+    network_bandwidth: float = inf
+    network_latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
+            raise ValueError(
+                f"num_accelerators={self.num_accelerators} with accelerator={self.accelerator}: give both or neither"
+            )
+        points = self.sampling if isinstance(self.sampling, tuple) else ((1, self.sampling),)
+        rates = (self.pcie_bandwidth, self.core_bandwidth, self.network_bandwidth, *(rate for _, rate in points))
+        if self.cores < 1 or self.num_nodes < 1 or not points or min(rates) <= 0:
+            raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
+        if list(points) != sorted(set(points)) or points[0][0] < 1:
+            raise ValueError(f"sampling must be pairs (threads, edges per second) by ascending threads: {points}")
+        if self.accelerator_sampling < 0 or self.network_latency < 0:
+            raise ValueError(f"accelerator_sampling and network_latency must not be negative: {self}")
+
+    @property
+    def peak_flops(self) -> float:
+        """Floating-point operations per second of all processors of a node."""
+        return self.cpu.flops + (self.accelerator.flops * self.num_accelerators if self.accelerator else 0.0)
+
+    def sampled_edges(self, threads: int) -> float:
+        """Return the edges per second that some CPU threads sample together."""
+        if not isinstance(self.sampling, tuple):
+            return self.sampling * threads
+        points = ((0, 0.0), *self.sampling)
+        for (below, low), (above, high) in zip(points, points[1:], strict=False):
+            if threads <= above:
+                return low + (high - low) * (threads - below) / (above - below)
+        return points[-1][1]
+
+    def read_bandwidth(self, threads: float) -> float:
+        """Return the bytes per second that some CPU threads read from the CPU's memory."""
+        return min(self.cpu.memory_bandwidth, self.core_bandwidth * threads)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sizes of one mini-batch.
+
+    Args:
+        seeds: Its seeds.
+        vertices: ``|V^0|, ..., |V^L|``: ``V^0`` are all its vertices, ``V^L`` the seeds.
+        edges: ``|E^1|, ..., |E^L|``: ``E^l`` are the edges into ``V^l``, which layer l aggregates over.
+    """
+
+    seeds: float
+    vertices: tuple[float, ...]
+    edges: tuple[float, ...]
+
+    @property
+    def num_edges(self) -> float:
+        """Edges that the layers traverse together, the numerator of equation 5."""
+        return sum(self.edges)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A data set, a model and a batch.
+
+    Args:
+        num_vertices: Of the graph.
+        num_edges: Of the graph.
+        num_train: Seeds of an epoch.
+        batch_size: Seeds of an iteration, of all trainers of a node together.
+        fanouts: Of each hop, the seeds' first; -1 for all neighbours.
+        widths: ``f^0, ..., f^L``: columns of the features, hidden layers and output.
+        feature_bytes: ``S_feat``, of one number.
+        index_bytes: Of one vertex id in a mini-batch.
+        update_inputs: Vectors that the update takes in for a vertex: 1 for GCN, 2 for GraphSAGE (self and neighbours).
+        measured: Sizes of a mini-batch that was measured, taken to grow with the seeds.
+
+    Raises:
+        ValueError: A number is out of range, or fanouts, widths and measured sizes are of different depth.
+    """
+
+    num_vertices: int
+    num_edges: int
+    num_train: int
+    batch_size: int
+    fanouts: tuple[int, ...]
+    widths: tuple[int, ...]
+    feature_bytes: float = 4
+    index_bytes: float = 8
+    update_inputs: int = 1
+    measured: BatchSizes | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.num_vertices, self.num_train, self.batch_size, self.update_inputs) < 1 or self.num_edges < 0:
+            raise ValueError(f"sizes must be positive: {self}")
+        if not self.fanouts or len(self.widths) != len(self.fanouts) + 1 or min(self.widths) < 1:
+            raise ValueError(
+                f"{len(self.fanouts)} fanouts need {len(self.fanouts) + 1} widths, from the features to the output, "
+                f"but they are {self.widths}"
+            )
+        if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
+            raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
+        found = self.measured
+        if found is not None and (len(found.vertices), len(found.edges)) != (len(self.widths), len(self.fanouts)):
+            raise ValueError(
+                f"measured sizes of {len(found.edges)} layers, but the model has {len(self.fanouts)}: give |V^0| to "
+                f"|V^L| and |E^1| to |E^L|"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.fanouts)
+
+    @property
+    def model_bytes(self) -> float:
+        """Size of all weight matrices, the numerator of equation 13."""
+        pairs = zip(self.widths, self.widths[1:], strict=False)
+        return sum(self.update_inputs * wide * next_ for wide, next_ in pairs) * self.feature_bytes
+
+    def sizes(self, seeds: float) -> BatchSizes:
+        """Return the expected sizes of a mini-batch of some seeds.
+
+        A vertex is expanded once, at the lowest hop, as PyG does. Each has the graph's mean degree, and neighbours are
+        as if drawn evenly, so that a mini-batch does not outgrow the graph; measured sizes are more precise.
+        """
+        if self.measured is not None:
+            factor = seeds / self.measured.seeds
+            return BatchSizes(
+                seeds,
+                tuple(size * factor for size in self.measured.vertices),
+                tuple(size * factor for size in self.measured.edges),
+            )
+        degree = self.num_edges / self.num_vertices
+        frontier, vertices, edges = seeds, [seeds], [0.0]
+        for fanout in self.fanouts:
+            sampled = frontier * (degree if fanout < 0 else min(float(fanout), degree))
+            left = self.num_vertices - vertices[-1]
+            frontier = max(0.0, left * (1 - exp(-sampled / self.num_vertices)))
+            vertices.append(vertices[-1] + frontier)
+            edges.append(edges[-1] + sampled)
+        return BatchSizes(seeds, tuple(reversed(vertices)), tuple(reversed(edges[1:])))

@@ -1,0 +1,191 @@
+"""The threads that train: one per trainer, started once, given a function to run at a time."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Serve = Callable[[str, Any, dict[int, Any]], Mapping[int, Any] | Any]
+"""Called in the main thread when all trainers at work have met: what for, its tag, and what each brings."""
+
+
+class Aborted(BaseException):
+    """Ends what a trainer does after another one has failed; no ``except Exception`` of a model may hold it up."""
+
+
+class EachIts(dict):
+    """The answer to a meeting, where each trainer gets its own."""
+
+
+class _Trainer(threading.Thread):
+    def __init__(self, number: int, name: str, inbox: queue.SimpleQueue) -> None:
+        super().__init__(name=name, daemon=True)
+        self.number = number
+        self.inbox = inbox
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.num_threads: int | None = None
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        torch.get_num_threads()  # torch takes a number over only where it has been asked for before
+        now = None
+        while True:
+            job = self.jobs.get()
+            if job is None:
+                return
+            if self.num_threads is not None and now != self.num_threads:
+                now = self.num_threads
+                torch.set_num_threads(now)
+            start = time.perf_counter()
+            try:
+                message = ("done", self.number, None, job())
+            except BaseException as error:
+                message = ("error", self.number, None, error)
+            self.seconds += time.perf_counter() - start
+            job = None
+            self.inbox.put(message)
+            del message
+
+
+class TrainerThreads:
+    """Runs functions in the trainers' threads while the main thread waits, and acts for them where they meet.
+
+    Args:
+        names: Of the trainers, for messages.
+        stall_timeout: Seconds for which a trainer may be silent.
+    """
+
+    def __init__(self, names: Sequence[str], stall_timeout: float) -> None:
+        self.names = list(names)
+        self.stall_timeout = stall_timeout
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [_Trainer(i, f"hyscale-trainer-{i}", self._inbox) for i in range(len(self.names))]
+        for thread in self._threads:
+            thread.start()
+
+    def resize(self, trainer: int, num_threads: int | None) -> None:
+        """Change how many threads torch's operators have in a trainer, from its next function on."""
+        self._threads[trainer].num_threads = num_threads
+
+    def current(self) -> int | None:
+        """Return the trainer whose thread calls this, None for another thread."""
+        thread = threading.current_thread()
+        return thread.number if isinstance(thread, _Trainer) and thread in self._threads else None
+
+    def take_seconds(self) -> list[float]:
+        """Return how long each trainer has worked since this was last asked."""
+        seconds = [thread.seconds for thread in self._threads]
+        for thread in self._threads:
+            thread.seconds = 0.0
+        return seconds
+
+    def run(self, jobs: Mapping[int, Callable[[], Any]], serve: Serve | None = None) -> dict[int, Any]:
+        """Run a function in each of some trainers and return their results.
+
+        Raises:
+            BaseException: What a trainer raised, with its traceback; the others are told to stop.
+            TimeoutError: A trainer was silent for too long; shows where it is.
+            RuntimeError: Trainers do not do the same.
+        """
+        for trainer, job in jobs.items():
+            self._threads[trainer].jobs.put(job)
+        return self._gather(set(jobs), "done", serve)
+
+    def meet(self, kind: str, tag: Any = None, value: Any = None, routine: Callable[[], Any] | None = None) -> Any:
+        """Called in a trainer: wait for the others, let the main thread act, return its answer.
+
+        Args:
+            kind: What for.
+            tag: Must be the same in all trainers.
+            value: What this one brings.
+            routine: Run in the trainer each time that the main thread asks for it meanwhile.
+        """
+        thread = threading.current_thread()
+        assert isinstance(thread, _Trainer)
+        self._inbox.put((kind, thread.number, tag, value))
+        while True:
+            what, answer = thread.answers.get()
+            if what == "answer":
+                return answer
+            if what == "abort" or routine is None:
+                raise Aborted
+            self._inbox.put(("returned", thread.number, None, routine()))
+
+    def run_routines(self, trainers: Collection[int], serve: Serve | None) -> dict[int, Any]:
+        """Called while serving a meeting: let the trainers run the routines that they brought."""
+        for trainer in trainers:
+            self._threads[trainer].answers.put(("routine", None))
+        return self._gather(set(trainers), "returned", serve)
+
+    def close(self, patience: float = 3.0) -> list[str]:
+        """End the threads; return the names of those that hang, which Python cannot end."""
+        self._abort()
+        for thread in self._threads:
+            thread.jobs.put(None)
+        deadline = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [self.names[thread.number] for thread in self._threads if thread.is_alive()]
+
+    def _gather(self, wanted: set[int], last: str, serve: Serve | None) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        waiting: dict[int, tuple[str, Any, Any]] = {}
+        while len(results) < len(wanted):
+            try:
+                kind, trainer, tag, value = self._inbox.get(timeout=self.stall_timeout)
+            except queue.Empty:
+                self._abort()
+                raise self._stalled(sorted(wanted - results.keys() - waiting.keys())) from None
+            if kind == "error":
+                self._abort()
+                if isinstance(value, Aborted):
+                    continue
+                if hasattr(value, "add_note"):
+                    value.add_note(f"(raised in the hyscale trainer {self.names[trainer]})")
+                raise value
+            if kind == last:
+                results[trainer] = value
+            else:
+                waiting[trainer] = (kind, tag, value)
+            if waiting and len(waiting) + len(results) == len(wanted):
+                self._check(results, waiting)
+                assert serve is not None
+                answers = serve(kind, tag, {i: waiting[i][2] for i in sorted(waiting)})
+                waiting.clear()
+                for i in wanted:
+                    self._threads[i].answers.put(("answer", answers[i] if isinstance(answers, EachIts) else answers))
+        return {trainer: results[trainer] for trainer in sorted(results)}
+
+    def _check(self, results: dict[int, Any], waiting: dict[int, tuple[str, Any, Any]]) -> None:
+        calls = {(kind, tag) for kind, tag, _ in waiting.values()}
+        if results or len(calls) > 1:
+            self._abort()
+            where = {
+                self.names[i]: f"{waiting[i][0]} {waiting[i][1] if waiting[i][1] is not None else ''}" for i in waiting
+            }
+            done = [self.names[i] for i in results]
+            raise RuntimeError(
+                f"the trainers of hyscale must do the same steps of optimisation in the same order, but {where} wait"
+                + (f" while {done} have finished" if done else "")
+            )
+
+    def _abort(self) -> None:
+        for thread in self._threads:
+            thread.answers.put(("abort", None))
+
+    def _stalled(self, late: list[int]) -> TimeoutError:
+        frames = sys._current_frames()
+        stacks = []
+        for trainer in late:
+            frame = frames.get(self._threads[trainer].ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "(the thread has ended)"
+            stacks.append(f"trainer {self.names[trainer]}:\n{stack}")
+        return TimeoutError(f"no sign of life for {self.stall_timeout:g} s from\n" + "\n".join(stacks))

@@ -1,0 +1,169 @@
+"""The resource manager at work: seeds of each iteration, times back, decisions into force and into the log."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_gnn.batching.hybrid import HybridBatch, split_seeds
+from lightning_gnn.planning.damping import Damping
+from lightning_gnn.planning.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.resources import DynamicResourceManager
+from lightning_gnn.strategies.work_share import Trainers
+
+
+class WorkBalance:
+    """Shares out the seeds and threads of one node, and changes that as its manager decides.
+
+    Args:
+        trainers: Who trains.
+        weights: Shares of the trainers to begin with.
+        threads: CPU threads of sampling, feature loading and CPU trainers to begin with.
+        total: Seeds of this node in a full iteration.
+        drm: True: algorithm 1; False: nothing changes; a path: replay the decisions recorded there.
+        apply: Called with the threads whenever they change.
+        record: Where to write the decisions, one JSON line each, for a replay.
+        lag: Iterations under way in the pipeline.
+
+    Raises:
+        ValueError: The recorded decisions are for other trainers or another batch size.
+        FileNotFoundError: There is no such record.
+    """
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        weights: Sequence[float],
+        threads: tuple[int, int, int],
+        total: int,
+        drm: bool | str | Path,
+        apply: Callable[[tuple[int, int, int]], None],
+        record: str | Path | None = None,
+        lag: int = 2,
+    ) -> None:
+        self.trainers = trainers
+        self.weights = list(weights)
+        self.threads = threads
+        self.history: deque[tuple[StageTimes, Decision | None]] = deque(maxlen=10_000)
+        """Times of the last iterations, and what was decided after each: the timeline of the run."""
+        self.manager: DynamicResourceManager | ReplayedDecisions | None = None
+        self._apply = apply
+        self._record = None if record is None else Path(record)
+        self._issued: deque[Mapping | None] = deque()
+        self._resumed: deque[Mapping | None] = deque()
+        self._mark: float | None = None
+        if drm is False or (drm is True and len(trainers.devices) == 1 and max(threads) == 1):
+            return  # nothing to decide, or nobody who may
+        if drm is True:
+            seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
+            begin = Mapping(seeds, trainers.num_cpu, threads)
+            self.manager = DynamicResourceManager(begin, damping=Damping(lag=max(lag, 1)))
+        else:
+            self.manager = ReplayedDecisions(read_decisions(Path(drm).read_text().splitlines()))
+            begin = self.manager.mapping
+            found = (len(begin.seeds), begin.cpu_trainers, begin.total)
+            if found != (len(trainers.devices), trainers.num_cpu, total):
+                raise ValueError(
+                    f"{drm} was recorded with {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, "
+                    f"but here are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
+                )
+        self._tell(self.manager.log[0])
+        self._use(begin)
+
+    @property
+    def mapping(self) -> Mapping | None:
+        """The manager's mapping, None without a manager."""
+        return None if self.manager is None else self.manager.mapping
+
+    def split(self, num_seeds: int) -> list[tuple[int, int]]:
+        """Cut the seeds of the next iteration."""
+        mapping = self._resumed.popleft() if self._resumed else self.mapping
+        self._issued.append(mapping)
+        return split_seeds(num_seeds, self.weights if mapping is None else mapping.seeds)
+
+    def restart(self) -> None:
+        """The pipeline begins anew: what was under way is gone."""
+        self._issued.clear()
+        self._mark = None
+
+    def pause(self) -> None:
+        """Something else than training comes between two iterations."""
+        self._mark = None
+
+    def observe(self, batch: HybridBatch, seconds: Sequence[float]) -> Decision | None:
+        """An iteration is done: let the manager decide.
+
+        Args:
+            batch: What was trained on.
+            seconds: Of each trainer.
+        """
+        if self._issued:
+            self._issued.popleft()
+        now = time.perf_counter()
+        iteration = None if self._mark is None else now - self._mark
+        self._mark = now
+        times = self.times(batch, seconds, iteration)
+        decision = None
+        if self.manager is not None:
+            decision = self.manager.observe(times)
+            if decision.changed:
+                self._tell(decision)
+                self._use(decision.mapping)
+        self.history.append((times, decision))
+        return decision
+
+    def times(self, batch: HybridBatch, seconds: Sequence[float], iteration: float | None) -> StageTimes:
+        """Return the stage times of an iteration."""
+        stages, cpu = batch.seconds, self.trainers.num_cpu
+        by_trainer = [value if part is not None else None for value, part in zip(seconds, batch.parts, strict=True)]
+        return StageTimes(
+            sample_cpu=stages["sample"] / self.threads[0] if "sample" in stages else None,
+            load=stages["load"] / self.threads[1] if "load" in stages else None,
+            train_cpu=tuple(by_trainer[:cpu]),
+            train_accelerator=tuple(by_trainer[cpu:]),
+            transfer=stages.get("transfer"),
+            seeds=tuple(batch.seeds),
+            iteration=iteration,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to share out the same way."""
+        if self.manager is None:
+            return {}
+        issued = [None if mapping is None else mapping.to_dict() for mapping in self._issued]
+        return {"manager": self.manager.state_dict(), "issued": issued}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: what was under way comes first, as it was shared out then."""
+        if self.manager is None or "manager" not in state:
+            return
+        replayed = "history" not in state["manager"]
+        if replayed != isinstance(self.manager, ReplayedDecisions):
+            return  # recorded by the other kind of manager: begin anew
+        try:
+            self.manager.load_state_dict(state["manager"])
+        except ValueError as error:
+            rank_zero_warn(f"hyscale balances anew: {error}")
+            return
+        if self._record is not None:
+            self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
+        self._resumed.extend(None if mapping is None else Mapping.from_dict(mapping) for mapping in state["issued"])
+        self._use(self.manager.mapping)
+
+    def _use(self, mapping: Mapping) -> None:
+        if mapping.threads != self.threads:
+            self.threads = mapping.threads
+            self._apply(mapping.threads)
+
+    def _tell(self, decision: Decision) -> None:
+        rank_zero_info(f"hyscale: {decision}")
+        if self._record is not None:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            with self._record.open("w" if decision.observation == 0 else "a") as file:
+                file.write(decision.to_json() + "\n")

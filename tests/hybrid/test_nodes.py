@@ -1,0 +1,188 @@
+"""Two nodes, each with several trainers, are one: gradients, weights, logs, evaluation, resume."""
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch_geometric.loader import NeighborLoader
+
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.sampling import enable_pyg_sampling
+from tests.hybrid.models import CLASSES, Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
+from tests.hybrid.test_resume import SaveAt
+from tests.parallel.launch import observe, run
+
+
+class Logging(Module):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
+        loss = torch.nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+        self.accuracy(out, batch.y[: batch.batch_size])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.batch_size)
+        self.log("count", float(batch.batch_size), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("largest", out.max(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        return loss
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def small():
+    data = graph()
+    data.train_mask = torch.arange(120) < 61  # the last batch has a single seed
+    return data
+
+
+CASES = {
+    "equal": (Logging, [{}, {}], {}),
+    "accumulated": (Logging, [{"cpu_trainers": 3}, {"shares": [0.9, 0.1]}], {"accumulate_grad_batches": 3}),
+    "manual": (Manual, [{}, {"cpu_trainers": 1}], {"max_epochs": 1}),
+}
+
+
+def outcome(kind, strategy, num_nodes=1, **options):
+    module = kind()
+    steps, fitted = fit(module, strategy, data_module(data=small()), num_nodes=num_nodes, **options)
+    logged = {name: float(value) for name, value in fitted.callback_metrics.items() if not name.startswith("val")}
+    fitted.test(module, datamodule=data_module(data=small()), verbose=False)
+    assert not left_threads()
+    gradients = [[None if g is None else g.numpy() for g in step] for step in steps.gradients]
+    return gradients, [parameter.detach().numpy() for parameter in module.parameters()], logged
+
+
+def averaged_statistics():
+    module = Module(norm=True)
+    fit(module, hybrid(), num_nodes=2, max_epochs=1)
+    return module.net.norm.running_mean.numpy(), module.net.norm.running_var.numpy()
+
+
+def resumes_bit_for_bit(path):
+    def train(callbacks=(), ckpt_path=None):
+        module = Module("adam", dropout=0.5).double()
+        torch.manual_seed(11)
+        steps = Steps()
+        fitted = trainer(hybrid(), [steps, *callbacks], num_nodes=2)
+        fitted.fit(
+            module, datamodule=data_module(fanouts=[3, 2], num_workers=1), ckpt_path=ckpt_path, weights_only=True
+        )
+        return module, steps
+
+    whole, _ = train()
+    train([SaveAt(path, 3, stop=True)])
+    resumed, rest = train(ckpt_path=path)
+    assert rest.gradients
+    return all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+class Loaders(Module):
+    """With PyG's own loader, whose order Lightning shares out."""
+
+    def train_dataloader(self):
+        return NeighborLoader(small(), [-1, -1], input_nodes=small().train_mask, batch_size=20, shuffle=True)
+
+
+def with_pygs_loader():
+    enable_pyg_sampling()
+    steps = Steps()
+    trainer(hybrid(), [steps], num_nodes=2, max_epochs=1).fit(Loaders().double())
+    return [[gradient.numpy() for gradient in step] for step in steps.gradients]
+
+
+def on_two_nodes(rank, path):
+    found = {name: outcome(kind, hybrid(**each[rank]), 2, **options) for name, (kind, each, options) in CASES.items()}
+    return {
+        **found,
+        "statistics": averaged_statistics(),
+        "resumed": resumes_bit_for_bit(path),
+        "loader": with_pygs_loader(),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """One start of two processes for all that they are to show."""
+    return run(on_two_nodes, 2, str(tmp_path_factory.mktemp("nodes") / "middle.ckpt"))
+
+
+def compare(found, expected):
+    gradients, weights, logged = expected
+    assert len(found[0]) == len(gradients) > 0
+    for a, b in zip([*found[0], found[1]], [*gradients, weights], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x is None) == (y is None)
+            if y is not None:
+                np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-13)
+    assert found[2] == {name: pytest.approx(value, rel=1e-6) for name, value in logged.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_nodes_are_one_device(case, two_nodes):
+    kind, _, options = CASES[case]
+    expected = outcome(kind, "auto", **options)
+    for found in two_nodes:
+        compare(found[case], expected)
+
+
+def test_statistics_of_batch_normalisation_are_the_same_on_all_nodes(two_nodes):
+    first, second = (found["statistics"] for found in two_nodes)
+    assert first[0].any()
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_two_nodes_resume_bit_for_bit(two_nodes):
+    assert [found["resumed"] for found in two_nodes] == [True, True]
+
+
+def test_pygs_loaders_go_through_one_order(two_nodes):
+    first, second = (found["loader"] for found in two_nodes)
+    assert len(first) == len(second) == 4
+    assert all((a == b).all() for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def on_three_nodes(rank):
+    return outcome(Logging, hybrid(1 + rank % 2), 3, gradient_clip_val=0.1)
+
+
+def test_three_nodes_are_one_device_also_where_some_have_no_seed():
+    for found in run(on_three_nodes, 3):
+        compare(found, outcome(Logging, "auto", gradient_clip_val=0.1))
+
+
+def with_another_order(rank):
+    fit(Module(), hybrid(), NeighborDataModule(graph(), num_neighbors=[-1, -1], batch_size=20, seed=rank), num_nodes=2)
+
+
+def test_nodes_with_different_orders_are_refused():
+    found = observe(with_another_order, 2)
+    assert all("different orders of seeds" in error for error in found.errors)
+
+
+def that_fails(rank):
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if rank == 1 and batch_idx == 1:
+                raise ValueError("node 1 is broken")
+            return self.loss(batch)
+
+    fit(Failing(), hybrid(), num_nodes=2)
+
+
+def test_a_node_that_fails_ends_the_others():
+    found = observe(that_fails, 2, limit=60)
+    assert "node 1 is broken" in found.errors[1]
+    assert found.errors[0]

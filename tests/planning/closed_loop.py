@@ -1,0 +1,87 @@
+"""A simulated node that trains under a resource manager: given speeds, noise, and times that lag by the pipeline's depth."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_gnn.planning import StageTimes
+
+
+@dataclass
+class Node:
+    """Trainer i takes ``overhead[i] + seeds / speed[i]`` seconds; CPU stages are the inverse of their threads."""
+
+    speeds: list[float]
+    cpu_trainers: int = 1
+    overheads: list[float] | None = None
+    sampling: float = 0.0
+    loading: float = 0.0
+    transfer: float = 0.0
+    sampling_there: float | None = None
+    reference_threads: int | None = None
+    """Threads with which the CPU trainers have their speeds; None if threads do not matter to them."""
+    drag: float = 1.0
+    """What the CPU trainers multiply the time of an iteration by when they have seeds."""
+    noise: float = 0.0
+    known: bool = True
+    timed: bool = False
+    source: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def train(self, index, seeds, mapping):
+        overhead = self.overheads[index] if self.overheads else 0.0
+        factor = 1.0
+        if index < self.cpu_trainers and self.reference_threads:
+            factor = self.reference_threads / mapping.threads[2]
+        return (overhead + seeds / self.speeds[index]) * factor if seeds else None
+
+    def ideal(self, mapping):
+        """Stage times without noise."""
+        trained = [self.train(index, seeds, mapping) for index, seeds in enumerate(mapping.seeds)]
+        share = mapping.accelerator_sampling
+        times = StageTimes(
+            self.sampling * (1 - share) / mapping.threads[0],
+            self.loading / mapping.threads[1],
+            tuple(trained[: self.cpu_trainers]),
+            tuple(trained[self.cpu_trainers :]),
+            self.transfer * mapping.accelerator_seeds if self.transfer else None,
+            self.sampling_there * share if self.sampling_there else None,
+        )
+        return times
+
+    def seconds(self, mapping):
+        """Time of an iteration, pipelined."""
+        return self.ideal(mapping).bottleneck * (self.drag if mapping.cpu_seeds else 1.0)
+
+    def measured(self, mapping):
+        def noisy(seconds):
+            return None if seconds is None else seconds * max(0.05, self.source.gauss(1, self.noise))
+
+        ideal = self.ideal(mapping)
+        return StageTimes(
+            noisy(ideal.sample_cpu),
+            noisy(ideal.load),
+            tuple(map(noisy, ideal.train_cpu)),
+            tuple(map(noisy, ideal.train_accelerator)),
+            noisy(ideal.transfer),
+            noisy(ideal.sample_accelerator),
+            seeds=mapping.seeds if self.known else None,
+            iteration=noisy(self.seconds(mapping)) if self.timed else None,
+        )
+
+
+def run(manager, node, iterations, lag=2, in_flight=None):
+    """Train some iterations; return the mapping that each was made with, and what is still in the pipeline."""
+    in_flight = in_flight if in_flight is not None else deque([manager.mapping] * (lag + 1))
+    made = []
+    for _ in range(iterations):
+        mapping = in_flight.popleft()
+        made.append(mapping)
+        decision = manager.observe(node.measured(mapping))
+        assert decision.mapping == manager.mapping
+        assert "\n" not in str(decision)
+        assert sum(decision.mapping.seeds) == mapping.total
+        assert min(decision.mapping.seeds) >= 0
+        assert sum(decision.mapping.threads) == sum(mapping.threads)
+        assert min(decision.mapping.threads) >= 1
+        in_flight.append(decision.mapping)
+    return made, in_flight

@@ -1,0 +1,141 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+from lightning_gnn.ops import aggregate_update_reference, aggregate_update_triton
+from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops.edge_order import edges_by_target
+from tests.strategies import edge_indices
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+sizes = st.sampled_from([(1, 1), (5, 3), (7, 40), (64, 16), (130, 7), (20, 300)])
+
+
+def normal(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def wide(value):
+    if isinstance(value, list):
+        return [wide(part) for part in value]
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@settings(max_examples=25)
+@given(
+    edge_indices(),
+    st.integers(1, 24),
+    sizes,
+    st.sampled_from(list(TOLERANCE)),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dtype, flags, wanted):
+    num_sources, edge_index = drawn
+    mean, weighted, own, biased, first = flags
+    num_targets = min(num_targets, num_sources)
+    edge_index = torch.stack([edge_index[0], edge_index[1] % num_targets]).to(DEVICE)
+    edge_weight = normal(edge_index.size(1), dtype=dtype, seed=0) if weighted else None
+    edges = edges_by_target(edge_index, num_sources, num_targets, edge_weight)
+    scale = size[0] ** -0.5
+    x, weight = normal(num_sources, size[0], dtype=dtype, seed=1), normal(*size[::-1], dtype=dtype, seed=2) * scale
+    self_weight = normal(*size[::-1], dtype=dtype, seed=3) * scale if own else None
+    bias = normal(size[1], dtype=dtype, seed=4) if biased else None
+    arguments = [edges, x, weight, self_weight, bias, mean, first, first]
+    ours, kept = aggregate_update_triton.aggregate_update(*arguments)
+    exact, exact_kept = aggregate_update_reference.aggregate_update(*(wide(value) for value in arguments))
+    wanted = [wanted[0], wanted[1], wanted[2] and own, wanted[3] and biased]
+    grad = normal(num_targets, size[1], dtype=dtype, seed=5) * size[1] ** -0.5
+    grads = aggregate_update_triton.aggregate_update_backward(
+        edges, grad, x, weight, self_weight, kept if first else None, mean, first, wanted
+    )
+    exact_grads = aggregate_update_reference.aggregate_update_backward(
+        wide(edges), grad.double(), x.double(), weight.double(), wide(self_weight), exact_kept, mean, first, wanted
+    )
+    for got, want in zip([ours, kept, *grads], [exact, exact_kept, *exact_grads], strict=True):
+        assert got.dtype == dtype
+        # Rounding grows with the sum of what is added up: a hub adds up a hundred rows.
+        size_of_sum = 1 + (float(want.abs().max()) if want.numel() else 0)
+        atol = 10 * TOLERANCE[dtype] * size_of_sum
+        torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=atol)
+
+
+def test_several_tiles_of_targets_and_of_columns():
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.stack(
+        [torch.randint(200, (600,), generator=generator), torch.randint(100, (600,), generator=generator)]
+    ).to(DEVICE)
+    edges = edges_by_target(edge_index, 200, 100, None)
+    x, weight = normal(200, 150, dtype=torch.float32, seed=0), normal(600, 150, dtype=torch.float32, seed=1)
+    weight = weight / 12
+    out, kept = aggregate_update_triton.aggregate_update(edges, x, weight, weight, None, True, True, True)
+    exact, exact_kept = aggregate_update_reference.aggregate_update(edges, x, weight, weight, None, True, True, True)
+    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kept, exact_kept, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter stands in")
+@pytest.mark.parametrize("shape", [(256, 256), (256, 47), (100, 256), (602, 41)])
+@pytest.mark.parametrize(("dtype", "tf32"), [*((dtype, False) for dtype in TOLERANCE), (torch.float32, True)])
+def test_a_mini_batch_on_a_gpu(shape, dtype, tf32, monkeypatch):
+    from torch_geometric.nn import SAGEConv
+
+    monkeypatch.setattr(aggregate_update_triton, "_tf32", lambda: tf32)
+    torch.manual_seed(0)
+    num_sources, num_targets = 60_000, 10_000
+    edge_index = torch.stack(
+        [torch.randint(num_sources, (150_000,)), torch.arange(num_targets).repeat_interleave(15)]
+    ).cuda()
+    layer = SAGEConv(*shape).cuda().double()
+    x = torch.randn(num_sources, shape[0], dtype=torch.float64, device="cuda", requires_grad=True)
+    parameters = [layer.lin_l.weight, layer.lin_r.weight, layer.lin_l.bias]
+    wanted = layer((x, x[:num_targets]), edge_index)
+    exact = torch.autograd.grad(wanted.square().mean(), [x, *parameters])
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, *parameters)]
+
+    def step():
+        out = aggregate_update(inputs[0], edge_index, *inputs[1:], num_targets, "mean")
+        return out.detach(), *torch.autograd.grad(out.to(torch.float64).square().mean(), inputs)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip(results, (wanted.detach(), *exact), strict=True):
+        error = float((got.double() - want).norm() / want.norm())
+        assert error < (2e-3 if tf32 else TOLERANCE[dtype])
+
+
+def test_kernels_compile_for_a100_and_h100(tmp_path):
+    """In a process of its own, as the interpreter is on in this one; from an empty cache."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compile_aggregate_update.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["sm"] for row in rows} == {80, 90}
+    for row in rows:
+        assert row.get("LOCAL", 0) == 0
+        assert row.get("STACK", 0) <= 16  # two registers, outside the loop over edges
+        assert row["shared"] <= 100 * 1024  # two programs on each multiprocessor of an A100
+        assert any("mma" in name for name in row["instructions"])

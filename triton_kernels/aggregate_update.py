@@ -1,0 +1,199 @@
+"""Aggregate and update on a GPU: a tile of targets is aggregated in registers and goes from there into the product.
+
+One program takes a tile of targets and a block of output columns, as wide as the output where that is at most 256
+columns, so that the features of a source are read once per tile. It gathers a slice of the feature columns, one edge of
+every target at a time, multiplies it with the slice's rows of the weights, and goes on to the next slice. Targets of a
+tile wait for the one with the most edges: made for mini-batches, whose fanout bounds that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gnn.triton_kernels.aggregate import NUM_WARPS as ROW_WARPS
+from lightning_gnn.triton_kernels.aggregate import block_shape, cache_bytes, rows_kernel
+
+ROWS = 32
+DEPTH = 64
+MAX_WIDTH = 256
+NUM_WARPS = 8
+NUM_STAGES = 2
+
+
+@triton.jit(do_not_specialize=["num_targets"])
+def update_kernel(
+    out,  # x's type [num_targets, OUT]
+    aggregated,  # x's type [num_targets, IN]; written if KEEP
+    x,  # [num_sources, IN], contiguous
+    indptr,  # *int64 [num_targets + 1]
+    indices,  # *int32 [E]
+    edge_weight,  # any float [E]; read if WEIGHTED
+    weight,  # x's type [OUT, IN]
+    self_weight,  # x's type [OUT, IN]; read if SELF
+    bias,  # x's type [OUT]; read if BIAS
+    num_targets,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SELF: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write a block of ``reduce of x[indices[e]] @ weight.T + x[row] @ self_weight.T + bias``."""
+    # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = row < num_targets
+    wanted = column < OUT
+    start = tl.load(indptr + row, mask=inside, other=0)
+    stop = tl.load(indptr + row + 1, mask=inside, other=0)
+    longest = tl.max(stop - start, axis=0)
+    result = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, IN, DEPTH):
+        depth = first + tl.arange(0, DEPTH)
+        in_row = depth < IN
+        total = tl.zeros([ROWS, DEPTH], tl.float32)
+        for i in range(longest):
+            entry = start + i
+            valid = entry < stop
+            source = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
+            pointers = x + source[:, None] * IN + depth[None, :]
+            values = tl.load(pointers, mask=in_row[None, :], other=0.0).to(tl.float32)
+            # Not masked by target, on which Triton 3.7 fails here: targets without more edges read row 0, for nothing.
+            values = tl.where(valid[:, None], values, 0.0)
+            if WEIGHTED:
+                values = values * tl.load(edge_weight + entry, mask=valid, other=0.0).to(tl.float32)[:, None]
+            total += values
+        if MEAN:
+            # A target without edges has the sum 0.
+            total = total / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
+        tile = total.to(x.dtype.element_ty)
+        at = row[:, None] * IN + depth[None, :]
+        within = inside[:, None] & in_row[None, :]
+        if KEEP and tl.program_id(1) == 0:
+            tl.store(aggregated + at, tile, mask=within)
+        turned = column[None, :] * IN + depth[:, None]
+        there = wanted[None, :] & in_row[:, None]
+        by = tl.load(weight + turned, mask=there, other=0.0)
+        result = tl.dot(tile, by, result, input_precision=PRECISION)
+        if SELF:
+            own = tl.load(x + at, mask=within, other=0.0)
+            by = tl.load(self_weight + turned, mask=there, other=0.0)
+            result = tl.dot(own, by, result, input_precision=PRECISION)
+    if BIAS:
+        result += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + row[:, None] * OUT + column[None, :],
+        result.to(out.dtype.element_ty),
+        mask=inside[:, None] & wanted[None, :],
+    )
+
+
+def tile_shape(wide: int, narrow: int) -> dict[str, int]:
+    """Choose the tile of a program for ``in`` and ``out`` columns."""
+    return {
+        "ROWS": ROWS,
+        "DEPTH": min(DEPTH, max(16, triton.next_power_of_2(wide))),
+        "WIDTH": min(MAX_WIDTH, max(16, triton.next_power_of_2(narrow))),
+    }
+
+
+def aggregate_update(
+    edges: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
+    mean: bool,
+    tf32: bool,
+    out: Tensor,
+    aggregated: Tensor | None,
+) -> None:
+    """Write the result, and the aggregated rows of x.
+
+    Args:
+        edges: By target: ``indptr``, ``indices`` and, if weighted, their weights, contiguous.
+        x: float32, float16 or bfloat16 ``[num_sources, in]``; it and all others of its dtype and contiguous.
+        weight: ``[out, in]``.
+        self_weight: ``[out, in]``, or None.
+        bias: ``[out]``, or None.
+        mean: Divide the sums by the number of edges.
+        tf32: float32 may be rounded to TF32 in the product.
+        out: ``[num_targets, out]``.
+        aggregated: ``[num_targets, in]``, or None.
+    """
+    indptr, indices, *edge_weight = edges
+    num_targets, narrow = out.shape
+    shape = tile_shape(x.size(1), narrow)
+    update_kernel[triton.cdiv(num_targets, shape["ROWS"]), triton.cdiv(narrow, shape["WIDTH"])](
+        out,
+        out if aggregated is None else aggregated,
+        x,
+        indptr,
+        indices,
+        edge_weight[0] if edge_weight else x,
+        weight,
+        weight if self_weight is None else self_weight,
+        weight if bias is None else bias,
+        num_targets,
+        IN=x.size(1),
+        OUT=narrow,
+        MEAN=mean,
+        WEIGHTED=bool(edge_weight),
+        SELF=self_weight is not None,
+        BIAS=bias is not None,
+        KEEP=aggregated is not None,
+        PRECISION="tf32" if tf32 else "ieee",
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        **shape,
+    )
+
+
+def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
+    """Write the sums over the edges of each row; a program takes all edges of a row, for a block of columns.
+
+    Args:
+        edges: Sorted by row: ``indptr``, ``indices`` and, if weighted, their weights, contiguous.
+        x: Floating ``[num_columns, D]``, contiguous.
+        mean: Divide by the number of edges.
+        out: ``[num_rows, D]`` of the dtype of ``x``, contiguous.
+    """
+    indptr, indices, *weight = edges
+    num_rows, num_columns = out.shape
+    block = block_shape(x.size(0), 1, num_columns, x.dtype, cache_bytes(x.device))
+    rows = torch.arange(num_rows, dtype=torch.int32, device=x.device)
+    rows_kernel[num_rows, block.grid(1, num_columns)](
+        out,
+        out,  # the scratch table of split rows, of which there are none
+        x,
+        indices,
+        weight[0] if weight else x,
+        indptr[:-1],
+        indptr[1:],
+        rows,
+        indptr.diff().to(torch.int32) if mean else rows,
+        rows,
+        x,
+        x,
+        x_stride=num_columns,
+        HEADS=1,
+        CHANNELS=num_columns,
+        GATHER=True,
+        WEIGHTED=bool(weight),
+        MEAN=mean,
+        MATCH=False,
+        ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        ENTRIES=block.entries,
+        HEAD_TILE=block.heads,
+        WIDTH=block.width,
+        num_warps=ROW_WARPS,
+    )
