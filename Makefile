@@ -29,6 +29,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.epoch $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate $(ARGS)
+	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 

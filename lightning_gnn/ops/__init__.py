@@ -3,6 +3,7 @@
 from lightning_gnn.ops import aggregate_numba, aggregate_triton, gather_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate import aggregate, hybrid_plan
 from lightning_gnn.ops.aggregate_backends import default_backend
+from lightning_gnn.ops.aggregate_update import aggregate_update
 from lightning_gnn.ops.edge_softmax import edge_softmax
 from lightning_gnn.ops.gather import gather_rows
 from lightning_gnn.ops.hashing import batch_key
@@ -11,6 +12,7 @@ from lightning_gnn.ops.sample import NeighborSample, sample_neighbors
 __all__ = [
     "NeighborSample",
     "aggregate",
+    "aggregate_update",
     "batch_key",
     "default_backend",
     "edge_softmax",

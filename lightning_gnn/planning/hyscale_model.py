@@ -7,7 +7,7 @@ from math import ceil, inf
 
 from lightning_gnn.planning.mapping import Mapping, StageTimes
 from lightning_gnn.planning.plan import aligned
-from lightning_gnn.planning.split import TrainerCost, split_evenly_in_time, whole_seeds
+from lightning_gnn.planning.split import TrainerCost, whole_seeds
 from lightning_gnn.planning.workload import Platform, Processor, Workload
 
 _ROUNDS = 4
@@ -157,7 +157,7 @@ class PerformanceModel:
         best, least_time = None, inf
         for trainer in range(cpu_trainers, threads - 1) if cpu_trainers else (0,):
             seeds = self._split(cpu_trainers, trainer)
-            for candidate in {seeds, self._without_cpu(seeds, cpu_trainers)}:
+            for candidate in (seeds, self._without_cpu(seeds, cpu_trainers)):
                 mapping = self._with_threads(candidate, cpu_trainers, threads, trainer)
                 seconds = self.iteration_time(mapping)
                 if best is None or seconds < least_time * (1 - 1e-9):
@@ -196,7 +196,7 @@ class PerformanceModel:
         platform, total = self.platform, self.workload.batch_size
         count = cpu_trainers + platform.num_accelerators
         seeds = [total / count] * count
-        costs: list[TrainerCost | None] = []
+        costs: list[TrainerCost] = []
         cpu = self.cpu_trainer(threads, cpu_trainers)
         for _ in range(_ROUNDS):  # the cost of a seed falls a little with their number: mini-batches share vertices
             costs = []
@@ -208,7 +208,8 @@ class PerformanceModel:
                     assert platform.accelerator is not None
                     seconds = max(self.trainer_time(platform.accelerator, share), self.transfer_time(share))
                 costs.append(TrainerCost(0.0, seconds / share))
-            seeds = split_evenly_in_time(total, costs)
+            speeds = [1 / cost.per_seed for cost in costs]
+            seeds = [total * speed / sum(speeds) for speed in speeds]
         return whole_seeds(total, seeds, costs)
 
     def _without_cpu(self, seeds: tuple[int, ...], cpu_trainers: int) -> tuple[int, ...]:
@@ -228,10 +229,11 @@ class PerformanceModel:
             return Mapping(seeds, cpu_trainers, (sampler, left - sampler, trainer), share)
 
         sampled = sum(self.workload.sizes(n).edges[0] for n in seeds if n)
+        loaded = self.load_time(mapping(1)) * platform.read_bandwidth(left - 1)
 
         def slower(sampler: int) -> float:
             sampling = sampled / (platform.sampled_edges(sampler) + there)
-            return max(sampling, self.load_time(mapping(sampler)))
+            return max(sampling, loaded / platform.read_bandwidth(left - sampler))
 
         low, high = 1, left - 1
         while low < high:  # sampling gets faster with its threads, loading slower: the least of the two meets between

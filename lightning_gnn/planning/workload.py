@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, inf
 
 
@@ -87,7 +88,7 @@ class Platform:
         if not isinstance(self.sampling, tuple):
             return self.sampling * threads
         points = ((0, 0.0), *self.sampling)
-        for (below, low), (above, high) in zip(points, points[1:], strict=False):
+        for (below, low), (above, high) in pairwise(points):
             if threads <= above:
                 return low + (high - low) * (threads - below) / (above - below)
         return points[-1][1]
@@ -173,8 +174,8 @@ class Workload:
     @property
     def model_bytes(self) -> float:
         """Size of all weight matrices, the numerator of equation 13."""
-        pairs = zip(self.widths, self.widths[1:], strict=False)
-        return sum(self.update_inputs * wide * next_ for wide, next_ in pairs) * self.feature_bytes
+        numbers = sum(wide * next_ for wide, next_ in pairwise(self.widths))
+        return self.update_inputs * numbers * self.feature_bytes
 
     def sizes(self, seeds: float) -> BatchSizes:
         """Return the expected sizes of a mini-batch of some seeds.

@@ -128,7 +128,7 @@ class HybridTrainers:
 
     def _step_alone(self, trainer: int, part: Any, args: Any, kwargs: Any) -> Any:
         """The one trainer at work is on the main module's device: no replica is needed."""
-        with self._device_context(trainer), self.randoms[trainer], self.strategy.precision_plugin.train_step_context():
+        with self._device_context(trainer), self.strategy.precision_plugin.train_step_context():
             return self.main.training_step(part, *args, **kwargs)
 
     def _forward(self, trainer: int, part: Any, args: Any, kwargs: Any) -> Any:
@@ -138,14 +138,15 @@ class HybridTrainers:
             if isinstance(precision, MixedPrecision):
                 dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
                 stack.enter_context(torch.autocast(self.devices[trainer].type, dtype=dtype, cache_enabled=False))
-            stack.enter_context(self.randoms[trainer])
             return self.replicas.modules[trainer].training_step(part, *args, **kwargs)
 
     @contextmanager
     def _device_context(self, trainer: int) -> Iterator[None]:
         clock = self._clocks[trainer]
         if clock is None:
-            yield
+            # A trainer on an accelerator draws there, from its generator, and is spared the look at every operator.
+            with self.randoms[trainer]:
+                yield
             return
         torch.accelerator.set_device_index(self.devices[trainer])
         clock.start()

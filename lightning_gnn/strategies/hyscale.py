@@ -184,9 +184,7 @@ class HyScaleStrategy(NodeStrategy):
             dataloader,
             self._split,
             PipelineSettings(
-                devices=[
-                    None if self._hooked else device for device in self.trainers.destinations(self.transfer_dtype)
-                ],
+                devices=self._destinations(dataloader),
                 prefetch=self.prefetch,
                 threads=self.balance.threads[:2],
                 stall_timeout=self.stall_timeout,
@@ -200,6 +198,15 @@ class HyScaleStrategy(NodeStrategy):
         if not isinstance(dataloader, ThreadedNodeLoader):  # whose DataModule has it in its own state
             self.loader.resumed = self._restored.pop("order", None)
         return self.loader
+
+    def _destinations(self, dataloader: Any) -> list[torch.device | None]:
+        """Return where the pipeline brings each trainer's mini-batch, None where it is as it should be."""
+        assert self.trainers is not None
+        destinations = self.trainers.destinations(self.transfer_dtype)
+        if self._hooked:
+            return [None] * len(destinations)
+        sampled_on = torch.device(getattr(dataloader.node_sampler, "device", None) or "cpu")
+        return destinations if sampled_on.type == "cpu" else list(self.trainers.devices)
 
     def _begin_balance(self, dataloader: Any) -> WorkBalance:
         assert self.trainers is not None

@@ -79,13 +79,15 @@ _DRAW_INSIDE = {
     for name in names
     if (function := getattr(owner, name, None)) is not None
 }
+_DRAW = {*_TAKE_GENERATOR, *_LIKE, *_DROPOUTS, *_DRAW_INSIDE}
 
 
 class ThreadRandom(TorchFunctionMode):
     """Within this context, torch draws CPU random numbers from a generator of the thread's own.
 
     So what a trainer draws depends on its seed alone, not on the others. A few functions that cannot be given a
-    generator run one thread at a time, with the global one in the state of this one.
+    generator run one thread at a time, with the global one in the state of this one. Accelerators have their own.
+    Activation checkpointing does not restore this generator: do not combine it with dropout.
 
     Args:
         seed: Where the generator begins.
@@ -98,6 +100,8 @@ class ThreadRandom(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass the generator to what draws."""
         kwargs = kwargs or {}
+        if func not in _DRAW:  # nearly always: this is called for every operator
+            return func(*args, **kwargs)
         if func in _TAKE_GENERATOR:
             if kwargs.get("generator") is None and self._on_cpu(args, kwargs):
                 kwargs = {**kwargs, "generator": self.generator}

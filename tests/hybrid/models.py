@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, SAGEConv
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
@@ -33,7 +33,7 @@ def graph(num_nodes=120, degree=4, dtype=torch.float64, seed=0):
 class Net(torch.nn.Module):
     def __init__(self, conv="sage", dropout=0.0, norm=False):
         super().__init__()
-        layer = {"sage": SAGEConv, "gat": GATConv}[conv]
+        layer = {"sage": SAGEConv, "gat": GATConv, "gcn": GCNConv}[conv]
         self.first, self.second = layer(6, 8), layer(8, CLASSES)
         self.norm = torch.nn.BatchNorm1d(8) if norm else None
         self.dropout = dropout

@@ -13,17 +13,16 @@ from tests.hybrid.test_manual import TwoOptimizers  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"cpu_trainers": 1, "shares": [0.3, 0.7]},
-        {"cpu_trainers": 2, "cpu_share": 0.5},
-        {"cpu_trainers": 0},
-        {"cpu_trainers": 1, "cpu_share": 1.0},
-        {"cpu_trainers": 1, "cpu_share": 0.2, "prefetch": 1},
+        (Module, {"cpu_trainers": 2, "cpu_share": 0.5}),
+        (Module, {"cpu_trainers": 0}),
+        (Module, {"cpu_trainers": 1, "cpu_share": 1.0}),
+        (TwoOptimizers, {"cpu_trainers": 1, "cpu_share": 0.2, "prefetch": 1}),
+        (Logging, {"cpu_trainers": 1, "shares": [0.3, 0.7]}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [Module, TwoOptimizers, Logging])
 def test_they_train_as_one(kind, options):
     plain, ours = kind(), kind()
     _, reference = fit(plain)

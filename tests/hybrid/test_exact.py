@@ -4,9 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytorch_lightning.callbacks import BaseFinetuning, StochasticWeightAveraging
 
 from lightning_gnn.batching.hybrid import HybridLoader, PipelineSettings, split_seeds
+from lightning_gnn.nn import GAT, GraphSAGE, NodeClassifier
 from tests.hybrid.models import (
+    CLASSES,
     Module,
     data_module,
     difference,
@@ -24,6 +27,7 @@ STRATEGIES = {
     "one to nine": {"cpu_trainers": 1, "devices": ["cpu"], "cpu_share": 0.1},
     "uneven": {"shares": [0.2, 0.5, 0.3], "cpu_trainers": 1, "devices": ["cpu", "cpu"]},
     "one with nothing": {"shares": [0.0, 1.0], "cpu_trainers": 2},
+    "rounded to nothing": {"shares": [0.02, 0.98], "cpu_trainers": 2},
     "one alone": {"cpu_trainers": 1},
     "no prefetching": {"cpu_trainers": 2, "prefetch": 0},
     "more threads": {"cpu_trainers": 2, "threads": None, "prefetch": 1},
@@ -49,28 +53,38 @@ def test_after_fifty_steps_of_adam_the_weights_are_the_same():
     assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-9
 
 
-@pytest.mark.parametrize("options", [{"cpu_trainers": 2}, {"shares": [0.1, 0.9]}, {"cpu_trainers": 3}], ids=str)
-def test_with_sampling_it_is_the_weighted_sum_over_the_parts(options):
-    """The batches of each trainer, one after another on one module."""
-    strategy = hybrid(**options)
-    weights = strategy.shares or [1 / strategy.cpu_trainers] * strategy.cpu_trainers
-    found, _ = fit(Module(), strategy, data_module(fanouts=[3, 2]), max_epochs=1)
-
-    module = Module().double()
+def sum_over_parts(weights, fanouts, **options):
+    """The gradients of the trainers' parts, one after another on one module, each weighted by its seeds."""
+    module = Module(**options).double()
     optimizer = module.configure_optimizers()
+    loader = data_module(fanouts=fanouts).train_dataloader()
     settings = PipelineSettings([None] * len(weights), prefetch=0)
-    loader = HybridLoader(
-        data_module(fanouts=[3, 2]).train_dataloader(), lambda n, _: split_seeds(n, weights), settings
-    )
-    expected = []
-    for batch in loader:
+    gradients = []
+    for batch in HybridLoader(loader, lambda n, _: split_seeds(n, weights), settings):
         optimizer.zero_grad()
         for part, seeds in zip(batch.parts, batch.seeds, strict=True):
             if part is not None:
                 (module.loss(part) * seeds / batch.total).backward()
-        expected.append([parameter.grad.clone() for parameter in module.parameters()])
+        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
         optimizer.step()
-    assert worst_difference(found.gradients, expected) < 1e-12
+    return gradients
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.1, 0.9], [0.3, 0.3, 0.4]], ids=str)
+@pytest.mark.parametrize("conv", ["sage", "gat", "gcn"])
+def test_with_sampling_it_is_the_weighted_sum_over_the_parts(conv, weights):
+    strategy = hybrid(len(weights), shares=weights)
+    found, _ = fit(Module(conv=conv), strategy, data_module(fanouts=[3, 2]), max_epochs=1)
+    assert worst_difference(found.gradients, sum_over_parts(weights, [3, 2], conv=conv)) < 1e-12
+
+
+def test_degrees_inside_the_mini_batch_make_a_difference_to_the_undivided_one():
+    """The documented limit: GCN divides by degrees that it counts in the mini-batch, BatchNorm averages over it."""
+    for options in ({"conv": "gcn"}, {"norm": True}):
+        found, _ = fit(Module(**options), hybrid(), max_epochs=1)
+        undivided, _ = fit(Module(**options), max_epochs=1)
+        assert worst_difference(found.gradients, sum_over_parts([0.5, 0.5], [-1, -1], **options)) < 1e-12
+        assert worst_difference(found.gradients, undivided.gradients) > 1e-3
 
 
 def test_the_neighbours_of_a_seed_do_not_depend_on_its_trainer():
@@ -160,3 +174,40 @@ def test_features_that_travel_in_fewer_bits_are_nearly_the_same(dtype):
     strategy = hybrid(0, devices=["cpu", "cpu"], transfer_dtype=dtype)
     found, _ = fit(Module(), strategy, max_epochs=1)
     assert 0 < worst_difference(found.gradients[:1], expected.gradients[:1]) < 0.05
+
+
+@pytest.mark.parametrize("model", [GraphSAGE, GAT])
+def test_the_package_s_own_module_and_models(model):
+    def module():
+        torch.manual_seed(1)
+        return NodeClassifier(model(6, 8, 2, CLASSES), CLASSES)
+
+    plain, ours = module(), module()
+    expected, reference = fit(plain)
+    found, run = fit(ours, hybrid(shares=[0.6, 0.4]))
+    assert worst_difference(found.gradients, expected.gradients) < 1e-9
+    for name in ("train_loss", "train_acc", "val_acc"):
+        assert float(run.callback_metrics[name]) == pytest.approx(float(reference.callback_metrics[name]), rel=1e-6)
+
+
+@pytest.mark.parametrize("averaging", [True, False], ids=["weight averaging", "finetuning"])
+def test_callbacks_that_change_the_weights_or_freeze_them(averaging):
+    class Freeze(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net.first)
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(module.net.first, optimizer, lr=0.05)
+
+    def run(strategy):
+        module = Module()
+        callback = StochasticWeightAveraging(0.01, swa_epoch_start=2) if averaging else Freeze()
+        if not averaging:
+            module.configure_optimizers = lambda: torch.optim.SGD(
+                filter(lambda p: p.requires_grad, module.parameters()), 0.05
+            )
+        fit(module, strategy, callbacks=[callback], max_epochs=4)
+        return list(module.parameters())
+
+    assert difference(run(hybrid()), run("auto")) < 1e-11

@@ -108,3 +108,22 @@ def test_one_that_ends_early_is_refused():
     with pytest.raises(RuntimeError, match="have finished"):
         fit(Early(), hybrid())
     assert not left_threads()
+
+
+def test_an_optimizer_that_fails_releases_the_trainers_that_wait_for_it():
+    class Broken(Manual):
+        def configure_optimizers(self):
+            return [BrokenSGD(self.parameters(), 0.1), torch.optim.SGD(self.net.second.parameters(), 0.1)]
+
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            first.step()
+
+    class BrokenSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError("no step")
+
+    with pytest.raises(ArithmeticError, match="no step"):
+        fit(Broken(), hybrid())
+    assert not left_threads()

@@ -1,4 +1,4 @@
-"""A simulated node that trains under a resource manager: given speeds, noise, and times that lag by the pipeline's depth."""
+"""A simulated node that trains under a resource manager, with times that lag by the depth of the pipeline."""
 
 import random
 from collections import deque
