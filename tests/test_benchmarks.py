@@ -17,8 +17,8 @@ SMALL = {
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
               "--only", "ours, 2 workers, 1 torch"],
     "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--workers", "4"],
-    "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8", "--out-features", "8",
-                         "--only", "ours, forward, 1"],
+    "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
+                         "--out-features", "8", "--only", "ours, forward, 1"],
     "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "PubMed, ours"],
 }  # fmt: skip
 

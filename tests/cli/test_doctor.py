@@ -18,7 +18,19 @@ def by_name(findings):
 def test_it_finds_what_every_use_needs(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
-    for name in ("torch", "CUDA", "Triton", "CANN", "torch_npu", "pyg-lib", "Ascend C kernels", "g++", "cmake", "PyG", "numba"):
+    for name in (
+        "torch",
+        "CUDA",
+        "Triton",
+        "CANN",
+        "torch_npu",
+        "pyg-lib",
+        "Ascend C kernels",
+        "g++",
+        "cmake",
+        "PyG",
+        "numba",
+    ):
         assert name in printed
     assert torch.__version__ in printed
 
