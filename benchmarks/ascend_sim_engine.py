@@ -10,6 +10,8 @@ proceed in the order of time, so that what is in L2 is what cores at that time h
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -103,11 +105,30 @@ def layout(*sizes: int) -> list[int]:
     return [0, *np.cumsum([-(-size // SECTOR) + 1 for size in sizes]).tolist()]
 
 
+def _kept(**options: Any) -> Any:
+    """Compile functions, and keep them for as long as no file they could be made from changes.
+
+    Numba itself looks at the file of a function only, not at those of the functions that it calls.
+    """
+    here = Path(__file__).parent
+    sources = [here / "ascend_sim_engine.py", here / "ascend_sim_kernels.py"]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+    def compiled(function: Any) -> Any:
+        usual = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(Path(usual or here / "__pycache__") / f"ascend_sim-{digest}")
+        try:
+            return numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+        finally:
+            numba.config.CACHE_DIR = usual
+
+    return compiled
+
+
 # Only the launches of the kernels are called from Python. What they call needs no way in from there, which takes longer
-# to compile than the functions themselves; neither do divisions need a check for zero. Numba keeps the machine code of
-# ascend_sim_kernels until that file changes: after a change here, touch it too.
-jit: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
-inner: Any = numba.njit(nogil=True, cache=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# to compile than the functions themselves.
+jit = _kept()
+inner = _kept(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @inner

@@ -123,7 +123,7 @@ def run(common: dict[str, Any], cases: Sequence[dict[str, Any]], runs: int, only
     for case in cases:
         specs = {}
         for library in LIBRARIES[case["model"]]:
-            name = ", ".join([case["model"], case["graph"], *case.get("label", ()), library])
+            name = ", ".join([library, case["model"], case["graph"], *case.get("label", ())])
             if only in name:
                 specs[name] = {**common, **case, "library": library}
         for name, spec in specs.items() if case["graph"] in ("Reddit", "Products") else ():
@@ -140,7 +140,7 @@ def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for graph in SHAPES:
             for library in libraries[1:]:
                 target = 2.5 if "edge_index" in library else 1.5
-                names = [f"{model}, {graph}, ours"], [f"{model}, {graph}, {library}"]
+                names = [f"ours, {model}, {graph}"], [f"{library}, {model}, {graph}"]
                 if any(row["name"] in names[0] for row in rows):
                     what = f"Full-graph epoch, {model} on {graph}, against {library}"
                     found.append(compare(rows, what, *names, False, target if model == "GCN" else None))
@@ -155,8 +155,8 @@ def draw(extra: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(extra), figsize=(5 * len(extra), 3.5), layout="constrained", squeeze=False)
     for axis, (title, rows) in zip(axes[0], extra.items(), strict=True):
         for library in LIBRARIES["GCN"]:
-            found = [row for row in rows if row["name"].endswith(f", {library}") and "median" in row]
-            labels = [row["name"].split(", ")[2] for row in found]
+            found = [row for row in rows if row["name"].startswith(f"{library}, GCN") and "median" in row]
+            labels = [row["name"].split(", ")[-1] for row in found]
             axis.plot(labels, [row["median"] for row in found], marker="o", label=library)
         axis.set(title=f"GCN on PubMed {title}", ylabel="ms per epoch", ylim=(0, None))
         axis.legend()

@@ -16,10 +16,10 @@ SMALL = {
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
               "--only", "ours, 2 workers, 1 torch"],
-    "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--workers", "4"],
+    "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--only", "plan"],
     "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
                          "--out-features", "8", "--only", "ours, forward, 1"],
-    "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "PubMed, ours"],
+    "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "ours, GCN, PubMed"],
 }  # fmt: skip
 
 
@@ -136,3 +136,29 @@ def test_table_has_a_line_per_comparison(load):
     assert report.replaced(text, content) == f"before\n{report.START}\n{content}\n{report.END}\nafter"
     with pytest.raises(ValueError, match="README"):
         report.replaced("no markers", content)
+
+
+def test_the_aggregation_benchmark_reports_loads_and_the_cost_of_the_partition(load, tmp_path):
+    benchmark = load("aggregate")
+    spec = {"nodes": 20_000, "edges": 200_000, "features": 32}
+    loads = benchmark.loads(spec, workers=4)
+    for name in ("ranges of vertices", "ranges of equally many chunks", "hybrid plan"):
+        assert sum(loads[name]) == 200_000 * 32
+        assert loads[f"max/mean, {name}"] >= 1
+    assert loads["max/mean, hybrid plan"] <= 1.05
+    benchmark.draw(loads, tmp_path / "load.png")
+    assert (tmp_path / "load.png").stat().st_size > 1000
+    cost = benchmark.partition_cost(spec)
+    assert cost["num_edges"] == 200_000
+    assert cost["rows_loaded"] <= cost["natural_rows_loaded"]
+
+
+def test_the_sweeps_of_full_graph_training_are_drawn(load, tmp_path):
+    benchmark = load("full_graph")
+    rows = [
+        {"name": f"{library}, GCN, PubMed, hidden {hidden}", "median": 1.0}
+        for library in benchmark.LIBRARIES["GCN"]
+        for hidden in (32, 64)
+    ]
+    benchmark.draw({"against hidden size": rows}, tmp_path / "sweeps.png")
+    assert (tmp_path / "sweeps.png").stat().st_size > 1000

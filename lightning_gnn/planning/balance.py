@@ -52,7 +52,7 @@ def remedies(estimate: Estimate, remedy: Remedy, may_move: Callable[[Stage, Stag
     if remedy.kind == "balance_work":
         return [("balance_work", share), ("balance_thread", threads)]
     means: list[Means] = [("balance_thread", threads), ("balance_work", share)]
-    return [("balance_work", among_cpus), *means] if slowest == "train_cpu" else means
+    return [("balance_cpu_trainers", among_cpus), *means] if slowest == "train_cpu" else means
 
 
 def balance_work(estimate: Estimate, step: float = 1.0) -> Mapping:

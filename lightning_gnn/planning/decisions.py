@@ -26,7 +26,8 @@ class Decision:
     Args:
         mapping: The mapping from now on.
         explanation: One line.
-        action: ``start``, ``hold``, ``balance_work``, ``balance_thread``, ``undo``, ``take_out`` or ``bring_back``.
+        action: ``start``, ``hold``, ``balance_work``, ``balance_thread``, ``balance_cpu_trainers`` (work among
+            themselves), ``undo`` (threads go back), ``take_out`` or ``bring_back`` (the CPU trainers).
         observation: How many observations led to it.
         changed: Whether the mapping is another one than before.
     """

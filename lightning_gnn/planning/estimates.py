@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from lightning_gnn.planning.mapping import Mapping, StageTimes
@@ -73,19 +73,18 @@ class Estimate:
         """
         now = self.mapping
         sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
-        times = self.times
         trainers: list[float | None] = []
         for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True)):
             factor = trainer if index < mapping.cpu_trainers else 1.0
             trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
-        left, share = 1 - now.accelerator_sampling, now.accelerator_sampling
+        shared = _to_shares_of(mapping, Measurement(now, self.times))
         return StageTimes(
-            _times(times.sample_cpu, sampler * ((1 - mapping.accelerator_sampling) / left if left else 1.0)),
-            _times(times.load, loader),
+            _times(shared.sample_cpu, sampler),
+            _times(shared.load, loader),
             tuple(trainers[: mapping.cpu_trainers]),
             tuple(trainers[mapping.cpu_trainers :]),
-            _times(times.transfer, mapping.accelerator_seeds / max(1, now.accelerator_seeds)),
-            _times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
+            shared.transfer,
+            shared.sample_accelerator,
         )
 
 
@@ -114,23 +113,18 @@ def estimate(mapping: Mapping, history: Sequence[Measurement], most: int) -> Est
             if other >= FAR * seeds or seeds >= FAR * other
         ]
         costs.append(_fit(points, far) if points else None)
-    all_times = [measurement.times for measurement in near]
     trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
-    seeds_there = [max(1, measurement.mapping.accelerator_seeds) for measurement in near]
-    transfers = [
-        _times(times.transfer, mapping.accelerator_seeds / there)
-        for times, there in zip(all_times, seeds_there, strict=True)
-    ]
+    scaled = [_to_shares_of(mapping, measurement) for measurement in near]
     times = StageTimes(
-        _median([times.sample_cpu for times in all_times]),
-        _median([times.load for times in all_times]),
+        _median([times.sample_cpu for times in scaled]),
+        _median([times.load for times in scaled]),
         tuple(trainers[: mapping.cpu_trainers]),
         tuple(trainers[mapping.cpu_trainers :]),
-        _median(transfers),
-        _median([times.sample_accelerator for times in all_times]),
-        iteration=_median([times.iteration for times in all_times]),
+        _median([times.transfer for times in scaled]),
+        _median([times.sample_accelerator for times in scaled]),
+        iteration=_median([times.iteration for times in scaled]),
     )
-    slowest = [times.bottleneck for times in all_times]
+    slowest = [measurement.times.bottleneck for measurement in near]
     error = _standard_error(slowest) / (median(slowest) or 1.0)
     return Estimate(mapping, times, tuple(costs), len(near), error)
 
@@ -162,12 +156,25 @@ def has_jumped(mapping: Mapping, history: Sequence[Measurement]) -> tuple[str, i
     return None
 
 
+def _to_shares_of(mapping: Mapping, measurement: Measurement) -> StageTimes:
+    """Return measured times as if shares of the sampling and of the seeds had been those of a mapping."""
+    then, times = measurement.mapping, measurement.times
+    left, share = 1 - then.accelerator_sampling, then.accelerator_sampling
+    return replace(
+        times,
+        sample_cpu=_times(times.sample_cpu, (1 - mapping.accelerator_sampling) / left if left else 1.0),
+        sample_accelerator=_times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
+        transfer=_times(times.transfer, mapping.accelerator_seeds / max(1, then.accelerator_seeds)),
+    )
+
+
 def _rates(measurement: Measurement) -> dict[str, float]:
     """Return times that should not depend on small changes of the seeds."""
     times, mapping = measurement.times, measurement.mapping
+    left, share = 1 - mapping.accelerator_sampling, mapping.accelerator_sampling
     found = {
-        "Sampling on the CPU": times.sample_cpu,
-        "Sampling on accelerators": times.sample_accelerator,
+        "Sampling on the CPU": _times(times.sample_cpu, 1 / left if left else 1.0),
+        "Sampling on accelerators": _times(times.sample_accelerator, 1 / share if share else 1.0),
         "Feature Loading": times.load,
     }
     if mapping.accelerator_seeds:

@@ -163,6 +163,11 @@ class StageTimes:
         """Time of the slowest stage, which an ideal pipeline needs for an iteration (equation 6)."""
         return max(self.stages().values(), default=0.0)
 
+    @property
+    def propagation(self) -> float:
+        """Time of the slowest trainer or of the transfers to them, whichever is longer."""
+        return _slowest((self.transfer, *self.trainers)) or 0.0
+
     def scaled(self, factor: float) -> StageTimes:
         """Return it with every time multiplied."""
 

@@ -150,9 +150,9 @@ class DynamicResourceManager:
         return Decision(mapping, text, action, self._number, True)
 
     def _pointless(self, now: Estimate, hybrid: Mapping, alone: Mapping) -> bool:
-        """Whether accelerators alone would be as fast as they are together with the CPU, and faster than now."""
-        together, single = now.under(hybrid).bottleneck, now.under(alone).bottleneck
-        return single <= together * (1 + self.damping.worth) and 1 - single / now.bottleneck > self._threshold(now)
+        """Whether accelerators alone would train as fast as together with the CPU, and all be faster than now."""
+        together, single = now.under(hybrid).propagation, now.under(alone).propagation
+        return single <= together * (1 + self.damping.worth) and gain(now, alone) > self._threshold(now)
 
     def _threshold(self, now: Estimate) -> float:
         return max(self.damping.dead_band, 1.5 * now.error)

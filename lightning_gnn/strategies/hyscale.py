@@ -16,6 +16,7 @@ from lightning_gnn.batching.hybrid import HybridBatch, HybridLoader, PipelineSet
 from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.batching.transfer import TRANSFER_DTYPES, converted
 from lightning_gnn.ops.hashing import mix
+from lightning_gnn.strategies.first_mapping import first_mapping
 from lightning_gnn.strategies.hybrid_checks import (
     check_precision,
     check_training,
@@ -34,7 +35,6 @@ from lightning_gnn.strategies.work_share import (
     check_shares,
     check_threads,
     default_threads,
-    initial_share,
 )
 
 _KEY = "hyscale"
@@ -57,7 +57,8 @@ class HyScaleStrategy(NodeStrategy):
 
     Args:
         cpu_trainers: CPU trainers per node; more than one for several NUMA nodes.
-        cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: measured. ``drm`` may change it.
+        cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the
+            performance model finds best by short measurements. ``drm`` may change it.
         drm: Balance the work while it runs (algorithm 1); or the path of a recorded log of decisions to replay. With
             ``False`` or a replay, a resumed run continues bit for bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
@@ -218,8 +219,14 @@ class HyScaleStrategy(NodeStrategy):
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
         threads = self.threads or default_threads(num_workers, self.cpu_trainers > 0, drm is not False)
-        share = initial_share(self.trainers) if self.cpu_share == "auto" else float(self.cpu_share)
-        weights = self.shares or self.trainers.weights(share)
+        weights = self.shares
+        if weights is None and self.cpu_share == "auto":
+            assert self.lightning_module is not None
+            first = first_mapping(self.trainers, dataloader, self.lightning_module, stop - start, threads)
+            if first is not None:
+                weights, threads = list(first.shares), self.threads or first.threads
+        if weights is None:
+            weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
         lag = 2 * (self.prefetch + 1)
         balance = WorkBalance(self.trainers, weights, threads, stop - start, drm, self._resize, self.decision_log, lag)
         states = self._restored.pop("balance", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,31 +134,3 @@ def default_threads(num_workers: int, trains_on_cpu: bool, balanced: bool) -> tu
     sampling, loading = max(1, (num_workers + 1) // 2), max(1, num_workers // 2)
     training = torch.get_num_threads() if trains_on_cpu else 1
     return sampling, loading, max(1, min(training, num_cores() - sampling - loading)) if balanced else training
-
-
-def initial_share(trainers: Trainers) -> float:
-    """Return the CPU trainers' part of the seeds by a short measurement: products of the size of a GNN layer's.
-
-    Args:
-        trainers: Those who train.
-    """
-    if not trainers.num_cpu or not trainers.num_accelerators:
-        return 1.0 if trainers.num_cpu else 0.0
-    accelerators = trainers.devices[trainers.num_cpu :]
-    speeds = {device: 1 / _seconds_of_layer(device) for device in {torch.device("cpu"), *accelerators}}
-    cpu = speeds[torch.device("cpu")]
-    share = cpu / (cpu + sum(speeds[device] for device in accelerators))
-    return min(max(share, 0.01), 0.5)
-
-
-def _seconds_of_layer(device: torch.device) -> float:
-    """Time gather, mean and product of 20,000 vertices with two neighbours and 128 features."""
-    x, weight = torch.ones(20_000, 128, device=device), torch.ones(128, 128, device=device)
-    index = torch.arange(20_000, device=device).repeat(2) * 7919 % 20_000
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        y = x.index_select(0, index).view(20_000, 2, 128).mean(1) @ weight
-        float(y[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -8,8 +8,10 @@ import torch
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.sampling import enable_pyg_sampling
+from lightning_gnn.strategies.first_mapping import describe_workload, first_mapping
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
 from lightning_gnn.strategies.work_balance import WorkBalance
+from lightning_gnn.strategies.work_share import Trainers
 from tests.hybrid.models import Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
 
 
@@ -174,6 +176,22 @@ def test_times_of_every_stage_are_measured():
         assert entry.transfer > 0
         assert len(entry.train_cpu) == len(entry.train_accelerator) == 1
         assert sum(entry.seeds) <= 20
+
+
+def test_the_first_mapping_is_the_performance_models():
+    """By measurements of this machine, of which only the kind of the answer is known."""
+    loader = data_module(fanouts=[3, 2]).train_dataloader()
+    trainers = Trainers.of(1, [torch.device("cpu")] * 2)
+    mapping = first_mapping(trainers, loader, Module(), 20, (1, 2, 3))
+    assert mapping.total == 20
+    assert len(mapping.seeds) == 3
+    assert sum(mapping.threads) == 6
+    workload, edges_per_s = describe_workload(loader, Module(), 20)
+    assert workload.widths == (6, 8, 4)
+    assert workload.measured.vertices[-1] == 20
+    assert workload.measured.edges == tuple(map(float, sorted(workload.measured.edges, reverse=True)))
+    assert edges_per_s > 0
+    assert first_mapping(Trainers.of(2, []), loader, Module(), 20, (1, 1, 1)) is None
 
 
 def test_accumulated_and_skipped_losses_do_not_disturb_the_balance():

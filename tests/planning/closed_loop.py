@@ -82,6 +82,6 @@ def run(manager, node, iterations, lag=2, in_flight=None):
         assert sum(decision.mapping.seeds) == mapping.total
         assert min(decision.mapping.seeds) >= 0
         assert sum(decision.mapping.threads) == sum(mapping.threads)
-        assert min(decision.mapping.threads) >= 1
+        assert min(decision.mapping.threads[: 3 if mapping.cpu_trainers else 2]) >= 1
         in_flight.append(decision.mapping)
     return made, in_flight

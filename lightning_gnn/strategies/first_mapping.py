@@ -1,0 +1,141 @@
+"""The mapping that hybrid training begins with: short measurements, given to the performance model (section III-B)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnn.batching.loader import ThreadedNodeLoader
+from lightning_gnn.planning.hyscale_model import PerformanceModel
+from lightning_gnn.planning.mapping import Mapping
+from lightning_gnn.planning.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.strategies.work_share import Trainers, num_cores
+
+_KEY = 1
+_SAMPLED_PER_S = 5e6
+"""Edges that a thread samples per second, where it cannot be measured without drawing from the run's random stream."""
+_ROWS, _WIDTH = 1 << 15, 128
+
+
+def first_mapping(
+    trainers: Trainers, loader: Any, module: nn.Module, total: int, threads: tuple[int, int, int]
+) -> Mapping | None:
+    """Return the mapping that the performance model finds best, None where it cannot tell.
+
+    Args:
+        trainers: CPU trainers and accelerators.
+        loader: A PyG node loader.
+        module: What is trained.
+        total: Seeds of an iteration.
+        threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
+    """
+    if not trainers.num_cpu or not trainers.num_accelerators or total < 1:
+        return None
+    workload, sampled_per_s = describe_workload(loader, module, total)
+    if workload is None:
+        return None
+    model = PerformanceModel(measure_platform(trainers, sampled_per_s), workload)
+    return model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
+
+
+def describe_workload(loader: Any, module: nn.Module, total: int) -> tuple[Workload | None, float]:
+    """Return what an iteration trains on, and the edges per second that one thread samples.
+
+    Args:
+        loader: A PyG node loader; of this package's, one mini-batch is sampled.
+        module: Its message-passing layers tell the widths.
+        total: Seeds of an iteration.
+    """
+    data = loader.data
+    fanouts = getattr(loader.node_sampler, "num_neighbors", None)
+    fanouts = list(getattr(fanouts, "values", fanouts) or []) if not isinstance(fanouts, dict) else []
+    features = getattr(data, "x", None)
+    if not fanouts or not all(isinstance(fanout, int) for fanout in fanouts) or not isinstance(features, torch.Tensor):
+        return None, _SAMPLED_PER_S
+    outputs = [
+        layer.out_channels
+        for layer in module.modules()
+        if isinstance(layer, MessagePassing) and isinstance(getattr(layer, "out_channels", None), int)
+    ]
+    widths = [features.size(-1), *outputs][: len(fanouts) + 1]
+    widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
+    measured, sampled_per_s = None, _SAMPLED_PER_S
+    if isinstance(loader, ThreadedNodeLoader):
+        seeds = list(range(min(total, len(loader.dataset))))  # type: ignore[arg-type]
+        loader.sample(seeds, _KEY)  # compiles it
+        start = time.perf_counter()
+        out = loader.sample(seeds, _KEY)
+        sampled_per_s = max(1, out.row.numel()) / (time.perf_counter() - start)
+        if out.num_sampled_nodes and out.num_sampled_edges:
+            vertices = list(accumulate(out.num_sampled_nodes))[::-1]
+            edges = list(accumulate(out.num_sampled_edges))[::-1]
+            measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
+    workload = Workload(
+        num_vertices=int(data.num_nodes),
+        num_edges=int(data.num_edges),
+        num_train=len(loader.dataset),
+        batch_size=total,
+        fanouts=tuple(fanouts),
+        widths=tuple(widths),
+        feature_bytes=features.element_size(),
+        index_bytes=8,
+        update_inputs=2,
+        measured=measured,
+    )
+    return workload, sampled_per_s
+
+
+def measure_platform(trainers: Trainers, sampled_per_s: float) -> Platform:
+    """Return the numbers of this node, by measurements of some ten milliseconds.
+
+    Args:
+        trainers: CPU trainers and accelerators; accelerators are taken to be equal.
+        sampled_per_s: Edges that one CPU thread samples per second.
+    """
+    cpu = torch.device("cpu")
+    accelerators = trainers.devices[trainers.num_cpu :]
+    pcie = float("inf")
+    if accelerators[0].type != "cpu":
+        rows = torch.ones(_ROWS, _WIDTH)
+        pcie = rows.nbytes / _seconds(lambda: rows.to(accelerators[0])[0, 0].item())
+    own_threads = torch.get_num_threads()
+    whole = _processor(cpu)
+    torch.set_num_threads(1)
+    try:
+        core = _processor(cpu).memory_bandwidth
+    finally:
+        torch.set_num_threads(own_threads)
+    return Platform(
+        cpu=whole,
+        cores=num_cores(),
+        accelerator=_processor(accelerators[0]),
+        num_accelerators=len(accelerators),
+        pcie_bandwidth=pcie,
+        sampling=sampled_per_s,
+        core_bandwidth=min(core, whole.memory_bandwidth),
+    )
+
+
+def _processor(device: torch.device) -> Processor:
+    """Measure a product of the size of a layer's, and a gather of rows in no order."""
+    x, weight = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
+    index = torch.arange(_ROWS, device=device) * 7919 % _ROWS
+    product = _seconds(lambda: (x @ weight)[0, 0].item())
+    gather = _seconds(lambda: x.index_select(0, index)[0, 0].item())
+    return Processor(2 * _ROWS * _WIDTH * _WIDTH / product, x.nbytes / gather)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """Return the least of a few times; the work must wait for its device."""
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,270 @@
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.planning import (
+    BatchSizes,
+    Mapping,
+    PerformanceModel,
+    Platform,
+    Processor,
+    Workload,
+    scaling_study,
+    scaling_table,
+)
+from lightning_gnn.planning.hyscale_paper import DATASETS, cpu_fpga, cpu_gpu, paper_workload
+
+CPU = Processor(flops=4e9, memory_bandwidth=1e9)
+GPU = Processor(flops=40e9, memory_bandwidth=20e9)
+FPGA = Processor(flops=8e9, memory_bandwidth=5e9, pipelined=True)
+SIZES = BatchSizes(100, (5000, 900, 100), (8000, 1500))
+"""100 seeds: 5000 vertices, of which 900 are expanded; 1500 edges into the seeds, 8000 in all."""
+WORK = Workload(100_000, 1_000_000, 1000, 100, (15, 10), (64, 32, 8), measured=SIZES)
+
+
+def test_trainer_time_by_hand():
+    # Read 8000 rows of 64 and 1500 rows of 32 numbers; multiply 900 x 64 x 32 and 100 x 32 x 8.
+    aggregate1, aggregate2 = 8000 * 64 * 4, 1500 * 32 * 4
+    update1, update2 = 2 * 900 * 64 * 32, 2 * 100 * 32 * 8
+    model = PerformanceModel(Platform(CPU, 4), WORK)
+    forward = aggregate1 / 1e9 + update1 / 4e9 + aggregate2 / 1e9 + update2 / 4e9
+    backward = update1 / 4e9 + aggregate2 / 1e9 + 2 * update2 / 4e9
+    assert model.trainer_time(CPU, 100) == pytest.approx(forward + backward)
+    # Pipelined, the longer of the two counts; the update of layer 1 stands alone on the way back.
+    forward = max(aggregate1 / 5e9, update1 / 8e9) + max(aggregate2 / 5e9, update2 / 8e9)
+    backward = update1 / 8e9 + max(aggregate2 / 5e9, 2 * update2 / 8e9)
+    assert model.trainer_time(FPGA, 100) == pytest.approx(forward + backward)
+    assert model.trainer_time(CPU, 0) == 0
+
+
+def test_backward_of_a_compute_bound_layer_is_two_products():
+    platform = Platform(Processor(1e9, inf), 1)
+    one_layer = replace(WORK, fanouts=(5,), widths=(16, 4), measured=BatchSizes(10, (60, 10), (50,)))
+    product_ = 2 * 10 * 16 * 4 / 1e9
+    assert PerformanceModel(platform, one_layer).trainer_time(platform.cpu, 10) == pytest.approx(2 * product_)
+    three = replace(WORK, fanouts=(1, 1, 1), widths=(8, 8, 8, 8), measured=BatchSizes(5, (20, 15, 10, 5), (15, 10, 5)))
+    layers = [2 * vertices * 64 / 1e9 for vertices in (15, 10, 5)]
+    assert PerformanceModel(platform, three).trainer_time(platform.cpu, 5) == pytest.approx(
+        2 * layers[0] + 3 * layers[1] + 3 * layers[2]
+    )
+    sage = replace(one_layer, update_inputs=2)
+    assert PerformanceModel(platform, sage).trainer_time(platform.cpu, 10) == pytest.approx(4 * product_)
+
+
+def test_stages_by_hand():
+    platform = Platform(CPU, 4, GPU, 2, pcie_bandwidth=0.5e9, sampling=1e6, core_bandwidth=0.4e9)
+    model = PerformanceModel(platform, WORK)
+    mapping = Mapping((20, 30, 50), 1, (1, 1, 2))
+    times = model.stage_times(mapping)
+    assert times.sample_cpu == pytest.approx(8000 / 1e6)
+    assert times.load == pytest.approx(5000 * 64 * 4 / 0.4e9)  # all trainers' rows, one thread
+    bytes_ = (5000 * 64 * 4 + (2 * 8000 + 5000) * 8) * 0.5  # half of the seeds, with the topology
+    assert times.transfer == pytest.approx(bytes_ / 0.5e9)
+    half = Processor(2e9, 0.8e9)  # two of the four cores
+    assert times.train_cpu == (pytest.approx(model.trainer_time(half, 20)),)
+    assert times.train_accelerator == tuple(pytest.approx(model.trainer_time(GPU, n)) for n in (30, 50))
+    assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
+    expected = max(times.sample_cpu, times.load, times.transfer, max(times.trainers) + model.sync_time())
+    assert times.iteration == model.iteration_time(mapping) == pytest.approx(expected)
+    assert model.epoch_time(mapping) == pytest.approx(10 * expected)
+    assert model.mteps(mapping) == pytest.approx((8000 + 1500) / expected / 1e6)
+
+
+def test_sums_over_trainers_have_one_term_each():
+    model = PerformanceModel(Platform(CPU, 8, GPU, 3, 1e9), replace(WORK, batch_size=400))
+    four = Mapping((100, 100, 100, 100), 1, (1, 1, 1))
+    three = Mapping((0, 100, 100, 100), 1, (1, 1, 1))
+    assert model.load_time(four) == pytest.approx(4 * 5000 * 64 * 4 / 1e9)
+    assert model.load_time(three) == pytest.approx(3 * 5000 * 64 * 4 / 1e9)
+    edges = model.mteps(four) * model.iteration_time(four) * 1e6
+    assert edges == pytest.approx(4 * (8000 + 1500))
+
+
+def test_nodes_add_a_ring_all_reduce():
+    near = Platform(CPU, 4, GPU, 1, 1e9)
+    far = replace(near, num_nodes=5, network_bandwidth=1e8, network_latency=1e-4)
+    size = (64 * 32 + 32 * 8) * 4
+    added = PerformanceModel(far, WORK).sync_time() - PerformanceModel(near, WORK).sync_time()
+    assert added == pytest.approx(2 * 4 / 5 * size / 1e8 + 8e-4)
+    mapping = Mapping((20, 80), 1)
+    assert PerformanceModel(far, WORK).epoch_time(mapping) == pytest.approx(
+        2 * PerformanceModel(far, WORK).iteration_time(mapping)
+    )
+
+
+def test_sizes_of_a_mini_batch():
+    # In an endless graph nothing is met twice: 10 seeds, 15 neighbours each, those 10 each.
+    endless = Workload(10**12, 10**14, 1, 10, (15, 10), (4, 4, 4))
+    sizes = endless.sizes(10)
+    assert sizes.vertices == pytest.approx((10 + 150 + 1500, 160, 10))
+    assert sizes.edges == pytest.approx((1650, 150))
+    # A mini-batch does not outgrow the graph, nor a vertex have more neighbours than its degree.
+    small = Workload(50, 200, 1, 10, (-1, 10), (4, 4, 4))
+    sizes = small.sizes(40)
+    assert max(sizes.vertices) <= 50
+    assert sizes.edges[1] == pytest.approx(40 * 4)
+    assert sizes.edges[0] <= 200 + 1e-9
+    assert WORK.sizes(50).edges == (4000, 750)
+
+
+def test_sampling_rates_are_interpolated():
+    platform = replace(Platform(CPU, 4), sampling=((1, 10.0), (2, 16.0), (4, 20.0)))
+    assert [platform.sampled_edges(n) for n in (1, 2, 3, 4, 9)] == [10, 16, 18, 20, 20]
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.floats(0.05, 20),
+    st.floats(1e4, 1e7),
+    st.sampled_from([0.0, 1e5]),
+)
+def test_best_mapping_is_the_best_of_all(spare, accelerators, cpus, factor, sampling, there):
+    if cpus + accelerators == 0:
+        return
+    gpu = Processor(4e9 * factor, 1e9 * factor)
+    platform = Platform(
+        CPU, 8, gpu if accelerators else None, accelerators, 1e9, sampling, there if accelerators else 0.0, 4e8
+    )
+    work = replace(WORK, batch_size=24)
+    model = PerformanceModel(platform, work)
+    threads = 2 + cpus + spare
+    best = model.best_mapping(cpus, threads)
+    assert best.total == 24
+    assert sum(best.threads) == threads or not cpus
+    assert len(best.seeds) == cpus + accelerators
+    least = inf
+    for sampler, loader in product(range(1, threads), repeat=2):
+        trainer = threads - sampler - loader
+        if trainer < max(cpus, 0) or (not cpus and trainer):
+            continue
+        rates = platform.sampled_edges(sampler)
+        share = platform.accelerator_sampling * accelerators / (rates + platform.accelerator_sampling * accelerators)
+        for on_cpu in range(25):
+            if (on_cpu and not cpus) or (on_cpu < 24 and not accelerators):
+                continue
+            seeds = (*_even(on_cpu, cpus), *_even(24 - on_cpu, accelerators))
+            least = min(least, model.iteration_time(Mapping(seeds, cpus, (sampler, loader, trainer), share)))
+    # Seeds are whole, and the split is made for the trainers: what it leaves to gain is at most one seed of 24.
+    assert model.iteration_time(best) <= least * 1.03
+
+
+def _even(total, parts):
+    return [total // parts + (index < total % parts) for index in range(parts)] if parts else []
+
+
+def test_the_cpu_is_left_out_where_it_does_not_help():
+    # PCIe is so slow at carrying the model back that nothing matters; the CPU shares memory bandwidth with nobody.
+    slow = Platform(Processor(1.0, 1.0), 4, GPU, 1, 1e9)
+    assert PerformanceModel(slow, WORK).best_mapping(1).seeds == (0, 100)
+    even = Platform(CPU, 4, replace(CPU, memory_bandwidth=2e9), 1)
+    assert PerformanceModel(even, WORK).best_mapping(1).cpu_seeds > 0
+    assert PerformanceModel(even, WORK).best_mapping(0).seeds == (100,)
+
+
+def test_platform_of_the_paper():
+    # Introduction: (7.2 + 27.8) / 27.8 = 1.26, and table VII's seconds x TFLOPS of the CPU-FPGA platform.
+    assert cpu_gpu(1).peak_flops / cpu_gpu(1).accelerator.flops == pytest.approx(1.26, abs=0.005)
+    assert cpu_fpga(4).peak_flops == pytest.approx(9.6e12)
+    for seconds, normalised in [(0.27, 2.59), (0.49, 4.70), (1.91, 18.34), (1.69, 16.20), (3.67, 35.23)]:
+        assert seconds * cpu_fpga(4).peak_flops / 1e12 == pytest.approx(normalised, abs=0.03)
+
+
+def test_hybrid_speedup_of_the_paper_where_only_flops_count():
+    endless = cpu_gpu(1)
+    platform = replace(
+        endless,
+        cpu=replace(endless.cpu, memory_bandwidth=1e30),
+        accelerator=replace(endless.accelerator, memory_bandwidth=1e30),
+        pcie_bandwidth=1e30,
+    )
+    model = PerformanceModel(platform, paper_workload("ogbn-products", 1))
+    best = model.best_mapping(1, platform.cores + 2)  # all cores for training
+    alone = Mapping((0, 1024), 1, best.threads)
+    assert model.iteration_time(alone) / model.iteration_time(best) == pytest.approx(1.26, abs=0.005)
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_equations_with_the_papers_numbers(dataset):
+    vertices, edges, (f0, f1, f2) = DATASETS[dataset]
+    work = paper_workload(dataset, 5)
+    model = PerformanceModel(cpu_fpga(4), work)
+    mapping = Mapping((1024,) * 5, 1, (1, 1, 126))
+    v0, v1, v2 = work.sizes(1024).vertices
+    e1, e2 = work.sizes(1024).edges
+    assert v2 == 1024
+    assert e2 == pytest.approx(1024 * min(25, edges / vertices))
+    times = model.stage_times(mapping)
+    assert times.load == pytest.approx(5 * v0 * f0 * 4 / 205e9)
+    assert times.transfer == pytest.approx((v0 * f0 * 4 + 16 * e1 + 8 * v0) / 16e9)
+    mac = 0.3e12  # N x freq. of the U250
+    aggregate = [e1 * f0 * 4 / 77e9, e2 * f1 * 4 / 77e9]
+    update = [v1 * f0 * f1 / mac, v2 * f1 * f2 / mac]
+    forward = max(aggregate[0], update[0]) + max(aggregate[1], update[1])
+    backward = update[0] + max(aggregate[1], 2 * update[1])
+    assert times.train_accelerator == (pytest.approx(forward + backward),) * 4
+    assert model.sync_time() == pytest.approx((f0 * f1 + f1 * f2) * 4 * 2 / 16e9)
+    assert model.mteps(mapping) == pytest.approx(5 * (e1 + e2) / model.iteration_time(mapping) / 1e6)
+
+
+def test_the_cpus_memory_saturates_beyond_twelve_accelerators():
+    # Section VI-D. Where transfers bind, loading takes as long at 205 / 16 = 12.8 accelerators.
+    points = scaling_study(cpu_fpga(4), paper_workload("ogbn-papers100M", 4, "sage"), (1, 4, 8, 12, 14, 16))
+    assert [point.limit == "Feature Loading" for point in points] == [False] * 4 + [True] * 2
+    speedups = [point.speedup for point in points]
+    assert speedups[0] == 1
+    assert speedups[:4] == sorted(speedups[:4])
+    assert speedups[5] == pytest.approx(speedups[4], rel=0.01)  # no more to gain
+
+
+def test_scaling_over_nodes():
+    platform = replace(cpu_gpu(4), network_bandwidth=12.5e9, network_latency=1e-5)
+    points = scaling_study(platform, paper_workload("ogbn-products", 4), (2, 4), (1, 4, 64))
+    assert [(point.nodes, point.accelerators) for point in points] == [(n, a) for n in (1, 4, 64) for a in (2, 4)]
+    assert all(point.mapping.total == 1024 * point.accelerators for point in points)
+    alone, four, many = points[1], points[3], points[5]
+    assert alone.sync < four.sync < many.sync
+    assert four.mteps <= 4 * alone.mteps
+    assert many.mteps < 64 * alone.mteps
+    assert len(scaling_table(points).splitlines()) == 7
+    with pytest.raises(ValueError, match="none"):
+        scaling_study(Platform(CPU, 4), WORK)
+
+
+def test_the_table_shows_every_stage():
+    text = PerformanceModel(cpu_fpga(4), paper_workload("ogbn-products", 5)).table()
+    for name in ("Sampling, CPU", "Feature Loading", "Data Transfer", "Propagation, accelerators", "Epoch", "MTEPS"):
+        assert name in text
+    assert "accelerators" not in PerformanceModel(Platform(CPU, 4), WORK).table()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Processor(0, 1), "positive"),
+        (lambda: Platform(CPU, 0), "positive"),
+        (lambda: Platform(CPU, 4, GPU), "give both or neither"),
+        (lambda: Platform(CPU, 4, num_accelerators=2), "give both or neither"),
+        (lambda: Platform(CPU, 4, sampling=((2, 5.0), (1, 4.0))), "ascending"),
+        (lambda: Platform(CPU, 4, sampling=()), "positive"),
+        (lambda: replace(WORK, widths=(64, 32)), "2 fanouts need 3 widths"),
+        (lambda: replace(WORK, fanouts=(15, -2)), "-1"),
+        (lambda: replace(WORK, batch_size=0), "positive"),
+        (lambda: replace(WORK, measured=BatchSizes(1, (1, 1), (1,))), "1 layers"),
+        (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(0), "nothing to train on"),
+        (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(1, 2), "need 3"),
+        (lambda: PerformanceModel(Platform(CPU, 4), WORK).stage_times(Mapping((50, 50), 1)), "1 accelerators"),
+        (
+            lambda: PerformanceModel(Platform(CPU, 4, GPU, 1), WORK).stage_times(Mapping((50, 50), 1, (1, 1, 1), 0.5)),
+            "accelerator_sampling is 0",
+        ),
+    ],
+)
+def test_bad_input_says_what_is_wrong(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
