@@ -11,7 +11,7 @@ from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable
 from lightning_gnn.nn import FullInference
 from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_neighbors
 from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler, enable_pyg_sampling
-from lightning_gnn.strategies import AscendHybridParallelStrategy
+from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "FeatureTable",
     "FullGraphDataModule",
     "FullInference",
+    "HyScaleStrategy",
     "LinkDataModule",
     "NPUAccelerator",
     "NeighborDataModule",

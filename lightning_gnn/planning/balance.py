@@ -17,9 +17,18 @@ _LEAST_SHARE = 0.01
 
 
 def gain(estimate: Estimate, mapping: Mapping) -> float:
-    """Return by what part another mapping would shorten the slowest stage's time."""
-    now = estimate.bottleneck
-    return 1 - estimate.under(mapping).bottleneck / now if now else 0.0
+    """Return by what part another mapping would shorten the slowest of the stages that it changes.
+
+    Not the slowest of all: of two stages that are equally slow, one must be eased first. If the slowest of all takes
+    longer for it, the gain is none.
+    """
+    before, after = estimate.times.stages(), estimate.under(mapping).stages()
+    changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
+    old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
+    new = max((after.get(stage, 0.0) for stage in changed), default=0.0)
+    if not old or max(after.values()) > max(before.values()):
+        return 0.0
+    return 1 - new / old
 
 
 def remedies(estimate: Estimate, remedy: Remedy, may_move: Callable[[Stage, Stage], bool]) -> list[Means]:

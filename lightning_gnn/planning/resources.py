@@ -96,8 +96,9 @@ class DynamicResourceManager:
                 return f"only {part} of {whole} seeds: does not count"
             seeds = tuple(max(1, round(n * whole / part)) if n else 0 for n in times.seeds)
             mapping, times = replace(mapping, seeds=seeds), times.scaled(whole / part)
-        if not times.stages():
-            return "no stage took any time: does not count"
+        missing = [index for index, n in enumerate(mapping.seeds) if n and not times.trainers[index]]
+        if missing:
+            return f"no time of trainer {missing[0]}, which has seeds: does not count"
         self._history.append(Measurement(mapping, times))
         return None
 

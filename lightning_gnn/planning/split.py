@@ -25,8 +25,8 @@ class TrainerCost:
         return self.overhead + self.per_seed * seeds if seeds > 0 else 0.0
 
     def seeds(self, seconds: float) -> float:
-        """Return the seeds that it gets done in some time."""
-        return max(self.least, (seconds - self.overhead) / self.per_seed)
+        """Return the seeds that it gets done in some time, at least the fewest."""
+        return max(float(self.least), (seconds - self.overhead) / self.per_seed)
 
 
 def split_evenly_in_time(
@@ -46,28 +46,36 @@ def split_evenly_in_time(
     Raises:
         ValueError: No trainer may get any.
     """
-    group = set(shared) if shared_per_seed > 0 else set()
-
-    def filled(seconds: float) -> list[float]:
-        seeds = [0.0 if cost is None else cost.seeds(seconds) for cost in costs]
-        inside = sum(seeds[index] for index in group)
-        room = seconds / shared_per_seed if group else 0.0
-        if inside > room:
-            factor = room / inside
-            seeds = [value * factor if index in group else value for index, value in enumerate(seeds)]
-        return seeds
-
     if all(cost is None for cost in costs):
         raise ValueError(f"there is no trainer for {total} seeds")
-    low, high = 0.0, 1e-9
-    while sum(filled(high)) < total:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(filled(middle)) >= total else (middle, high)
-    seeds = filled(high)
-    excess = sum(seeds) / total
-    return [value / excess for value in seeds]
+    seconds, seeds = _filled(total, costs)
+    inside = sum(seeds[index] for index in shared)
+    if inside * shared_per_seed <= seconds:
+        return seeds
+    # The shared resource is the bottleneck: seen from the others, the group is one trainer of its speed.
+    others = [None if index in shared else cost for index, cost in enumerate(costs)]
+    least = sum(cost.least for index, cost in enumerate(costs) if cost is not None and index in shared)
+    _, seeds = _filled(total, [*others, TrainerCost(0.0, shared_per_seed, least)])
+    _, within = _filled(seeds.pop(), [cost if index in shared else None for index, cost in enumerate(costs)])
+    return [a + b for a, b in zip(seeds, within, strict=True)]
+
+
+def _filled(total: float, costs: Sequence[TrainerCost | None]) -> tuple[float, list[float]]:
+    """Return the time after which trainers are done with ``total`` seeds together, and the seeds of each."""
+    present = [cost for cost in costs if cost is not None]
+    active = present
+    while True:
+        # sum of (seconds - overhead) / per_seed over those that get more than their least
+        rest = total - sum(cost.least for cost in present if cost not in active)
+        rates = sum(1 / cost.per_seed for cost in active)
+        seconds = (rest + sum(cost.overhead / cost.per_seed for cost in active)) / rates
+        enough = [cost for cost in active if (seconds - cost.overhead) / cost.per_seed >= cost.least]
+        if len(enough) == len(active) or not enough:
+            break
+        active = enough
+    seeds = [0.0 if cost is None else cost.seeds(seconds) for cost in costs]
+    factor = total / (sum(seeds) or 1.0)
+    return seconds, [value * factor for value in seeds]
 
 
 def whole_seeds(total: int, wanted: Sequence[float], costs: Sequence[TrainerCost | None]) -> tuple[int, ...]:
