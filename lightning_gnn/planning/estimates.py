@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 from lightning_gnn.planning.mapping import Mapping, StageTimes
@@ -27,12 +28,31 @@ class Measurement:
     mapping: Mapping
     times: StageTimes
 
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """Times that should not depend on small changes of the mapping, by what they tell about."""
+        times, mapping = self.times, self.mapping
+        left, share = 1 - mapping.accelerator_sampling, mapping.accelerator_sampling
+        found = {
+            "Sampling on the CPU": _times(times.sample_cpu, 1 / left if left else 1.0),
+            "Sampling on accelerators": _times(times.sample_accelerator, 1 / share if share else 1.0),
+            "Feature Loading": times.load,
+        }
+        if mapping.accelerator_seeds:
+            found["Data Transfer"] = _times(times.transfer, 1 / mapping.accelerator_seeds)
+        for index, (seconds, seeds) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
+            if seeds:
+                found[f"trainer {index}"] = _times(seconds, 1 / seeds)
+        return {name: seconds for name, seconds in found.items() if seconds}
+
     def is_near(self, mapping: Mapping) -> bool:
         """Whether it tells about another mapping too: same threads, nearly the same shares."""
         if self.mapping.threads != mapping.threads:
             return False
         if abs(self.mapping.accelerator_sampling - mapping.accelerator_sampling) > NEAR * mapping.accelerator_sampling:
             return False
+        if self.mapping.seeds == mapping.seeds:
+            return True
         pairs = zip(self.mapping.seeds, mapping.seeds, strict=True)
         return all((then > 0) == (now > 0) and abs(then - now) <= NEAR * now for then, now in pairs)
 
@@ -77,14 +97,14 @@ class Estimate:
         for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True)):
             factor = trainer if index < mapping.cpu_trainers else 1.0
             trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
-        shared = _to_shares_of(mapping, Measurement(now, self.times))
+        sample_cpu, sample_accelerator, transfer = _to_shares_of(mapping, Measurement(now, self.times))
         return StageTimes(
-            _times(shared.sample_cpu, sampler),
-            _times(shared.load, loader),
+            _times(sample_cpu, sampler),
+            _times(self.times.load, loader),
             tuple(trainers[: mapping.cpu_trainers]),
             tuple(trainers[mapping.cpu_trainers :]),
-            shared.transfer,
-            shared.sample_accelerator,
+            transfer,
+            sample_accelerator,
         )
 
 
@@ -116,13 +136,13 @@ def estimate(mapping: Mapping, history: Sequence[Measurement], most: int) -> Est
     trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
     scaled = [_to_shares_of(mapping, measurement) for measurement in near]
     times = StageTimes(
-        _median([times.sample_cpu for times in scaled]),
-        _median([times.load for times in scaled]),
+        _median([sample_cpu for sample_cpu, _, _ in scaled]),
+        _median([measurement.times.load for measurement in near]),
         tuple(trainers[: mapping.cpu_trainers]),
         tuple(trainers[mapping.cpu_trainers :]),
-        _median([times.transfer for times in scaled]),
-        _median([times.sample_accelerator for times in scaled]),
-        iteration=_median([times.iteration for times in scaled]),
+        _median([transfer for _, _, transfer in scaled]),
+        _median([sample_accelerator for _, sample_accelerator, _ in scaled]),
+        iteration=_median([measurement.times.iteration for measurement in near]),
     )
     slowest = [measurement.times.bottleneck for measurement in near]
     error = _standard_error(slowest) / (median(slowest) or 1.0)
@@ -139,7 +159,7 @@ def has_jumped(mapping: Mapping, history: Sequence[Measurement]) -> tuple[str, i
         mapping: The mapping, near which all measurements that count were made.
         history: Measurements, the oldest first.
     """
-    rows = [_rates(measurement) for measurement in history if measurement.is_near(mapping)]
+    rows = [measurement.rates for measurement in history if measurement.is_near(mapping)]
     for name in rows[-1] if rows else ():
         values = [row[name] for row in rows if name in row]
         if len(values) < 2 * RECENT:
@@ -156,33 +176,15 @@ def has_jumped(mapping: Mapping, history: Sequence[Measurement]) -> tuple[str, i
     return None
 
 
-def _to_shares_of(mapping: Mapping, measurement: Measurement) -> StageTimes:
-    """Return measured times as if shares of the sampling and of the seeds had been those of a mapping."""
+def _to_shares_of(mapping: Mapping, measurement: Measurement) -> tuple[float | None, float | None, float | None]:
+    """Return times of both kinds of Sampling and of Data Transfer as if a mapping's shares had been in force."""
     then, times = measurement.mapping, measurement.times
     left, share = 1 - then.accelerator_sampling, then.accelerator_sampling
-    return replace(
-        times,
-        sample_cpu=_times(times.sample_cpu, (1 - mapping.accelerator_sampling) / left if left else 1.0),
-        sample_accelerator=_times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
-        transfer=_times(times.transfer, mapping.accelerator_seeds / max(1, then.accelerator_seeds)),
+    return (
+        _times(times.sample_cpu, (1 - mapping.accelerator_sampling) / left if left else 1.0),
+        _times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
+        _times(times.transfer, mapping.accelerator_seeds / max(1, then.accelerator_seeds)),
     )
-
-
-def _rates(measurement: Measurement) -> dict[str, float]:
-    """Return times that should not depend on small changes of the seeds."""
-    times, mapping = measurement.times, measurement.mapping
-    left, share = 1 - mapping.accelerator_sampling, mapping.accelerator_sampling
-    found = {
-        "Sampling on the CPU": _times(times.sample_cpu, 1 / left if left else 1.0),
-        "Sampling on accelerators": _times(times.sample_accelerator, 1 / share if share else 1.0),
-        "Feature Loading": times.load,
-    }
-    if mapping.accelerator_seeds:
-        found["Data Transfer"] = _times(times.transfer, 1 / mapping.accelerator_seeds)
-    for index, (seconds, seeds) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
-        if seeds:
-            found[f"trainer {index}"] = _times(seconds, 1 / seeds)
-    return {name: seconds for name, seconds in found.items() if seconds}
 
 
 def _points(index: int, history: Sequence[Measurement], threads: int | None = None) -> list[tuple[int, float]]:
