@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REMEMBERED = 64
+REMEMBERED = 40
 """Measurements that are kept."""
 
 

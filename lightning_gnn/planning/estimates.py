@@ -108,31 +108,28 @@ class Estimate:
         )
 
 
-def estimate(mapping: Mapping, history: Sequence[Measurement], most: int) -> Estimate | None:
-    """Return what the stages cost under a mapping, None where nothing near it was measured.
+def estimate(mapping: Mapping, near: Sequence[Measurement], history: Sequence[Measurement] = ()) -> Estimate:
+    """Return what the stages cost under a mapping.
 
-    Each stage's time is the median over the last measurements near the mapping. A trainer's time is split into overhead
+    Each stage's time is the median over the measurements near the mapping. A trainer's time is split into overhead
     and cost per seed where it was also measured with less than half or more than twice the seeds, and is otherwise
     proportional to its seeds.
 
     Args:
         mapping: The mapping.
-        history: Measurements, the oldest first.
-        most: At most so many of those near the mapping are used, the newest.
+        near: Measurements near it, at least one.
+        history: Measurements under any mapping.
     """
-    near = [measurement for measurement in history if measurement.is_near(mapping)][-most:]
-    if not near:
-        return None
     costs: list[TrainerCost | None] = []
     for index, seeds in enumerate(mapping.seeds):
         points = _points(index, near) if seeds else []
         wanted = mapping.threads[2] if index < mapping.cpu_trainers else None
         far = [
-            (other, seconds)
-            for other, seconds in _points(index, history, wanted)
-            if other >= FAR * seeds or seeds >= FAR * other
+            measurement
+            for measurement in history
+            if measurement.mapping.seeds[index] * FAR <= seeds or measurement.mapping.seeds[index] >= FAR * seeds
         ]
-        costs.append(_fit(points, far) if points else None)
+        costs.append(_fit(points, _points(index, far, wanted)) if points else None)
     trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
     scaled = [_to_shares_of(mapping, measurement) for measurement in near]
     times = StageTimes(
@@ -149,17 +146,16 @@ def estimate(mapping: Mapping, history: Sequence[Measurement], most: int) -> Est
     return Estimate(mapping, times, tuple(costs), len(near), error)
 
 
-def has_jumped(mapping: Mapping, history: Sequence[Measurement]) -> tuple[str, int] | None:
+def has_jumped(near: Sequence[Measurement]) -> tuple[str, int] | None:
     """Return which stage's speed has changed, and how many measurements ago.
 
     It has if the last three are all off by more than a fifth to the same side, or the median of the last eight by more
     than six standard errors (and 8 %).
 
     Args:
-        mapping: The mapping, near which all measurements that count were made.
-        history: Measurements, the oldest first.
+        near: Measurements near one mapping, the oldest first.
     """
-    rows = [measurement.rates for measurement in history if measurement.is_near(mapping)]
+    rows = [measurement.rates for measurement in near]
     for name in rows[-1] if rows else ():
         values = [row[name] for row in rows if name in row]
         if len(values) < 2 * RECENT:

@@ -102,18 +102,23 @@ class DynamicResourceManager:
         self._history.append(Measurement(mapping, times))
         return None
 
+    def _near(self) -> list[Measurement]:
+        return [measurement for measurement in self._history if measurement.is_near(self.mapping)]
+
     def _decide(self) -> Decision:
         damping = self.damping
         if self._trial is not None:
             return self._judge(self._trial)
-        jumped = has_jumped(self.mapping, self._history)
+        near = self._near()
+        jumped = has_jumped(near)
         if jumped is not None:
             self._forget(jumped[1])
+            near = self._near()
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more for the last change to show")
-        now = estimate(self.mapping, self._history, damping.history)
-        if now is None or now.count < damping.window:
-            return self._hold(f"{0 if now is None else now.count} of {damping.window} measurements of this mapping")
+        if len(near) < damping.window:
+            return self._hold(f"{len(near)} of {damping.window} measurements of this mapping")
+        now = estimate(self.mapping, near[-damping.history :], self._history)
         undone = self._undo(now)
         if undone is not None:
             return undone
@@ -168,7 +173,7 @@ class DynamicResourceManager:
         if moved is None or moved[0].seeds != self.mapping.seeds:
             return None
         back, before, predicted = moved
-        if now.bottleneck > (before + predicted) / 2:
+        if predicted < before * (1 - self._threshold(now)) and now.bottleneck > (before + predicted) / 2:
             self._blocked[moved_threads(back, self.mapping)] = self._number + self.damping.patience
         if now.bottleneck <= before * (1 + self._threshold(now)):
             return None
@@ -209,12 +214,11 @@ class DynamicResourceManager:
 
     def _judge(self, trial: _Trial) -> Decision:
         """End a trial when enough is measured."""
-        near = [measurement for measurement in self._history if measurement.is_near(self.mapping)]
-        near = near[-max(0, self._number - self._act_from + 1) :] if self._number >= self._act_from else []
+        since = self._number - self._act_from + 1
+        near = self._near()[-since:] if since > 0 else []
         if len(near) < self.damping.trial:
             return self._hold(f"trial: {len(near)} of {self.damping.trial} measurements")
-        now = estimate(self.mapping, near, self.damping.history)
-        assert now is not None
+        now = estimate(self.mapping, near)
         seconds = median(measurement.times.iteration or measurement.times.bottleneck for measurement in near)
         self._trial = None
         if trial.hybrid:  # its split may be out of date: what counts is what the best one promises
