@@ -209,8 +209,8 @@ def compare(
         sides.append(best(ran, key=lambda row: row["median"]) if ran else None)
     result: dict[str, Any] = {"what": what, "target": target}
     if sides[0] is None or sides[1] is None:
-        absent = any("missing" in row for row in rows if row["name"] in (*ours, *peers))
-        return {**result, "missing": MISSING if absent else "not run"}
+        reasons = [row["missing"] for row in rows if row["name"] in (*ours, *peers) and "missing" in row]
+        return {**result, "missing": reasons[0] if reasons else "not run"}
     left, right = sides[0]["median"], sides[1]["median"]
     ratio = _rounded(left / right if higher_is_better else right / left)
     return {**result, "ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
