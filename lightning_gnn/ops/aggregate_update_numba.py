@@ -28,6 +28,7 @@ _NO_DEGREES = np.empty(0, np.int64)
 _EDGES_PER_ROW = 16
 """How many edges take as long to aggregate as the products of a row, about: for shares of equal work."""
 _thread = threading.local()
+_becoming_alone = threading.Lock()
 
 
 @torch.library.impl(library, "aggregate_update", "CPU")
@@ -259,12 +260,14 @@ def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -
 
 def _alone(share: Callable[[int, int], None], first: int, last: int) -> None:
     if not getattr(_thread, "is_alone", False):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        # That is also what threads begin with that come later; only a thread that ends at once can put it back.
-        other = threading.Thread(target=torch.set_num_threads, args=(threads,))
-        other.start()
-        other.join()
+        # One worker at a time: the next would take the 1 for what everybody has, and put that back.
+        with _becoming_alone:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            # That is also what threads begin with that come later; only a thread that ends at once can put it back.
+            other = threading.Thread(target=torch.set_num_threads, args=(threads,))
+            other.start()
+            other.join()
         _thread.is_alone = True
     with torch.inference_mode():  # modes are those of a thread, and what a caller in this mode made is written here
         share(first, last)

@@ -149,11 +149,11 @@ def _transpose(indptr, indices, weight, own, one, pointers, targets, weights):
             at = free[indices[e]]
             free[indices[e]] = at + 1
             targets[at] = t
-            if weight.size:
+            if weights.size:
                 weights[at] = weight[e]
     if own:
         for t in range(num_targets):
             at = free[t]
             targets[at] = num_targets + t
-            if weight.size:
+            if weights.size:
                 weights[at] = one[0]

@@ -14,7 +14,6 @@ from lightning_gnn.batching.hybrid import HybridLoader, PipelineSettings, split_
 from lightning_gnn.batching.stages import Item, StagePipeline
 from lightning_gnn.batching.transfer import PackedRows
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.sampling import enable_pyg_sampling
 from tests.hybrid.models import Module, data_module, difference, fit, graph, hybrid, left_threads
 
 
@@ -159,9 +158,8 @@ def test_leaving_an_epoch_early_leaves_nothing():
     assert not left_threads()
 
 
+@pytest.mark.usefixtures("pyg_sampling")
 def test_pygs_own_loader():
-    enable_pyg_sampling()
-
     class Data(type(data_module())):
         def train_dataloader(self):
             return NeighborLoader(self.data, [-1, -1], input_nodes=self.data.train_mask, batch_size=20, shuffle=True)

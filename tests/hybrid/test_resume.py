@@ -7,7 +7,6 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn.sampling import enable_pyg_sampling
 from lightning_gnn.strategies.first_mapping import describe_workload, first_mapping
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
 from lightning_gnn.strategies.work_balance import WorkBalance
@@ -52,10 +51,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(batch, options, tmp_path):
     assert not left_threads()
 
 
+@pytest.mark.usefixtures("pyg_sampling")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_with_pygs_loader_the_order_of_the_epoch_goes_on(batch, tmp_path):
     """Its sampler draws from torch's generator: what it samples, and the next epoch's order, are not continued."""
-    enable_pyg_sampling()
 
     class Data(type(data_module())):
         state_dict, load_state_dict = pl.LightningDataModule.state_dict, pl.LightningDataModule.load_state_dict

@@ -329,3 +329,17 @@ X, EDGES, WEIGHT = torch.ones(4, 3), torch.tensor([[0, 3], [1, 0]]), torch.ones(
 def test_bad_input_is_named(error, message, changed):
     with pytest.raises(error, match=message):
         aggregate_update(**({"x": X, "edge_index": EDGES, "weight": WEIGHT} | changed))
+
+
+def test_edges_by_source_of_a_weighted_graph_without_edges_hold_the_ones_of_the_targets_themselves():
+    from lightning_gnn.ops.edge_order import edges_by_source as with_torch
+
+    edges = [torch.zeros(5, dtype=torch.int64), torch.empty(0, dtype=torch.int32), torch.empty(0)]
+    for function in (torch.ops.lightning_gnn.edges_by_source, with_torch):
+        for _ in range(20):
+            dirty = torch.full((4,), float("nan"))
+            del dirty  # its memory comes back
+            pointers, targets, weight = function(edges, 6, True)
+            assert weight.tolist() == [1.0] * 4
+            assert targets.tolist() == [4, 5, 6, 7]
+            assert pointers.tolist() == [0, 1, 2, 3, 4, 4, 4]
