@@ -23,7 +23,7 @@ STRATEGY = "ascend_hybrid"
 class FullGraphDataModule(pl.LightningDataModule):
     """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
 
-    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 5.3),
+    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
     which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
     ``"ascend_hybrid"``, which shares out the graph.
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightning_gnn.batching.hybrid import HybridBatch
 from lightning_gnn.ops.hashing import mix
+from lightning_gnn.strategies.gradients import sum_gradients
 from lightning_gnn.strategies.manual_steps import let_meet
 from lightning_gnn.strategies.metric_merge import MetricMerger
-from lightning_gnn.strategies.node_sums import average_statistics, sum_over_nodes
+from lightning_gnn.strategies.node_sums import average_statistics
 from lightning_gnn.strategies.replayed_log import LogRecorder, replay
 from lightning_gnn.strategies.replicas import Replicas
 from lightning_gnn.strategies.thread_random import ThreadRandom
@@ -284,7 +285,7 @@ class HybridTrainers:
                         new = more[place]
                         more[place] = held if new is None else new if held is None else new + held
                 self._unsynced = False
-                more = sum_over_nodes(more, parameters)
+                more = sum_gradients(more, parameters)
         for parameter, gradient in zip(parameters, more, strict=True):
             if gradient is None:
                 continue

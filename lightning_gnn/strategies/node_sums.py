@@ -1,4 +1,4 @@
-"""Sums over the nodes of a hybrid run, in one collective each."""
+"""What the nodes of a hybrid run agree on, in one collective each."""
 
 from __future__ import annotations
 
@@ -7,35 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-
-def sum_over_nodes(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Add up the gradients of all nodes; what has none on any node stays None.
-
-    Args:
-        gradients: Of this node, one per parameter.
-        parameters: The same on all nodes.
-    """
-    out: list[Tensor | None] = list(gradients)
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        if parameter.requires_grad:
-            groups.setdefault((parameter.device, parameter.dtype), []).append(place)
-    for (device, dtype), places in groups.items():
-        present = [gradients[place] is not None for place in places]
-        parts = []
-        for place in places:
-            gradient = gradients[place]
-            if gradient is None:
-                gradient = torch.zeros_like(parameters[place])
-            parts.append((gradient if gradient.layout == torch.strided else gradient.to_dense()).reshape(-1))
-        flat = torch.cat([*parts, torch.tensor(present, dtype=dtype, device=device)])
-        dist.all_reduce(flat)
-        *sums, counts = flat.split([*(part.numel() for part in parts), len(places)])
-        for place, total, count in zip(places, sums, counts.tolist(), strict=True):
-            out[place] = total.view(parameters[place].shape) if count else None
-    return out
+from torch import nn
 
 
 def average_statistics(module: nn.Module, weight: float) -> None:
