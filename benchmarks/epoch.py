@@ -9,7 +9,6 @@ side's best number of workers and of torch's threads counts.
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from benchmarks import peers
 from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
 from benchmarks.minibatch import make_data
+from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.datamodules import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
@@ -53,23 +53,6 @@ PYG = {
     for workers, threads in ((0, 2), (2, 2), (2, 1))
 }
 CONTESTANTS = {**OURS, **PYG}
-
-
-class _TimedEpochs(pl.Callback):
-    """Waits for the contestant's turn before each epoch and reports its seconds after it."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._start = 0.0
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._gate.wait()
-        self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._gate.report(time.perf_counter() - self._start)
 
 
 def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
@@ -106,7 +89,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[_TimedEpochs(gate)],
+        callbacks=[TimedEpochs(gate)],
     )
     trainer.fit(model, datamodule)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +22,12 @@ import matplotlib
 import psutil
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader
 from torch_geometric.nn import models as pyg
 
 from benchmarks.full_graph_peers import SHAPES, SparseGCN, make_graph
 from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
+from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.datamodules import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
 
@@ -39,41 +38,6 @@ LIBRARIES = {
 }
 EPOCHS = {"Cora": 20, "CiteSeer": 20, "PubMed": 5}
 """Epochs per turn on the small graphs, whose epochs are short."""
-
-
-class _TimedEpochs(pl.Callback):
-    """Waits for the contestant's turn, lets some epochs run, and reports their mean in milliseconds."""
-
-    def __init__(self, gate: Gate, epochs: int) -> None:
-        self._gate = gate
-        self._epochs = epochs
-        self._start = 0.0
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch % self._epochs == 0:
-            self._gate.wait()
-            self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (trainer.current_epoch + 1) % self._epochs == 0:
-            if pl_module.device.type == "cuda":
-                torch.cuda.synchronize()
-            self._gate.report((time.perf_counter() - self._start) / self._epochs * 1e3)
-
-
-class _WholeGraph(pl.LightningDataModule):
-    """PyG's side: the graph as the only batch."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__()
-        self.data = data
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([self.data], batch_size=None, collate_fn=_only)
-
-
-def _only(data: Any) -> Any:
-    return data
 
 
 def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
@@ -92,8 +56,7 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
         kind = SparseGCN if "sparse" in spec["library"] else pyg.GCN
         kwargs["cached"] = True  # PyG keeps the normalised edges
     model = kind(data.num_features, spec["hidden"], 2, classes, **kwargs)
-    datamodule = FullGraphDataModule(data) if ours else _WholeGraph(data)
-    return NodeClassifier(model, classes, lr=0.01), datamodule
+    return NodeClassifier(model, classes, lr=0.01), FullGraphDataModule(data, compress=ours)
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
@@ -117,7 +80,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
-        callbacks=[_TimedEpochs(gate, epochs)],
+        callbacks=[TimedEpochs(gate, epochs, unit=1e3)],
     )
     trainer.fit(model, datamodule)
 

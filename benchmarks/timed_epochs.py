@@ -1,0 +1,39 @@
+"""A callback that times training epochs in turns with other contestants."""
+
+from __future__ import annotations
+
+import time
+
+import pytorch_lightning as pl
+import torch
+
+from benchmarks.harness import Gate
+
+
+class TimedEpochs(pl.Callback):
+    """Waits for the contestant's turn, lets some epochs run, and reports the seconds of one.
+
+    Args:
+        gate: Tells when it is the contestant's turn.
+        epochs: Epochs per turn.
+        unit: How many of the unit reported make a second, e.g. 1e3 for milliseconds.
+    """
+
+    def __init__(self, gate: Gate, epochs: int = 1, unit: float = 1.0) -> None:
+        self._gate = gate
+        self._epochs = epochs
+        self._unit = unit
+        self._start = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock where a turn begins."""
+        if trainer.current_epoch % self._epochs == 0:
+            self._gate.wait()
+            self._start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report where a turn ends."""
+        if (trainer.current_epoch + 1) % self._epochs == 0:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._gate.report((time.perf_counter() - self._start) / self._epochs * self._unit)
