@@ -7,7 +7,7 @@ from lightning_gnn.planning.devices import plan_devices
 from lightning_gnn.planning.grouping import PlanSettings, plan_cores
 from lightning_gnn.planning.hyscale_model import PerformanceModel
 from lightning_gnn.planning.hyscale_scaling import ScalingPoint, scaling_study, scaling_table
-from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.plan import GroupingCost, HybridPlan, slice_columns
 from lightning_gnn.planning.ranges import balance_ranges
 from lightning_gnn.planning.resources import DynamicResourceManager
@@ -20,6 +20,7 @@ __all__ = [
     "DynamicResourceManager",
     "GroupingCost",
     "HybridPlan",
+    "IterationTimes",
     "Mapping",
     "PerformanceModel",
     "PlanSettings",
@@ -28,7 +29,6 @@ __all__ = [
     "Remedy",
     "ReplayedDecisions",
     "ScalingPoint",
-    "StageTimes",
     "Workload",
     "balance_ranges",
     "find_remedy",

@@ -26,7 +26,7 @@ class Damping:
         dead_band: Fewest gain to act for.
         worth: The CPU trainers are kept if they shorten an iteration by more than this.
         doubtful: If by less than this, accelerators alone are tried for ``trial`` iterations (only where
-            :attr:`StageTimes.iteration` is known: what the trainers cost one another shows in no stage).
+            :attr:`IterationTimes.iteration` is known: what the trainers cost one another shows in no stage).
         trial: Measurements of a trial.
         patience: Observations until CPU trainers that were taken out, or kept, are tried again; doubles each time.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gnn.planning.mapping import Mapping, Stage, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping, Stage
 
 STAGE_NAMES: dict[Stage, str] = {
     "sample_cpu": "Sampling on the CPU",
@@ -118,7 +118,7 @@ class ReplayedDecisions:
         """The decisions so far that changed the mapping, the start first."""
         return tuple(self._decisions[: bisect_right(self._numbers, self._number)])
 
-    def observe(self, times: StageTimes) -> Decision:
+    def observe(self, times: IterationTimes) -> Decision:
         """Return what was decided after as many observations; the times do not matter."""
         self._number += 1
         decision = self._at(self._number)

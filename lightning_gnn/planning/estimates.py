@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.split import TrainerCost
 
 NEAR = 0.25
@@ -26,7 +26,7 @@ class Measurement:
     """Stage times and the mapping they were measured with."""
 
     mapping: Mapping
-    times: StageTimes
+    times: IterationTimes
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Estimate:
     """
 
     mapping: Mapping
-    times: StageTimes
+    times: IterationTimes
     costs: tuple[TrainerCost | None, ...]
     count: int
     error: float
@@ -86,7 +86,7 @@ class Estimate:
         seeds = self.mapping.accelerator_seeds
         return (self.times.transfer or 0.0) / seeds if seeds else 0.0
 
-    def under(self, mapping: Mapping) -> StageTimes:
+    def under(self, mapping: Mapping) -> IterationTimes:
         """Predict the stage times under another mapping.
 
         Work is taken to scale with seeds and sampling share, and with the inverse of the threads.
@@ -98,7 +98,7 @@ class Estimate:
             factor = trainer if index < mapping.cpu_trainers else 1.0
             trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
         sample_cpu, sample_accelerator, transfer = _to_shares_of(mapping, Measurement(now, self.times))
-        return StageTimes(
+        return IterationTimes(
             _times(sample_cpu, sampler),
             _times(self.times.load, loader),
             tuple(trainers[: mapping.cpu_trainers]),
@@ -132,7 +132,7 @@ def estimate(mapping: Mapping, near: Sequence[Measurement], history: Sequence[Me
         costs.append(_fit(points, _points(index, far, wanted)) if points else None)
     trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
     scaled = [_to_shares_of(mapping, measurement) for measurement in near]
-    times = StageTimes(
+    times = IterationTimes(
         _median([sample_cpu for sample_cpu, _, _ in scaled]),
         _median([measurement.times.load for measurement in near]),
         tuple(trainers[: mapping.cpu_trainers]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, inf
 
-from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.plan import aligned
 from lightning_gnn.planning.split import TrainerCost, whole_seeds
 from lightning_gnn.planning.workload import Platform, Processor, Workload
@@ -77,7 +77,7 @@ class PerformanceModel:
         ring = 2 * (nodes - 1) * (size / nodes / platform.network_bandwidth + platform.network_latency)
         return inside + ring
 
-    def stage_times(self, mapping: Mapping) -> StageTimes:
+    def stage_times(self, mapping: Mapping) -> IterationTimes:
         """Return the time of each stage, and of an iteration: equations 6 to 12.
 
         Args:
@@ -102,7 +102,7 @@ class PerformanceModel:
         train_there: tuple[float, ...] = ()
         if platform.accelerator is not None:
             train_there = tuple(self.trainer_time(platform.accelerator, seeds) for seeds in on_accelerators)
-        times = StageTimes(
+        times = IterationTimes(
             sample_cpu=sampled * (1 - share) / platform.sampled_edges(mapping.threads[0]),
             load=self.load_time(mapping),
             train_cpu=train_cpu,

@@ -106,8 +106,8 @@ class Mapping:
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """What one iteration took in each stage, in seconds; None for a stage that does not exist.
+class IterationTimes:
+    """What one iteration of hybrid training took in each stage, in seconds; None for a stage that does not exist.
 
     A stage's time is the time between two iterations if the stage were the only one: where several threads work at
     mini-batches of their own, their thread-seconds divided by the number of threads.
@@ -168,13 +168,13 @@ class StageTimes:
         """Time of the slowest trainer or of the transfers to them, whichever is longer."""
         return _slowest((self.transfer, *self.trainers)) or 0.0
 
-    def scaled(self, factor: float) -> StageTimes:
+    def scaled(self, factor: float) -> IterationTimes:
         """Return it with every time multiplied."""
 
         def times(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * factor
 
-        return StageTimes(
+        return IterationTimes(
             times(self.sample_cpu),
             times(self.load),
             tuple(map(times, self.train_cpu)),
@@ -199,7 +199,7 @@ class StageTimes:
         }
 
     @classmethod
-    def from_dict(cls, state: MappingABC[str, Any]) -> StageTimes:
+    def from_dict(cls, state: MappingABC[str, Any]) -> IterationTimes:
         """Take back what :meth:`to_dict` returned."""
         lists = {name: state[name] for name in ("train_cpu", "train_accelerator", "seeds")}
         return cls(**{**state, **{name: None if value is None else tuple(value) for name, value in lists.items()}})

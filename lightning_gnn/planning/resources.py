@@ -13,7 +13,7 @@ from lightning_gnn.planning.bottleneck import Remedy, find_remedy
 from lightning_gnn.planning.damping import REMEMBERED, Damping
 from lightning_gnn.planning.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
 from lightning_gnn.planning.estimates import Estimate, Measurement, estimate, has_jumped
-from lightning_gnn.planning.mapping import Mapping, Stage, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping, Stage
 
 _FAR_OFF = 0.1
 """A step that gains more than this is taken whole."""
@@ -61,7 +61,7 @@ class DynamicResourceManager:
         self._patience = self.damping.patience
         self._hybrid = mapping
 
-    def observe(self, times: StageTimes) -> Decision:
+    def observe(self, times: IterationTimes) -> Decision:
         """Take in the times of one iteration and decide what to do from now on.
 
         Args:
@@ -81,7 +81,7 @@ class DynamicResourceManager:
             self.log.append(decision)
         return decision
 
-    def _remember(self, times: StageTimes, mapping: Mapping) -> str | None:
+    def _remember(self, times: IterationTimes, mapping: Mapping) -> str | None:
         """Add a measurement; return why it does not count, or None."""
         if (len(times.train_cpu), len(times.trainers)) != (mapping.cpu_trainers, len(mapping.seeds)):
             raise ValueError(
@@ -280,7 +280,7 @@ class DynamicResourceManager:
         self._in_flight.extend(map(Mapping.from_dict, state["in_flight"]))
         self._history.clear()
         for entry, times in state["history"]:
-            self._history.append(Measurement(Mapping.from_dict(entry), StageTimes.from_dict(times)))
+            self._history.append(Measurement(Mapping.from_dict(entry), IterationTimes.from_dict(times)))
         self.log = read_decisions(state["log"])
         self._number, self._act_from = state["number"], state["act_from"]
         self._next_trial, self._patience = state["next_trial"], state["patience"]

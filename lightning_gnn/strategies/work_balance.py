@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_gnn.batching.hybrid import HybridBatch, split_seeds
 from lightning_gnn.planning.damping import Damping
 from lightning_gnn.planning.decisions import Decision, ReplayedDecisions, read_decisions
-from lightning_gnn.planning.mapping import Mapping, StageTimes
+from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.resources import DynamicResourceManager
 from lightning_gnn.strategies.work_share import Trainers
 
@@ -50,7 +50,7 @@ class WorkBalance:
         self.trainers = trainers
         self.weights = list(weights)
         self.threads = threads
-        self.history: deque[tuple[StageTimes, Decision | None]] = deque(maxlen=10_000)
+        self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
         self.manager: DynamicResourceManager | ReplayedDecisions | None = None
         self._apply = apply
@@ -118,11 +118,11 @@ class WorkBalance:
         self.history.append((times, decision))
         return decision
 
-    def times(self, batch: HybridBatch, seconds: Sequence[float], iteration: float | None) -> StageTimes:
+    def times(self, batch: HybridBatch, seconds: Sequence[float], iteration: float | None) -> IterationTimes:
         """Return the stage times of an iteration."""
         stages, cpu = batch.seconds, self.trainers.num_cpu
         by_trainer = [value if part is not None else None for value, part in zip(seconds, batch.parts, strict=True)]
-        return StageTimes(
+        return IterationTimes(
             sample_cpu=stages["sample"] / self.threads[0] if "sample" in stages else None,
             load=stages["load"] / self.threads[1] if "load" in stages else None,
             train_cpu=tuple(by_trainer[:cpu]),

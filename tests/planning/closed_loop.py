@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_gnn.planning import StageTimes
+from lightning_gnn.planning import IterationTimes
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Node:
         """Stage times without noise."""
         trained = [self.train(index, seeds, mapping) for index, seeds in enumerate(mapping.seeds)]
         share = mapping.accelerator_sampling
-        times = StageTimes(
+        times = IterationTimes(
             self.sampling * (1 - share) / mapping.threads[0],
             self.loading / mapping.threads[1],
             tuple(trained[: self.cpu_trainers]),
@@ -57,7 +57,7 @@ class Node:
             return None if seconds is None else seconds * max(0.05, self.source.gauss(1, self.noise))
 
         ideal = self.ideal(mapping)
-        return StageTimes(
+        return IterationTimes(
             noisy(ideal.sample_cpu),
             noisy(ideal.load),
             tuple(map(noisy, ideal.train_cpu)),

@@ -12,9 +12,9 @@ from lightning_gnn.planning import (
     Damping,
     Decision,
     DynamicResourceManager,
+    IterationTimes,
     Mapping,
     ReplayedDecisions,
-    StageTimes,
     find_remedy,
     read_decisions,
 )
@@ -88,10 +88,14 @@ def test_cases_of_algorithm_1_by_hand(slowest_first, expected):
 
 
 def test_transfer_and_training_on_accelerators_are_one_stage():
-    times = StageTimes(1.0, 2.0, (3.0, 4.0), (5.0, None), transfer=6.0)
+    times = IterationTimes(1.0, 2.0, (3.0, 4.0), (5.0, None), transfer=6.0)
     assert times.stages() == {"sample_cpu": 1.0, "load": 2.0, "train_cpu": 4.0, "accelerator": 6.0}
     assert times.bottleneck == 6.0
-    assert StageTimes(1.0, 2.0, (0.0,), (5.0,), 3.0).stages() == {"sample_cpu": 1.0, "load": 2.0, "accelerator": 5.0}
+    assert IterationTimes(1.0, 2.0, (0.0,), (5.0,), 3.0).stages() == {
+        "sample_cpu": 1.0,
+        "load": 2.0,
+        "accelerator": 5.0,
+    }
     with pytest.raises(ValueError, match="no stage time"):
         find_remedy({})
 
@@ -234,7 +238,7 @@ def test_threads_that_do_not_help_come_back():
     manager = DynamicResourceManager(Mapping((512, 512), 1, (1, 1, 6)))
     node = Node([4000, 4000], sampling=0.5, loading=0.1)
     ideal = node.ideal
-    node.ideal = lambda mapping: StageTimes(
+    node.ideal = lambda mapping: IterationTimes(
         0.5 * mapping.threads[0], 0.1, ideal(mapping).train_cpu, ideal(mapping).train_accelerator
     )
     run(manager, node, 120)
@@ -413,10 +417,10 @@ def test_a_log_that_does_not_fit_itself_is_refused():
 
 def test_partial_batches():
     manager = DynamicResourceManager(Mapping((500, 500), 1))
-    assert "does not count" in manager.observe(StageTimes(1.0, 1.0, (1.0,), (1.0,), seeds=(100, 100))).explanation
+    assert "does not count" in manager.observe(IterationTimes(1.0, 1.0, (1.0,), (1.0,), seeds=(100, 100))).explanation
     node = Node([100, 1000])
     for _ in range(3):  # 60 % of a batch, times accordingly: the speeds are the same
-        manager.observe(StageTimes(0.0, 0.0, (300 / 100,), (300 / 1000,), seeds=(300, 300)))
+        manager.observe(IterationTimes(0.0, 0.0, (300 / 100,), (300 / 1000,), seeds=(300, 300)))
     assert manager.mapping.seeds == pytest.approx((91, 909), abs=1)
     assert node.seconds(manager.mapping) == pytest.approx(1000 / 1100, rel=0.02)
 
@@ -424,8 +428,8 @@ def test_partial_batches():
 def test_stages_without_time_do_no_harm():
     manager = DynamicResourceManager(Mapping((5, 5), 1))
     for _ in range(10):
-        assert not manager.observe(StageTimes(0.0, 0.0, (0.0,), (None,))).changed
-        assert not manager.observe(StageTimes(None, None, (None,), (None,))).changed
+        assert not manager.observe(IterationTimes(0.0, 0.0, (0.0,), (None,))).changed
+        assert not manager.observe(IterationTimes(None, None, (None,), (None,))).changed
 
 
 @pytest.mark.parametrize(
@@ -438,10 +442,10 @@ def test_stages_without_time_do_no_harm():
         (lambda: Mapping((3, 1), 1, (1, 0, 1)), "threads"),
         (lambda: Mapping((3, 1), 1, (1, 1, 0)), "threads"),
         (lambda: Mapping((3, 1), 1, (1, 1, 1), 1.5), "accelerator_sampling"),
-        (lambda: StageTimes(float("nan"), 1.0), "finite"),
-        (lambda: StageTimes(1.0, 1.0, (-1.0,)), "negative"),
+        (lambda: IterationTimes(float("nan"), 1.0), "finite"),
+        (lambda: IterationTimes(1.0, 1.0, (-1.0,)), "negative"),
         (lambda: DynamicResourceManager(Mapping((3, 1), 1), 9), "num_threads=9"),
-        (lambda: DynamicResourceManager(Mapping((3, 1), 1)).observe(StageTimes(1.0, 1.0, (1.0, 1.0))), "2 CPU"),
+        (lambda: DynamicResourceManager(Mapping((3, 1), 1)).observe(IterationTimes(1.0, 1.0, (1.0, 1.0))), "2 CPU"),
         (lambda: DynamicResourceManager(Mapping((3, 1), 1)).observe(_for_seeds((4,))), "2 trainers"),
         (lambda: Damping(window=5, history=3), "window"),
         (lambda: Damping(dead_band=-0.1), "dead_band"),
@@ -454,4 +458,4 @@ def test_bad_input_says_what_is_wrong(make, message):
 
 
 def _for_seeds(seeds):
-    return StageTimes(1.0, 1.0, (1.0,), (1.0,), seeds=seeds)
+    return IterationTimes(1.0, 1.0, (1.0,), (1.0,), seeds=seeds)
