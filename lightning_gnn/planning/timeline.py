@@ -1,0 +1,106 @@
+"""When each stage of each mini-batch ran, predicted or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Resource = Literal["CPU", "PCIe", "GPU"]
+RESOURCES: tuple[Resource, ...] = ("CPU", "PCIe", "GPU")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One stage of one mini-batch.
+
+    Args:
+        resource: Which it occupies.
+        stage: ``"cpu_batching"``, ``"dma"``, ``"gpu_batching"``, ``"uva"`` or ``"model"``, or any other name.
+        batch: Number of the mini-batch.
+        start: Seconds since the beginning.
+        end: Likewise.
+        lane: Which of several workers of the resource.
+    """
+
+    resource: Resource
+    stage: str
+    batch: int
+    start: float
+    end: float
+    lane: int = 0
+
+
+@dataclass
+class Timeline:
+    """What each resource did when.
+
+    Args:
+        intervals: In any order.
+        phases: Name, start and end in seconds of each phase of the schedule.
+    """
+
+    intervals: list[Interval] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @property
+    def start(self) -> float:
+        """Seconds at which the first interval begins, 0 without any."""
+        return min((interval.start for interval in self.intervals), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Seconds at which the last interval ends, 0 without any."""
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    def busy(self, resource: Resource) -> float:
+        """Return the seconds in which at least one interval occupies a resource."""
+        return _union((i.start, i.end) for i in self.intervals if i.resource == resource)
+
+    def idle(self, resource: Resource) -> float:
+        """Return the seconds of the makespan in which nothing occupies a resource."""
+        return self.makespan - self.busy(resource)
+
+    def lanes(self, resource: Resource) -> list[int]:
+        """Return the workers of a resource that did something, in ascending order."""
+        return sorted({interval.lane for interval in self.intervals if interval.resource == resource})
+
+    def chrome_trace(self, process: str = "lightning-gnn") -> dict[str, Any]:
+        """Return the timeline in the Trace Event Format, which chrome://tracing and Perfetto open.
+
+        Args:
+            process: Name of the group of tracks, so that several timelines can be laid side by side.
+        """
+        tracks = [(resource, lane) for resource in RESOURCES for lane in self.lanes(resource)]
+        thread = {track: index + 1 for index, track in enumerate(tracks)}
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": process}}]
+        for (resource, lane), index in [(("phases", 0), 0), *thread.items()]:
+            name = resource if resource == "phases" or len(self.lanes(resource)) < 2 else f"{resource} {lane}"  # type: ignore[arg-type]
+            events.append({"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": name}})
+        for phase, start, end in self.phases:
+            events.append(self._event(process, 0, phase, start, end, {}))
+        for item in sorted(self.intervals, key=lambda interval: (interval.start, interval.end)):
+            track = thread[item.resource, item.lane]
+            name = f"{item.stage} {item.batch}"
+            events.append(self._event(process, track, name, item.start, item.end, {"batch": item.batch}))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _event(
+        self, process: str, thread: int, name: str, start: float, end: float, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        first = min([self.start, *(begin for _, begin, _ in self.phases)])
+        micros = {"ts": 1e6 * (start - first), "dur": 1e6 * (end - start)}
+        return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": name.split()[0], **micros, "args": more}
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
