@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Overlap:
-    """One cycle of the three phases: mini-batches ``[first, middle)`` by the GPU, then ``[middle, stop)`` by the CPU."""
+    """A cycle of the three phases: mini-batches ``[first, middle)`` by the GPU, ``[middle, stop)`` by the CPU."""
 
     first: int
     middle: int

@@ -22,6 +22,14 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def assert_same_weights(left, right):
     left, right = weights_of(left / "checkpoints/last.ckpt"), weights_of(right / "checkpoints/last.ckpt")
     assert left.keys() == right.keys()
