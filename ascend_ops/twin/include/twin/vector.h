@@ -209,6 +209,33 @@ inline void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, const Rou
     twin::Unary("Cast", twin::Kind::Vector, dst, src, calCount, loc, [round](S v) { return twin::Caster<D, S>::Do(v, round); });
 }
 
+// The operations with a repeat and a count form, each with what it costs or computes.
+#define TWIN_EACH_UNARY(Make)                                                                                          \
+    Make(Exp, twin::Kind::Exp)                                                                                         \
+    Make(Ln, twin::Kind::Exp)                                                                                          \
+    Make(Sqrt, twin::Kind::Exp)                                                                                        \
+    Make(Rsqrt, twin::Kind::Exp)                                                                                       \
+    Make(Reciprocal, twin::Kind::Exp)                                                                                  \
+    Make(Abs, twin::Kind::Vector)                                                                                      \
+    Make(Relu, twin::Kind::Vector)
+
+#define TWIN_EACH_BINARY(Make)                                                                                         \
+    Make(Add, twin::Kind::Vector, OpAdd)                                                                               \
+    Make(Sub, twin::Kind::Vector, OpSub)                                                                               \
+    Make(Mul, twin::Kind::Vector, OpMul)                                                                               \
+    Make(Div, twin::Kind::Exp, OpDiv)                                                                                  \
+    Make(Max, twin::Kind::Vector, Larger)                                                                              \
+    Make(Min, twin::Kind::Vector, Smaller)                                                                             \
+    Make(And, twin::Kind::Vector, OpAnd)                                                                               \
+    Make(Or, twin::Kind::Vector, OpOr)
+
+#define TWIN_EACH_SCALAR(Make)                                                                                         \
+    Make(Adds, OpAdd)                                                                                                  \
+    Make(Muls, OpMul)                                                                                                  \
+    Make(Maxs, Larger)                                                                                                 \
+    Make(Mins, Smaller)                                                                                                \
+    Make(LeakyRelu, OpLeaky)
+
 #define TWIN_UNARY(Name, Cost)                                                                                         \
     template <typename T>                                                                                              \
     inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& calCount,                    \
@@ -218,13 +245,7 @@ inline void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, const Rou
         twin::Unary(#Name, Cost, dst, src, calCount, loc,                                                              \
             [](T v) { return static_cast<T>(twin::Op##Name<C>(static_cast<C>(v))); });                                 \
     }
-TWIN_UNARY(Exp, twin::Kind::Exp)
-TWIN_UNARY(Ln, twin::Kind::Exp)
-TWIN_UNARY(Sqrt, twin::Kind::Exp)
-TWIN_UNARY(Rsqrt, twin::Kind::Exp)
-TWIN_UNARY(Reciprocal, twin::Kind::Exp)
-TWIN_UNARY(Abs, twin::Kind::Vector)
-TWIN_UNARY(Relu, twin::Kind::Vector)
+TWIN_EACH_UNARY(TWIN_UNARY)
 #undef TWIN_UNARY
 
 #define TWIN_BINARY(Name, Cost, Function)                                                                              \
@@ -237,14 +258,7 @@ TWIN_UNARY(Relu, twin::Kind::Vector)
             return static_cast<T>(twin::Function<C>(static_cast<C>(a), static_cast<C>(b)));                            \
         });                                                                                                            \
     }
-TWIN_BINARY(Add, twin::Kind::Vector, OpAdd)
-TWIN_BINARY(Sub, twin::Kind::Vector, OpSub)
-TWIN_BINARY(Mul, twin::Kind::Vector, OpMul)
-TWIN_BINARY(Div, twin::Kind::Exp, OpDiv)
-TWIN_BINARY(Max, twin::Kind::Vector, Larger)
-TWIN_BINARY(Min, twin::Kind::Vector, Smaller)
-TWIN_BINARY(And, twin::Kind::Vector, OpAnd)
-TWIN_BINARY(Or, twin::Kind::Vector, OpOr)
+TWIN_EACH_BINARY(TWIN_BINARY)
 TWIN_BINARY(AddRelu, twin::Kind::Vector, OpAddRelu)
 TWIN_BINARY(SubRelu, twin::Kind::Vector, OpSubRelu)
 #undef TWIN_BINARY
@@ -259,11 +273,7 @@ TWIN_BINARY(SubRelu, twin::Kind::Vector, OpSubRelu)
         twin::Unary(#Name, twin::Kind::Vector, dst, src, calCount, loc,                                                \
             [c](T v) { return static_cast<T>(twin::Function<C>(static_cast<C>(v), c)); });                             \
     }
-TWIN_SCALAR(Adds, OpAdd)
-TWIN_SCALAR(Muls, OpMul)
-TWIN_SCALAR(Maxs, Larger)
-TWIN_SCALAR(Mins, Smaller)
-TWIN_SCALAR(LeakyRelu, OpLeaky)
+TWIN_EACH_SCALAR(TWIN_SCALAR)
 #undef TWIN_SCALAR
 
 namespace twin {

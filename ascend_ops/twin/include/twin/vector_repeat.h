@@ -138,13 +138,7 @@ inline void BinaryRepeat(const char* name, Kind kind, const LocalTensor<D>& dst,
         twin::UnaryRepeat(#Name, Cost, dst, src, mask, repeatTimes, repeatParams, false, loc,                          \
             [](T v, T) { return static_cast<T>(twin::Op##Name<C>(static_cast<C>(v))); });                              \
     }
-TWIN_UNARY(Exp, twin::Kind::Exp)
-TWIN_UNARY(Ln, twin::Kind::Exp)
-TWIN_UNARY(Sqrt, twin::Kind::Exp)
-TWIN_UNARY(Rsqrt, twin::Kind::Exp)
-TWIN_UNARY(Reciprocal, twin::Kind::Exp)
-TWIN_UNARY(Abs, twin::Kind::Vector)
-TWIN_UNARY(Relu, twin::Kind::Vector)
+TWIN_EACH_UNARY(TWIN_UNARY)
 #undef TWIN_UNARY
 
 #define TWIN_BINARY(Name, Cost, Function)                                                                              \
@@ -159,14 +153,7 @@ TWIN_UNARY(Relu, twin::Kind::Vector)
             return static_cast<T>(twin::Function<C>(static_cast<C>(a), static_cast<C>(b)));                            \
         });                                                                                                            \
     }
-TWIN_BINARY(Add, twin::Kind::Vector, OpAdd)
-TWIN_BINARY(Sub, twin::Kind::Vector, OpSub)
-TWIN_BINARY(Mul, twin::Kind::Vector, OpMul)
-TWIN_BINARY(Div, twin::Kind::Exp, OpDiv)
-TWIN_BINARY(Max, twin::Kind::Vector, Larger)
-TWIN_BINARY(Min, twin::Kind::Vector, Smaller)
-TWIN_BINARY(And, twin::Kind::Vector, OpAnd)
-TWIN_BINARY(Or, twin::Kind::Vector, OpOr)
+TWIN_EACH_BINARY(TWIN_BINARY)
 #undef TWIN_BINARY
 
 #define TWIN_SCALAR(Name, Function)                                                                                    \
@@ -180,11 +167,7 @@ TWIN_BINARY(Or, twin::Kind::Vector, OpOr)
         twin::UnaryRepeat(#Name, twin::Kind::Vector, dst, src, mask, repeatTimes, repeatParams, false, loc,            \
             [c](T v, T) { return static_cast<T>(twin::Function<C>(static_cast<C>(v), c)); });                          \
     }
-TWIN_SCALAR(Adds, OpAdd)
-TWIN_SCALAR(Muls, OpMul)
-TWIN_SCALAR(Maxs, Larger)
-TWIN_SCALAR(Mins, Smaller)
-TWIN_SCALAR(LeakyRelu, OpLeaky)
+TWIN_EACH_SCALAR(TWIN_SCALAR)
 #undef TWIN_SCALAR
 
 template <typename D, typename S, bool isSetMask = true>
