@@ -10,8 +10,8 @@ from lightning_gnn.planning.estimates import Estimate
 from lightning_gnn.planning.mapping import CPU_TASKS, Mapping, Stage
 from lightning_gnn.planning.split import TrainerCost, split_evenly_in_time, whole_seeds
 
-Means = tuple[str, Callable[[float], Mapping]]
-"""The name of an action, and the mapping it leads to when the step goes a part (up to 1) of the way."""
+Means = tuple[str, Callable[[], Mapping]]
+"""The name of an action, and what finds the mapping it leads to."""
 
 _LEAST_SHARE = 0.01
 
@@ -22,7 +22,7 @@ def gain(estimate: Estimate, mapping: Mapping) -> float:
     Not the slowest of all: of two stages that are equally slow, one must be eased first. If the slowest of all takes
     longer for it, the gain is none.
     """
-    before, after = estimate.times.stages(), estimate.under(mapping).stages()
+    before, after = estimate.stages, estimate.under(mapping).stages()
     changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
     old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
     new = max((after.get(stage, 0.0) for stage in changed), default=0.0)
@@ -44,15 +44,15 @@ def remedies(estimate: Estimate, remedy: Remedy, may_move: Callable[[Stage, Stag
     """
     slowest = remedy.bottleneck
 
-    def threads(step: float) -> Mapping:
+    def threads() -> Mapping:
         donors = [task for task in thread_donors(estimate, slowest) if may_move(task, slowest)]
-        return balance_thread(estimate, donors, slowest, step)
+        return balance_thread(estimate, donors, slowest)
 
-    def share(step: float) -> Mapping:
-        return (balance_sampling if slowest.startswith("sample") else balance_work)(estimate, step)
+    def share() -> Mapping:
+        return (balance_sampling if slowest.startswith("sample") else balance_work)(estimate)
 
-    def among_cpus(step: float) -> Mapping:
-        return balance_cpu_trainers(estimate, step)
+    def among_cpus() -> Mapping:
+        return balance_cpu_trainers(estimate)
 
     if slowest in ("accelerator", "sample_accelerator"):
         return [("balance_work", share)]
@@ -64,21 +64,16 @@ def remedies(estimate: Estimate, remedy: Remedy, may_move: Callable[[Stage, Stag
     return [("balance_cpu_trainers", among_cpus), *means] if slowest == "train_cpu" else means
 
 
-def balance_work(estimate: Estimate, step: float = 1.0) -> Mapping:
-    """Share the seeds out anew among all trainers that have some, so that all are done at the same time.
-
-    Args:
-        estimate: What the stages cost now.
-        step: 1 to go all the way, less to go a part of it.
-    """
-    return _shared_out(estimate, estimate.costs, step)
+def balance_work(estimate: Estimate) -> Mapping:
+    """Share the seeds out anew among all trainers that have some, so that all are done at the same time."""
+    return _shared_out(estimate, estimate.costs)
 
 
-def balance_cpu_trainers(estimate: Estimate, step: float = 1.0) -> Mapping:
+def balance_cpu_trainers(estimate: Estimate) -> Mapping:
     """Share the seeds of the CPU trainers out anew among themselves."""
     inside = estimate.mapping.cpu_trainers
     costs = [cost if index < inside else None for index, cost in enumerate(estimate.costs)]
-    return _shared_out(estimate, costs, step)
+    return _shared_out(estimate, costs)
 
 
 def accelerators_alone(estimate: Estimate) -> Mapping:
@@ -87,21 +82,21 @@ def accelerators_alone(estimate: Estimate) -> Mapping:
     costs = [None if index < mapping.cpu_trainers else cost for index, cost in enumerate(estimate.costs)]
     cpu = mapping.cpu_trainers
     emptied = replace(mapping, seeds=(0,) * cpu + mapping.seeds[cpu:])
-    return _shared_out(replace(estimate, mapping=emptied), costs, 1.0, mapping.total)
+    return _shared_out(replace(estimate, mapping=emptied), costs, mapping.total)
 
 
-def balance_sampling(estimate: Estimate, step: float = 1.0) -> Mapping:
+def balance_sampling(estimate: Estimate) -> Mapping:
     """Share the sampling out anew between the CPU and the accelerators."""
     mapping, times = estimate.mapping, estimate.times
     share = mapping.accelerator_sampling
     if not times.sample_cpu or not times.sample_accelerator:
         return mapping
     on_cpu, there = (1 - share) / times.sample_cpu, share / times.sample_accelerator
-    target = share + step * (there / (there + on_cpu) - share)
+    target = there / (there + on_cpu)
     return replace(mapping, accelerator_sampling=min(max(target, _LEAST_SHARE), 1 - _LEAST_SHARE))
 
 
-def balance_thread(estimate: Estimate, donors: Iterable[Stage], receiver: Stage, step: float = 1.0) -> Mapping:
+def balance_thread(estimate: Estimate, donors: Iterable[Stage], receiver: Stage) -> Mapping:
     """Move threads to a CPU task from the first of some others whose loss is less than the gain.
 
     The number is such that both would take equally long if time were the inverse of threads. Every task keeps one.
@@ -110,12 +105,11 @@ def balance_thread(estimate: Estimate, donors: Iterable[Stage], receiver: Stage,
         estimate: What the stages cost now.
         donors: Tasks to take them from, in order of preference.
         receiver: The task that gets them.
-        step: 1 to go all the way, less to go a part of it.
 
     Returns:
         The mapping, unchanged if there is none to gain from.
     """
-    mapping, stages = estimate.mapping, estimate.times.stages()
+    mapping, stages = estimate.mapping, estimate.stages
     to = CPU_TASKS.index(receiver)
     for donor in donors:
         source = CPU_TASKS.index(donor)
@@ -125,7 +119,7 @@ def balance_thread(estimate: Estimate, donors: Iterable[Stage], receiver: Stage,
         slow, fast = stages[receiver] * mapping.threads[to], stages.get(donor, 0.0) * mapping.threads[source]
         equal = (slow * mapping.threads[source] - fast * mapping.threads[to]) / (slow + fast)
         threads = list(mapping.threads)
-        moved = min(spare, max(1, round(step * equal)))
+        moved = min(spare, max(1, round(equal)))
         threads[source] -= moved
         threads[to] += moved
         candidate = replace(mapping, threads=(threads[0], threads[1], threads[2]))
@@ -136,7 +130,7 @@ def balance_thread(estimate: Estimate, donors: Iterable[Stage], receiver: Stage,
 
 def thread_donors(estimate: Estimate, receiver: Stage) -> list[Stage]:
     """Return the CPU tasks that could give threads: an idle trainer's first, then from the fastest to the slowest."""
-    stages = estimate.times.stages()
+    stages = estimate.stages
     idle: list[Stage] = ["train_cpu"] if not estimate.mapping.cpu_seeds else []
     return idle + sorted((task for task in CPU_TASKS if task in stages and task != receiver), key=stages.__getitem__)
 
@@ -154,26 +148,18 @@ def _least_threads(mapping: Mapping, task: int) -> int:
     return min(mapping.threads[task], wanted)
 
 
-def _shared_out(
-    estimate: Estimate,
-    costs: Sequence[TrainerCost | None],
-    step: float,
-    total: int | None = None,
-) -> Mapping:
+def _shared_out(estimate: Estimate, costs: Sequence[TrainerCost | None], total: int | None = None) -> Mapping:
     """Return the mapping with the seeds of those trainers that have a cost shared out anew."""
     mapping = estimate.mapping
-    bounded = [None if cost is None else replace(cost, least=1) for cost in costs]
+    bounded = [None if cost is None else TrainerCost(cost.overhead, cost.per_seed, 1) for cost in costs]
     concerned = [index for index, cost in enumerate(bounded) if cost is not None]
+    present = sum(mapping.seeds[index] for index in concerned)
     if total is None:
-        total = sum(mapping.seeds[index] for index in concerned)
-    if len(concerned) < 2 and total == sum(mapping.seeds[index] for index in concerned):
+        total = present
+    if len(concerned) < 2 and total == present:
         return mapping
     accelerators = [index for index in concerned if index >= mapping.cpu_trainers]
     target = split_evenly_in_time(total, bounded, accelerators, estimate.transfer_per_seed)
-    wanted = [
-        now + step * (then - now) if index in concerned else 0.0
-        for index, (now, then) in enumerate(zip(mapping.seeds, target, strict=True))
-    ]
-    found = whole_seeds(total, wanted, bounded)
-    seeds = tuple(found[index] if index in concerned else now for index, now in enumerate(mapping.seeds))
+    found = whole_seeds(total, target, bounded)
+    seeds = tuple(now if cost is None else new for now, new, cost in zip(mapping.seeds, found, bounded, strict=True))
     return replace(mapping, seeds=seeds)

@@ -35,7 +35,8 @@ def find_remedy(times: Mapping[Stage, float]) -> Remedy:
     line 2 names first counts as the slower.
 
     Args:
-        times: Seconds of each stage that exists, as :meth:`~lightning_gnn.planning.mapping.IterationTimes.stages` returns.
+        times: Seconds of each stage that exists, as returned by
+            :meth:`~lightning_gnn.planning.mapping.IterationTimes.stages`.
 
     Raises:
         ValueError: No stage.

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
+from typing import Any, NamedTuple
 
-from lightning_gnn.planning.mapping import IterationTimes, Mapping
+from lightning_gnn.planning.mapping import IterationTimes, Mapping, Stage
+from lightning_gnn.planning.running_cost import RunningCost
 from lightning_gnn.planning.split import TrainerCost
 
 NEAR = 0.25
 """Measurements count for the present mapping while no trainer's seeds differ from now by more than this."""
-FAR = 2.0
-"""From this ratio of seeds on, two measurements tell a trainer's overhead from its cost per seed."""
-LEAST_SLOPE = 0.25
-"""Of a trainer's time, at least this part is counted as growing with its seeds: noise may say otherwise."""
-RECENT, JUMP = 3, 0.2
-SEVERAL, DRIFT = 8, 0.08
-"""How a change of speed is told from noise: see :func:`has_jumped`."""
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Stage times and the mapping they were measured with."""
 
     mapping: Mapping
     times: IterationTimes
-
-    @cached_property
-    def rates(self) -> dict[str, float]:
-        """Times that should not depend on small changes of the mapping, by what they tell about."""
-        times, mapping = self.times, self.mapping
-        left, share = 1 - mapping.accelerator_sampling, mapping.accelerator_sampling
-        found = {
-            "Sampling on the CPU": _times(times.sample_cpu, 1 / left if left else 1.0),
-            "Sampling on accelerators": _times(times.sample_accelerator, 1 / share if share else 1.0),
-            "Feature Loading": times.load,
-        }
-        if mapping.accelerator_seeds:
-            found["Data Transfer"] = _times(times.transfer, 1 / mapping.accelerator_seeds)
-        for index, (seconds, seeds) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
-            if seeds:
-                found[f"trainer {index}"] = _times(seconds, 1 / seeds)
-        return {name: seconds for name, seconds in found.items() if seconds}
 
     def is_near(self, mapping: Mapping) -> bool:
         """Whether it tells about another mapping too: same threads, nearly the same shares."""
@@ -59,26 +35,29 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the stages cost under a mapping, by the measurements of it.
+    """What the stages cost under a mapping, by the measurements.
 
     Args:
         mapping: The mapping.
         times: Stage times under it.
         costs: Cost of each trainer; None for one without seeds.
-        count: How many measurements.
         error: Relative standard error of the slowest stage's time.
     """
 
     mapping: Mapping
     times: IterationTimes
     costs: tuple[TrainerCost | None, ...]
-    count: int
     error: float
 
-    @property
+    @cached_property
+    def stages(self) -> dict[Stage, float]:
+        """Time of each stage that exists."""
+        return self.times.stages()
+
+    @cached_property
     def bottleneck(self) -> float:
         """Time of the slowest stage."""
-        return self.times.bottleneck
+        return max(self.stages.values(), default=0.0)
 
     @property
     def transfer_per_seed(self) -> float:
@@ -91,127 +70,142 @@ class Estimate:
 
         Work is taken to scale with seeds and sampling share, and with the inverse of the threads.
         """
-        now = self.mapping
+        now, times = self.mapping, self.times
         sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
         trainers: list[float | None] = []
         for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True)):
             factor = trainer if index < mapping.cpu_trainers else 1.0
             trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
-        sample_cpu, sample_accelerator, transfer = _to_shares_of(mapping, Measurement(now, self.times))
+        share, then = mapping.accelerator_sampling, now.accelerator_sampling
         return IterationTimes(
-            _times(sample_cpu, sampler),
-            _times(self.times.load, loader),
+            _times(times.sample_cpu, sampler * ((1 - share) / (1 - then) if then < 1 else 1.0)),
+            _times(times.load, loader),
             tuple(trainers[: mapping.cpu_trainers]),
             tuple(trainers[mapping.cpu_trainers :]),
-            transfer,
-            sample_accelerator,
+            _times(times.transfer, mapping.accelerator_seeds / max(1, now.accelerator_seeds)),
+            _times(times.sample_accelerator, share / then if then else 1.0),
         )
 
 
-def estimate(mapping: Mapping, near: Sequence[Measurement], history: Sequence[Measurement] = ()) -> Estimate:
-    """Return what the stages cost under a mapping.
+Key = tuple[str, int, bool]
+"""What costs: its name, the threads that work at it (0 for accelerators), and whether CPU trainers have seeds."""
 
-    Each stage's time is the median over the measurements near the mapping. A trainer's time is split into overhead
-    and cost per seed where it was also measured with less than half or more than twice the seeds, and is otherwise
-    proportional to its seeds.
+
+class Costs:
+    """What every trainer and stage was found to cost.
+
+    Costs of CPU tasks are kept apart by the number of threads, and all by whether CPU trainers work beside them: what
+    was learned of the one is no more than a hint to the other.
 
     Args:
-        mapping: The mapping.
-        near: Measurements near it, at least one.
-        history: Measurements under any mapping.
+        memory: Older measurements fade out exponentially, over this many.
     """
-    costs: list[TrainerCost | None] = []
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._costs: dict[Key, RunningCost] = {}
+        self._mapping: Mapping | None = None
+        self._tasks: list[tuple[Key, float]] = []
+
+    def add(self, measurement: Measurement, before: Iterable[Measurement]) -> str | None:
+        """Take in a measurement.
+
+        Args:
+            measurement: The measurement.
+            before: Those before it, the last one last.
+
+        Returns:
+            Which trainer or stage runs at another speed than before.
+        """
+        changed = None
+        for (key, units), seconds in zip(self._tasks_of(measurement.mapping), _seconds(measurement.times), strict=True):
+            if not seconds or not units:
+                continue
+            cost = self._costs.get(key)
+            if cost is None:
+                cost = self._costs[key] = self._new(key)
+            since = cost.add(units, seconds)
+            if since:
+                self._restart(key, [*before, measurement], since)
+                changed = key[0]
+        return changed
+
+    def fewest(self, mapping: Mapping) -> int:
+        """Return how many measurements there are of that trainer or stage of a mapping that has the fewest."""
+        known = [self._costs[key].count for key, units in self._tasks_of(mapping) if units and key in self._costs]
+        missing = any(n and (key not in self._costs) for key, n in self._tasks[len(_STAGES) :])
+        return 0 if missing else min(known, default=0)
+
+    def estimate(self, mapping: Mapping, last: IterationTimes) -> Estimate:
+        """Return what the stages cost under a mapping.
+
+        Args:
+            mapping: The mapping.
+            last: The last times, for stages of which no time is known.
+        """
+        times: list[float | None] = []
+        costs: list[TrainerCost | None] = []
+        slowest, error = 0.0, 0.0
+        for (key, units), seconds in zip(self._tasks_of(mapping), _seconds(last), strict=True):
+            cost = self._costs.get(key) if units else None
+            costs.append(None if cost is None else TrainerCost(cost.overhead, cost.per_unit))
+            times.append(seconds if cost is None else cost.seconds(units))
+            if cost is not None and cost.seconds(units) > slowest:
+                slowest, error = cost.seconds(units), cost.error(units)
+        sample_cpu, sample_accelerator, load, transfer, *trainers = times
+        cpus = mapping.cpu_trainers
+        found = IterationTimes(
+            sample_cpu, load, tuple(trainers[:cpus]), tuple(trainers[cpus:]), transfer, sample_accelerator
+        )
+        return Estimate(mapping, found, tuple(costs[len(_STAGES) :]), error)
+
+    def state(self) -> list[list[Any]]:
+        """Return all it knows, as plain lists and numbers."""
+        return [[*key, *cost.state()] for key, cost in self._costs.items()]
+
+    def load_state(self, state: Iterable[Sequence[Any]]) -> None:
+        """Take back what :meth:`state` returned."""
+        self._costs = {(name, threads, beside): RunningCost(*rest) for name, threads, beside, *rest in state}
+
+    def _new(self, key: Key) -> RunningCost:
+        hint = self._costs.get((key[0], key[1], not key[2]))
+        return RunningCost(self._memory, key[0].startswith("trainer")) if hint is None else hint.heir()
+
+    def _restart(self, key: Key, measurements: Iterable[Measurement], since: int) -> None:
+        """The cost is another one: what was learned before, and with other threads, no longer holds."""
+        points = []
+        for measurement in measurements:
+            for (of, units), seconds in zip(_tasks(measurement.mapping), _seconds(measurement.times), strict=True):
+                if of == key and units and seconds:
+                    points.append((units, seconds))
+        cost = self._costs[key].restarted(points[-since:])
+        self._costs = {other: known for other, known in self._costs.items() if other[0] != key[0]}
+        self._costs[key] = cost
+
+    def _tasks_of(self, mapping: Mapping) -> list[tuple[Key, float]]:
+        if mapping is not self._mapping and mapping != self._mapping:
+            self._mapping, self._tasks = mapping, _tasks(mapping)
+        return self._tasks
+
+
+_STAGES = ("Sampling on the CPU", "Sampling on accelerators", "Feature Loading", "Data Transfer")
+
+
+def _tasks(mapping: Mapping) -> list[tuple[Key, float]]:
+    """Return the stages and trainers, each with its units of work: seeds, or the part that is done there."""
+    share, beside = mapping.accelerator_sampling, mapping.cpu_seeds > 0
+    sampler, loader, trainer = mapping.threads
+    work = (1 - share, share, 1.0, float(mapping.accelerator_seeds))
+    tasks = list(zip(_STAGES, (sampler, 0, loader, 0), work, strict=True))
     for index, seeds in enumerate(mapping.seeds):
-        points = _points(index, near) if seeds else []
-        wanted = mapping.threads[2] if index < mapping.cpu_trainers else None
-        far = [
-            measurement
-            for measurement in history
-            if measurement.mapping.seeds[index] * FAR <= seeds or measurement.mapping.seeds[index] >= FAR * seeds
-        ]
-        costs.append(_fit(points, _points(index, far, wanted)) if points else None)
-    trainers = [None if cost is None else cost.seconds(n) for cost, n in zip(costs, mapping.seeds, strict=True)]
-    scaled = [_to_shares_of(mapping, measurement) for measurement in near]
-    times = IterationTimes(
-        _median([sample_cpu for sample_cpu, _, _ in scaled]),
-        _median([measurement.times.load for measurement in near]),
-        tuple(trainers[: mapping.cpu_trainers]),
-        tuple(trainers[mapping.cpu_trainers :]),
-        _median([transfer for _, _, transfer in scaled]),
-        _median([sample_accelerator for _, sample_accelerator, _ in scaled]),
-        iteration=_median([measurement.times.iteration for measurement in near]),
-    )
-    slowest = [measurement.times.bottleneck for measurement in near]
-    error = _standard_error(slowest) / (median(slowest) or 1.0)
-    return Estimate(mapping, times, tuple(costs), len(near), error)
+        tasks.append((f"trainer {index}", trainer if index < mapping.cpu_trainers else 0, float(seeds)))
+    return [((name, threads, beside), units) for name, threads, units in tasks]
 
 
-def has_jumped(near: Sequence[Measurement]) -> tuple[str, int] | None:
-    """Return which stage's speed has changed, and how many measurements ago.
-
-    It has if the last three are all off by more than a fifth to the same side, or the median of the last eight by more
-    than six standard errors (and 8 %).
-
-    Args:
-        near: Measurements near one mapping, the oldest first.
-    """
-    rows = [measurement.rates for measurement in near]
-    for name in rows[-1] if rows else ():
-        values = [row[name] for row in rows if name in row]
-        if len(values) < 2 * RECENT:
-            continue
-        before, recent = median(values[:-RECENT]), values[-RECENT:]
-        if min(recent) > before * (1 + JUMP) or max(recent) < before / (1 + JUMP):
-            return name, RECENT
-        if len(values) < 2 * SEVERAL:
-            continue
-        before = median(values[:-SEVERAL])
-        error = _standard_error(values[:-SEVERAL]) * (len(values) / SEVERAL - 1) ** 0.5
-        if abs(median(values[-SEVERAL:]) - before) > max(DRIFT * before, 6 * error):
-            return name, SEVERAL
-    return None
-
-
-def _to_shares_of(mapping: Mapping, measurement: Measurement) -> tuple[float | None, float | None, float | None]:
-    """Return times of both kinds of Sampling and of Data Transfer as if a mapping's shares had been in force."""
-    then, times = measurement.mapping, measurement.times
-    left, share = 1 - then.accelerator_sampling, then.accelerator_sampling
-    return (
-        _times(times.sample_cpu, (1 - mapping.accelerator_sampling) / left if left else 1.0),
-        _times(times.sample_accelerator, mapping.accelerator_sampling / share if share else 1.0),
-        _times(times.transfer, mapping.accelerator_seeds / max(1, then.accelerator_seeds)),
-    )
-
-
-def _points(index: int, history: Sequence[Measurement], threads: int | None = None) -> list[tuple[int, float]]:
-    """Return seeds and seconds of a trainer, with so many trainer threads if given."""
-    points = []
-    for measurement in history:
-        seconds, seeds = measurement.times.trainers[index], measurement.mapping.seeds[index]
-        if seconds and seeds and threads in (None, measurement.mapping.threads[2]):
-            points.append((seeds, seconds))
-    return points
-
-
-def _fit(near: Sequence[tuple[int, float]], far: Sequence[tuple[int, float]]) -> TrainerCost:
-    seeds, seconds = median(n for n, _ in near), median(t for _, t in near)
-    rate = median(t / n for n, t in near)
-    if len(far) < RECENT:
-        return TrainerCost(0.0, rate)
-    slope = median((t - seconds) / (n - seeds) for n, t in far)
-    slope = min(max(slope, LEAST_SLOPE * rate), rate)
-    return TrainerCost(max(0.0, median(t - slope * n for n, t in near)), slope)
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the median, by the median deviation from it."""
-    middle = median(values)
-    return 1.4826 * 1.2533 * median(abs(value - middle) for value in values) / len(values) ** 0.5
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _seconds(times: IterationTimes) -> tuple[float | None, ...]:
+    """Return the times in the order of :func:`_tasks`."""
+    stages = (times.sample_cpu, times.sample_accelerator, times.load, times.transfer)
+    return (*stages, *times.train_cpu, *times.train_accelerator)
 
 
 def _times(seconds: float | None, factor: float) -> float | None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import median
 from typing import Any
 
 from lightning_gnn.planning.balance import accelerators_alone, balance_work, gain, moved_threads, remedies
 from lightning_gnn.planning.bottleneck import Remedy, find_remedy
-from lightning_gnn.planning.damping import REMEMBERED, Damping
+from lightning_gnn.planning.damping import LONGER, LOOK, REMEMBERED, SETTLED, SURE, Damping
 from lightning_gnn.planning.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
-from lightning_gnn.planning.estimates import Estimate, Measurement, estimate, has_jumped
+from lightning_gnn.planning.estimates import Costs, Estimate, Measurement
 from lightning_gnn.planning.mapping import IterationTimes, Mapping, Stage
-
-_FAR_OFF = 0.1
-"""A step that gains more than this is taken whole."""
 
 
 @dataclass
@@ -26,6 +24,17 @@ class _Trial:
     hybrid: bool
     back: Mapping
     seconds: float
+    error: float
+
+
+@dataclass
+class _Moved:
+    """Threads that were moved for a stage, the slowest, which took so long and should be faster now."""
+
+    back: Mapping
+    stage: Stage
+    before: float
+    predicted: float
 
 
 class DynamicResourceManager:
@@ -52,9 +61,13 @@ class DynamicResourceManager:
         """The decisions that changed the mapping, the start first."""
         self._number = 0
         self._history: deque[Measurement] = deque(maxlen=REMEMBERED)
+        self._costs = Costs(self.damping.history)
+        self._changed: str | None = None
+        self._look_from = 0
+        self._finding = ""
         self._in_flight: deque[Mapping] = deque([mapping], maxlen=self.damping.lag + 1)
         self._act_from = 0
-        self._moved: tuple[Mapping, float, float] | None = None
+        self._moved: _Moved | None = None
         self._blocked: dict[tuple[str, str], int] = {}
         self._trial: _Trial | None = None
         self._next_trial = 4 * (self.damping.lag + self.damping.window)
@@ -88,7 +101,7 @@ class DynamicResourceManager:
                 f"times of {len(times.train_cpu)} CPU trainers and {len(times.train_accelerator)} accelerators, but "
                 f"the mapping has {mapping.cpu_trainers} and {len(mapping.seeds) - mapping.cpu_trainers}"
             )
-        if times.seeds is not None:
+        if times.seeds is not None and times.seeds != mapping.seeds:
             if len(times.seeds) != len(mapping.seeds):
                 raise ValueError(f"times for seeds {times.seeds}, but there are {len(mapping.seeds)} trainers")
             whole, part = mapping.total, sum(times.seeds)
@@ -96,10 +109,14 @@ class DynamicResourceManager:
                 return f"only {part} of {whole} seeds: does not count"
             seeds = tuple(max(1, round(n * whole / part)) if n else 0 for n in times.seeds)
             mapping, times = replace(mapping, seeds=seeds), times.scaled(whole / part)
-        missing = [index for index, n in enumerate(mapping.seeds) if n and not times.trainers[index]]
-        if missing:
-            return f"no time of trainer {missing[0]}, which has seeds: does not count"
-        self._history.append(Measurement(mapping, times))
+        for index, (seconds, seeds_there) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
+            if seeds_there and not seconds:
+                return f"no time of trainer {index}, which has seeds: does not count"
+        measurement = Measurement(mapping, times)
+        changed = self._costs.add(measurement, self._history)
+        self._history.append(measurement)
+        if changed is not None:
+            self._forget(changed)
         return None
 
     def _near(self) -> list[Measurement]:
@@ -109,77 +126,84 @@ class DynamicResourceManager:
         damping = self.damping
         if self._trial is not None:
             return self._judge(self._trial)
-        near = self._near()
-        jumped = has_jumped(near)
-        if jumped is not None:
-            self._forget(jumped[1])
-            near = self._near()
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more for the last change to show")
-        if len(near) < damping.window:
-            return self._hold(f"{len(near)} of {damping.window} measurements of this mapping")
-        now = estimate(self.mapping, near[-damping.history :], self._history)
+        if self._number < self._look_from:
+            return self._hold(self._finding)
+        measured = self._costs.fewest(self.mapping)
+        if measured < damping.window:
+            return self._hold(f"{measured} of {damping.window} measurements of this mapping")
+        now = self._estimate()
         undone = self._undo(now)
         if undone is not None:
             return undone
-        remedy = find_remedy(now.times.stages())
+        remedy = find_remedy(now.stages)
         cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(now.bottleneck)}"
-        if jumped is not None:
-            cause = f"{jumped[0]} runs at another speed; {cause}"
+        if self._changed is not None:
+            cause = f"{self._changed} runs at another speed; {cause}"
+            self._changed = None
         for action, means in remedies(now, remedy, self._may_move):
             decision = self._attempt(now, action, means, cause)
             if decision is not None:
                 if action == "balance_thread":
-                    self._moved = self.mapping, now.bottleneck, now.under(decision.mapping).bottleneck
+                    slowest = now.under(decision.mapping).stages()[remedy.bottleneck]
+                    self._moved = _Moved(self.mapping, remedy.bottleneck, now.bottleneck, slowest)
                 return decision
-        return self._try_out(now, remedy) or self._hold(
-            f"{cause}; nothing would shorten it by {self._threshold(now):.1%}"
-        )
+        decision = self._try_out(now, remedy)
+        if decision is not None:
+            return decision
+        self._finding = f"{cause}; nothing would shorten it by {self._threshold(now):.1%}"
+        self._look_from = self._number + min(max(measured // LOOK, 1), LOOK)
+        return self._hold(self._finding)
 
-    def _attempt(self, now: Estimate, action: str, means: Callable[[float], Mapping], cause: str) -> Decision | None:
+    def _estimate(self) -> Estimate:
+        return self._costs.estimate(self.mapping, self._history[-1].times)
+
+    def _attempt(self, now: Estimate, action: str, means: Callable[[], Mapping], cause: str) -> Decision | None:
         """Return the decision to do it, or None if it gains too little."""
-        target = means(1.0)
-        gained = gain(now, target)
-        if action == "balance_work" and now.mapping.cpu_seeds and now.mapping.accelerator_seeds:
-            alone, together = accelerators_alone(now), balance_work(now)
-            if self._pointless(now, together, alone):
-                self._hybrid = together
+        target = means()
+        if action == "balance_work" and now.mapping.cpu_seeds and now.mapping.accelerator_seeds and self._is_settled():
+            alone = accelerators_alone(now)
+            if self._pointless(now, target, alone):
+                self._hybrid = target
                 self._put_off()
                 text = f"{cause}; the CPU trainers do not help: {self._predicted(now, alone)}"
                 return Decision(alone, text, "take_out", self._number, True)
-        if gained <= self._threshold(now):
+        if target == now.mapping or gain(now, target) <= self._threshold(now):
             return None
-        mapping = target if gained > _FAR_OFF else means(0.5)
-        if mapping == now.mapping:
-            return None
-        text = f"{cause}; {self._predicted(now, mapping)}"
-        return Decision(mapping, text, action, self._number, True)
+        return Decision(target, f"{cause}; {self._predicted(now, target)}", action, self._number, True)
 
     def _pointless(self, now: Estimate, hybrid: Mapping, alone: Mapping) -> bool:
         """Whether accelerators alone would train as fast as together with the CPU, and all be faster than now."""
         together, single = now.under(hybrid).propagation, now.under(alone).propagation
         return single <= together * (1 + self.damping.worth) and gain(now, alone) > self._threshold(now)
 
+    def _is_settled(self) -> bool:
+        """Whether enough is measured to take the CPU trainers out, which are not missed soon if that was wrong."""
+        return self._costs.fewest(self.mapping) >= SETTLED * self.damping.window
+
     def _threshold(self, now: Estimate) -> float:
-        return max(self.damping.dead_band, 1.5 * now.error)
+        return max(self.damping.dead_band, SURE * now.error)
 
     @staticmethod
     def _predicted(now: Estimate, mapping: Mapping) -> str:
         return f"{difference(now.mapping, mapping)}, predicted {milliseconds(now.under(mapping).bottleneck)}"
 
     def _undo(self, now: Estimate) -> Decision | None:
-        """Move threads back if the slowest stage became slower, and no more of them if they brought little."""
+        """Move threads back if they brought less than half of what was predicted, and no more of them that way."""
         moved, self._moved = self._moved, None
-        if moved is None or moved[0].seeds != self.mapping.seeds:
+        if moved is None or moved.back.seeds != self.mapping.seeds:
             return None
-        back, before, predicted = moved
-        if predicted < before * (1 - self._threshold(now)) and now.bottleneck > (before + predicted) / 2:
-            self._blocked[moved_threads(back, self.mapping)] = self._number + self.damping.patience
-        if now.bottleneck <= before * (1 + self._threshold(now)):
+        seconds = now.stages.get(moved.stage, 0.0)
+        slower = now.bottleneck > moved.before * (1 + self._threshold(now))
+        if not slower and seconds <= (moved.before + moved.predicted) / 2:
             return None
-        text = f"the slowest stage takes {milliseconds(now.bottleneck)}, before {milliseconds(before)}"
-        text = f"{text}: {difference(self.mapping, back)}"
-        return Decision(back, text, "undo", self._number, True)
+        self._blocked[moved_threads(moved.back, self.mapping)] = self._number + self.damping.patience
+        text = f"{STAGE_NAMES[moved.stage]} takes {milliseconds(seconds)}, before {milliseconds(moved.before)}"
+        if slower:
+            text = f"{text}, and the slowest stage {milliseconds(now.bottleneck)}"
+        text = f"{text}: {difference(self.mapping, moved.back)}"
+        return Decision(moved.back, text, "undo", self._number, True)
 
     def _may_move(self, source: Stage, to: Stage) -> bool:
         return self._number >= self._blocked.get((source, to), 0)
@@ -193,19 +217,20 @@ class DynamicResourceManager:
         mapping = self.mapping
         if self._number < self._next_trial or not mapping.cpu_trainers or not mapping.accelerator_seeds:
             return None
-        seconds = now.times.iteration or now.bottleneck
+        iteration, error = self._iteration(self._near()[-self._costs.fewest(mapping) :])
+        seconds = iteration or now.bottleneck
         if not mapping.cpu_seeds:
             if remedy.bottleneck != "accelerator" or not self._hybrid.cpu_seeds:
                 return None
-            self._trial = _Trial(True, mapping, seconds)
+            self._trial = _Trial(True, mapping, seconds, error)
             text = f"the CPU trainers on probation, against {milliseconds(seconds)} without them"
             text = f"{text}: {difference(mapping, self._hybrid)}"
             return Decision(self._hybrid, text, "bring_back", self._number, True)
         alone = accelerators_alone(now)
         lost = now.under(alone).bottleneck / now.bottleneck - 1
-        if now.times.iteration is None or lost >= self.damping.doubtful:
+        if iteration is None or lost >= self.damping.doubtful:
             return None
-        self._trial = _Trial(False, mapping, seconds)
+        self._trial = _Trial(False, mapping, seconds, error)
         self._hybrid = mapping
         text = (
             f"a trial without the CPU trainers, against {milliseconds(seconds)} with them: {difference(mapping, alone)}"
@@ -218,13 +243,17 @@ class DynamicResourceManager:
         near = self._near()[-since:] if since > 0 else []
         if len(near) < self.damping.trial:
             return self._hold(f"trial: {len(near)} of {self.damping.trial} measurements")
-        now = estimate(self.mapping, near)
-        seconds = median(measurement.times.iteration or measurement.times.bottleneck for measurement in near)
+        now = self._estimate()
+        iteration, error = self._iteration(near)
+        seconds = iteration or now.bottleneck
+        unclear = abs(seconds - trial.seconds) < 2 * sqrt(error * error + trial.error * trial.error)
+        if unclear and len(near) < min(LONGER * self.damping.trial, REMEMBERED):
+            return self._hold(f"trial: {len(near)} measurements do not tell {milliseconds(seconds)} from before")
         self._trial = None
         if trial.hybrid:  # its split may be out of date: what counts is what the best one promises
             seconds += min(0.0, now.under(balance_work(now)).bottleneck - now.bottleneck)
         with_cpu, without = (seconds, trial.seconds) if trial.hybrid else (trial.seconds, seconds)
-        helps = with_cpu < without * (1 - self.damping.worth)
+        helps = trial.back.cpu_seeds > 0 if unclear else with_cpu < without * (1 - self.damping.worth)
         text = f"{milliseconds(with_cpu)} with the CPU trainers, {milliseconds(without)} without"
         if helps == trial.hybrid:
             self._patience = self.damping.patience
@@ -234,11 +263,19 @@ class DynamicResourceManager:
         action = "bring_back" if helps else "take_out"
         return Decision(trial.back, f"{text}: {difference(self.mapping, trial.back)}", action, self._number, True)
 
-    def _forget(self, keep: int) -> None:
-        """Begin anew after a speed has changed: keep the last few measurements only."""
-        recent = list(self._history)[-keep:]
-        self._history.clear()
-        self._history.extend(recent)
+    @staticmethod
+    def _iteration(measurements: list[Measurement]) -> tuple[float | None, float]:
+        """Return the median time of an iteration, and its standard error by the median deviation from it."""
+        known = [measured.times.iteration for measured in measurements if measured.times.iteration is not None]
+        if not known:
+            return None, 0.0
+        middle = median(known)
+        return middle, 1.2533 * 1.4826 * median(abs(seconds - middle) for seconds in known) / sqrt(len(known))
+
+    def _forget(self, changed: str) -> None:
+        """Begin anew after a speed has changed."""
+        self._changed = changed
+        self._look_from = 0
         self._blocked.clear()
         self._moved = None
         self._patience = self.damping.patience
@@ -256,11 +293,15 @@ class DynamicResourceManager:
             "in_flight": [mapping.to_dict() for mapping in self._in_flight],
             "history": [[entry.mapping.to_dict(), entry.times.to_dict()] for entry in self._history],
             "log": [decision.to_json() for decision in self.log],
+            "costs": self._costs.state(),
+            "changed": self._changed,
             "number": self._number,
             "act_from": self._act_from,
+            "look_from": self._look_from,
+            "finding": self._finding,
             "next_trial": self._next_trial,
             "patience": self._patience,
-            "moved": None if self._moved is None else [self._moved[0].to_dict(), *self._moved[1:]],
+            "moved": None if self._moved is None else {**vars(self._moved), "back": self._moved.back.to_dict()},
             "blocked": [[*pair, until] for pair, until in self._blocked.items()],
             "trial": None if self._trial is None else {**vars(self._trial), "back": self._trial.back.to_dict()},
         }
@@ -281,10 +322,12 @@ class DynamicResourceManager:
         self._history.clear()
         for entry, times in state["history"]:
             self._history.append(Measurement(Mapping.from_dict(entry), IterationTimes.from_dict(times)))
+        self._costs.load_state(state["costs"])
         self.log = read_decisions(state["log"])
+        self._changed, self._finding, self._look_from = state["changed"], state["finding"], state["look_from"]
         self._number, self._act_from = state["number"], state["act_from"]
         self._next_trial, self._patience = state["next_trial"], state["patience"]
         moved, trial = state["moved"], state["trial"]
-        self._moved = None if moved is None else (Mapping.from_dict(moved[0]), *moved[1:])
+        self._moved = None if moved is None else _Moved(**{**moved, "back": Mapping.from_dict(moved["back"])})
         self._blocked = {(source, to): until for source, to, until in state["blocked"]}
         self._trial = None if trial is None else _Trial(**{**trial, "back": Mapping.from_dict(trial["back"])})

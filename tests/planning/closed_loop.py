@@ -23,6 +23,10 @@ class Node:
     drag: float = 1.0
     """What the CPU trainers multiply the time of an iteration by when they have seeds."""
     noise: float = 0.0
+    outliers: float = 0.0
+    """How often a trainer's measured time is four times the real one."""
+    warm_up: int = 0
+    """How many of the first iterations take six times as long in the trainers."""
     known: bool = True
     timed: bool = False
     source: random.Random = field(default_factory=lambda: random.Random(0))
@@ -56,12 +60,19 @@ class Node:
         def noisy(seconds):
             return None if seconds is None else seconds * max(0.05, self.source.gauss(1, self.noise))
 
+        def disturbed(seconds):
+            if seconds is None:
+                return None
+            factor = 4.0 if self.outliers and self.source.random() < self.outliers else 1.0
+            return noisy(seconds) * factor * (6.0 if self.warm_up >= 0 else 1.0)
+
         ideal = self.ideal(mapping)
+        self.warm_up -= 1
         return IterationTimes(
             noisy(ideal.sample_cpu),
             noisy(ideal.load),
-            tuple(map(noisy, ideal.train_cpu)),
-            tuple(map(noisy, ideal.train_accelerator)),
+            tuple(map(disturbed, ideal.train_cpu)),
+            tuple(map(disturbed, ideal.train_accelerator)),
             noisy(ideal.transfer),
             noisy(ideal.sample_accelerator),
             seeds=mapping.seeds if self.known else None,
