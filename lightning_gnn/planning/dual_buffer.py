@@ -115,12 +115,14 @@ class DualBuffer:
         self.gpu_buffer: deque[tuple[int, Route]] = deque()
         """Mini-batches in device memory, or on their way there."""
         self._in_flight: set[int] = set()
+        self._cpu_workers = cpu_workers
         self._room = cpu_buffer_size + cpu_workers - 1
         self._flushing: deque[int] = deque()  # what this flush brings to the device
         self._train_now = False
         self._for_gpu: deque[int] = deque()
         self._for_cpu: deque[int] = deque()
         self._shares: deque[tuple[deque[int], deque[int]]] = deque()  # of the overlaps to come
+        self._seen = 0  # so many of the CPU's share of this overlap have been found in host memory
         if not deterministic:
             self._for_gpu = self._for_cpu = deque(n for n in range(first, num_batches) if n not in done)
             return  # both take from the same
@@ -146,28 +148,36 @@ class DualBuffer:
         self._in_flight.remove(number)
         self.cpu_buffer.append(number)
 
+    @property
+    def cpu_blocked(self) -> bool:
+        """Whether the CPU could go on, if only its buffer had room."""
+        return self._left_for_cpu() and not self._has_room()
+
     # -- the training thread's side
 
     def next(self) -> Step:
         """Decide the next step; it counts as taken, unless it is to wait."""
+        if not self.gpu_buffer_size:
+            return self._pipe()
         if self._train_now or (self.phase == "flushing" and self.gpu_buffer and not self._flushing):
             return self._train()
         if self._flushing:
             return self._transfer(self._flushing.popleft())
-        if not self.gpu_buffer_size:
-            return self._pipe()
         return self._fill_in_order() if self.deterministic else self._fill_as_ready()
 
     def _fill_in_order(self) -> Step:
         if not self._shares:
             return Step("end", phase=self.phase)
         on_gpu, on_cpu = self._shares[0]
-        full = all(number in self.cpu_buffer for number in on_cpu)
+        while self._seen < len(on_cpu) and on_cpu[self._seen] in self.cpu_buffer:
+            self._seen += 1
+        full = self._seen == len(on_cpu)
         if on_gpu:
             return self._batch(on_gpu.popleft(), "blocking" if full else "filling")
         if not full:
             return self._wait()
         self._shares.popleft()
+        self._seen = 0
         return self._flush(on_cpu)
 
     def _fill_as_ready(self) -> Step:
@@ -188,9 +198,9 @@ class DualBuffer:
         self.phase = "flushing"
         if len(self.gpu_buffer) < self.AHEAD:
             if not self.deterministic and self.cpu_buffer:
-                return self._transfer(self.cpu_buffer[0], then_train=False)
+                return self._transfer(self.cpu_buffer[0])
             if self.deterministic and self._shares and self._shares[0][1][0] in self.cpu_buffer:
-                return self._transfer(self._shares[0][1].popleft(), then_train=False)
+                return self._transfer(self._shares[0][1].popleft())
         if self.gpu_buffer:
             return self._train()
         left = self._shares if self.deterministic else self._in_flight or self._for_cpu
@@ -206,9 +216,9 @@ class DualBuffer:
         self.gpu_buffer.append((number, "gpu"))
         return Step("batch", number, "gpu", phase)
 
-    def _transfer(self, number: int, then_train: bool = True) -> Step:
+    def _transfer(self, number: int) -> Step:
         """Send one on its way while the head of the GPU's buffer is trained, whose place it takes (algorithm 4)."""
-        self._train_now = then_train
+        self._train_now = True
         self.cpu_buffer.remove(number)
         self.gpu_buffer.append((number, "cpu"))
         return Step("transfer", number, "cpu", self.phase)
@@ -223,9 +233,16 @@ class DualBuffer:
         return Step("wait", phase="blocking")
 
     def _cpu_may_claim(self) -> bool:
+        return self._left_for_cpu() and self._has_room()
+
+    def _has_room(self) -> bool:
+        return len(self.cpu_buffer) + len(self._in_flight) < self._room
+
+    def _left_for_cpu(self) -> bool:
         if not self.cpu_buffer_size or not self._for_cpu:
             return False
-        if len(self.cpu_buffer) + len(self._in_flight) >= self._room:
-            return False
-        # At the end of the epoch the GPU would be done long before a mini-batch that the CPU begins now.
-        return self.deterministic or len(self._for_cpu) * self.cpu_buffer_size >= self.gpu_buffer_size
+        # At the end of the epoch the GPU would be done before a mini-batch that the CPU begins now, for which a worker
+        # takes as long as all of them for one each, and the GPU for gbs / cbs times as many.
+        return (
+            self.deterministic or len(self._for_cpu) * self.cpu_buffer_size >= self.gpu_buffer_size * self._cpu_workers
+        )

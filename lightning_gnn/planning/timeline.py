@@ -82,20 +82,21 @@ class Timeline:
         for (resource, lane), index in [(("phases", 0), 0), *thread.items()]:
             name = resource if resource == "phases" or len(self.lanes(resource)) < 2 else f"{resource} {lane}"  # type: ignore[arg-type]
             events.append({"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": name}})
+        origin = min([self.start, *(begin for _, begin, _ in self.phases)])
         for phase, start, end in self.phases:
-            events.append(self._event(process, 0, phase, start, end, {}))
+            events.append(_event(process, 0, phase, "phase", start - origin, end - start, {}))
         for item in sorted(self.intervals, key=lambda interval: (interval.start, interval.end)):
             track = thread[item.resource, item.lane]
-            name = f"{item.stage} {item.batch}"
-            events.append(self._event(process, track, name, item.start, item.end, {"batch": item.batch}))
+            name, begin = f"{item.stage} {item.batch}", item.start - origin
+            events.append(_event(process, track, name, item.stage, begin, item.end - item.start, {"batch": item.batch}))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
-    def _event(
-        self, process: str, thread: int, name: str, start: float, end: float, more: dict[str, Any]
-    ) -> dict[str, Any]:
-        first = min([self.start, *(begin for _, begin, _ in self.phases)])
-        micros = {"ts": 1e6 * (start - first), "dur": 1e6 * (end - start)}
-        return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": name.split()[0], **micros, "args": more}
+
+def _event(
+    process: str, thread: int, name: str, category: str, start: float, duration: float, more: dict[str, Any]
+) -> dict[str, Any]:
+    micros = {"ts": 1e6 * start, "dur": 1e6 * duration}
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **micros, "args": more}
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,0 +1,200 @@
+from math import floor, nextafter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.planning import CollectivePlan, Duration, StageTimes
+from lightning_gnn.planning.dispatcher import buffer_size
+
+TIMES = StageTimes(
+    Duration(0.08, 0.004), Duration(0.002, 1e-5), Duration(0.004), Duration(0.003, 1e-300), Duration(0.005), 8
+)
+seconds = st.floats(0, 1e6)
+durations = st.builds(Duration, seconds, seconds)
+model_durations = st.builds(Duration, st.floats(1e-9, 1e3))
+stage_times = st.builds(StageTimes, *4 * [durations], model_durations, st.integers(1, 99))
+plans = st.builds(
+    CollectivePlan,
+    mode=st.sampled_from(["collective", "cpu", "gpu"]),
+    gpu_buffer_size=st.integers(1, 1000),
+    cpu_buffer_size=st.integers(1, 1000),
+    num_batches=st.integers(0, 10**9),
+    ratio=st.none() | seconds,
+    times=st.none() | stage_times,
+    epoch_s=st.dictionaries(st.sampled_from(["collective", "cpu", "gpu"]), seconds),
+    rounds=st.integers(0, 100),
+    machine=st.text(st.characters(codec="utf-8"), max_size=20),
+    configuration=st.text(st.characters(codec="ascii"), max_size=20),
+)
+
+
+@given(plans)
+def test_yaml_round_trip(plan):
+    assert CollectivePlan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_file_round_trip(tmp_path):
+    plan = CollectivePlan("collective", 10, 8, 500, 1.2, TIMES, {"collective": 2.0, "cpu": 3.0}, 4, "Größe", "c")
+    plan.save(tmp_path / "plan.yaml")
+    assert CollectivePlan.load(tmp_path / "plan.yaml") == plan
+    assert hash(plan) == hash(CollectivePlan.load(str(tmp_path / "plan.yaml")))
+
+
+def test_a_plan_by_hand_needs_three_lines():
+    plan = CollectivePlan.from_yaml("mode: collective\ngpu_buffer_size: 10\ncpu_buffer_size: 15\n")
+    assert plan == CollectivePlan("collective", 10, 15)
+    text = (
+        "mode: gpu\ngpu_buffer_size: 4\ncpu_buffer_size: 0\nratio: 1e-1\n"
+        "times: {cpu_batching: 1e-3, dma: 0, gpu_batching: {mean: 2e-3}, uva: 1, model: {mean: 1.5, spread: 1e-2}}\n"
+    )
+    plan = CollectivePlan.from_yaml(text)
+    assert plan.ratio == 0.1
+    assert plan.times == StageTimes(Duration(1e-3), Duration(0), Duration(2e-3), Duration(1), Duration(1.5, 0.01))
+
+
+def test_buffers_of_each_mode():
+    assert CollectivePlan("collective", 10, 8).buffers == (10, 8)
+    assert CollectivePlan("gpu", 10, 8).buffers == (1, 0)
+    assert CollectivePlan("cpu", 10, 3).buffers == (0, 3)
+    assert CollectivePlan("cpu", 10, 0).buffers == (0, 2)
+    assert CollectivePlan("cpu", 10, 3, times=TIMES).buffers == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "both"}, "mode must be one of collective, cpu, gpu, but is 'both'"),
+        ({"mode": None}, "mode must be one of"),
+        ({"gpu_buffer_size": 0}, "gpu_buffer_size must be a whole number of at least 1, but is 0"),
+        ({"gpu_buffer_size": 2.5}, "gpu_buffer_size must be a whole number"),
+        ({"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number"),
+        ({"cpu_buffer_size": 0}, "cpu_buffer_size must be a whole number of at least 1, but is 0"),
+        ({"mode": "gpu", "cpu_buffer_size": -1}, "cpu_buffer_size must be a whole number of at least 0, but is -1"),
+        ({"num_batches": -3}, "num_batches must be a whole number of at least 0"),
+        ({"rounds": None}, "rounds must be a whole number of at least 0, but is None"),
+        ({"ratio": -1.0}, "ratio must be a finite number of at least 0, but is -1.0"),
+        ({"ratio": float("nan")}, "ratio must be a finite number"),
+        ({"ratio": 10**400}, "ratio must be a finite number"),
+        ({"epoch_s": {"npu": 1.0}}, "epoch_s has no place for 'npu'"),
+        ({"epoch_s": {"cpu": float("inf")}}, r"epoch_s\['cpu'\] must be a finite number"),
+        ({"epoch_s": [1.0]}, "epoch_s must map"),
+        ({"times": 3}, "times must be StageTimes, but is 3"),
+        ({"machine": 3}, "machine must be text, but is 3"),
+    ],
+)
+def test_nonsense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CollectivePlan(**{"mode": "collective", "gpu_buffer_size": 10, "cpu_buffer_size": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a plan must be a mapping of .*, but is None"),
+        ("- 1\n- 2", "a plan must be a mapping"),
+        ("mode: [", "not YAML"),
+        ("!!python/object/apply:os.system ['true']", "not YAML"),
+        ("mode: gpu\ngpu_buffer_size: 1", "a plan lacks cpu_buffer_size"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, gbs: 3}", "a plan has no place for gbs"),
+        ("{mode: gpu, gpu_buffer_size: x, cpu_buffer_size: 0}", "gpu_buffer_size must be a whole number"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: much}", "ratio must be a number, but is 'much'"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: [1]}", "ratio must be a finite number"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, epoch_s: {cpu: .inf}}", "epoch_s.* finite"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, epoch_s: 3}", "epoch_s must map"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {dma: 1}}", "times lacks cpu_batching"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {tea: 1}}", "times has no place for tea"),
+        (
+            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
+            "times: {cpu_batching: 1, dma: {avg: 1}, gpu_batching: 1, uva: 1, model: 1}}",
+            "times: dma has no place for avg",
+        ),
+        (
+            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
+            "times: {cpu_batching: 1, dma: {mean: null}, gpu_batching: 1, uva: 1, model: 1}}",
+            "times: dma: mean must be a finite number of at least 0, but is None",
+        ),
+        (
+            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
+            "times: {cpu_batching: 1, dma: 1, gpu_batching: 1, uva: 1, model: 0}}",
+            "the model must take some time",
+        ),
+        (
+            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
+            "times: {cpu_batching: 1, dma: 1, gpu_batching: 1, uva: 1, model: 1, cpu_workers: 1.5}}",
+            "times: cpu_workers must be a whole number, but is 1.5",
+        ),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, text, message):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"broken.yaml holds no plan of collective batching: .*{message}"):
+        CollectivePlan.load(path)
+
+
+def test_a_binary_file_is_named_and_a_missing_one_is_missing(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(b"\xff\xfe\x00mode")
+    with pytest.raises(ValueError, match=r"broken\.yaml holds no plan"):
+        CollectivePlan.load(path)
+    with pytest.raises(FileNotFoundError):
+        CollectivePlan.load(tmp_path / "none.yaml")
+
+
+def test_prints_as_a_table():
+    epochs = {"collective": 2.0, "cpu": 3.0, "gpu": 2.5}
+    table = str(CollectivePlan("collective", 10, 8, 500, 1.2, TIMES, epochs, 4))
+    lines = [line.split() for line in table.splitlines()]
+    assert "of every 18 mini-batches the GPU prepares 10, the CPU 8 (44%)" in table
+    for expected in (
+        "cpu_batching 80 ms 4 ms",
+        "dma 2 ms 0.01 ms",
+        "cpu_batching / 8 workers 10 ms",
+        "10 8 1.2 4",
+        "this plan 2 1.00x",
+        "CPU only 3 1.50x",
+        "GPU only 2.5 1.25x",
+    ):
+        assert expected.split() in lines
+    stages = [line for line in table.splitlines() if line.endswith(" ms")]
+    assert len({len(line) for line in stages if not line.strip().startswith("cpu_batching /")}) == 1
+    assert "the CPU prepares all" in str(CollectivePlan("cpu", 10, 8))
+    assert "the GPU prepares all" in str(CollectivePlan("gpu", 10, 0))
+
+
+TABLE_6 = {
+    ("PA", "A"): (0.65, 15),
+    ("PA", "B"): (2.00, 5),
+    ("PA", "C"): (0.90, 11),
+    ("TW", "A"): (0.29, 20),
+    ("TW", "B"): (1.12, 8),
+    ("TW", "C"): (0.41, 24),
+    ("UK", "A"): (0.19, 30),
+    ("UK", "B"): (0.83, 12),
+    ("UK", "C"): (0.36, 28),
+}
+"""Initial x with two decimals, and the CPU's buffer size for gbs = 10, of the paper's table 6."""
+
+
+def test_table_6_of_the_paper():
+    """It shows the refined buffer sizes: seven of nine are those of the initial x, two were made smaller."""
+    refined = {}
+    for setting, (x, size) in TABLE_6.items():
+        smallest, largest = (buffer_size(10, x + rounding) for rounding in (0.005, -0.005))
+        if not smallest <= size <= largest:
+            refined[setting] = (floor(10 / x), size)
+    assert refined == {("TW", "A"): (34, 20), ("UK", "A"): (52, 30)}
+    shares = [CollectivePlan("collective", 10, size).cpu_share for _, size in TABLE_6.values()]
+    assert min(shares) == pytest.approx(0.33, abs=0.005)  # section 5.5: from 33% to 75%
+    assert max(shares) == 0.75
+
+
+@given(st.integers(1, 50), st.floats(1e-6, 1e6))
+def test_the_buffer_of_the_cpu_is_rounded_down(gpu_buffer_size, x):
+    size = buffer_size(gpu_buffer_size, x)
+    assert size >= 1
+    assert size == 1 or size <= gpu_buffer_size / x < size + 1
+    assert buffer_size(gpu_buffer_size, nextafter(0.0, 1.0)) == 10**9
+    with pytest.raises(ValueError, match="x must be above 0"):
+        buffer_size(gpu_buffer_size, 0.0)

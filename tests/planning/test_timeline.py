@@ -1,0 +1,71 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.planning import CollectivePlan, Duration, Interval, StageTimes, Timeline, simulate_dual_buffer
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))
+def test_busy_counts_overlapping_lanes_once(spans):
+    timeline = Timeline([Interval("CPU", "cpu_batching", 0, a, a + length, lane) for a, length, lane in spans])
+    moments = {moment for start, length, _ in spans for moment in range(start, start + length)}
+    assert timeline.busy("CPU") == len(moments)
+    assert timeline.idle("CPU") == timeline.makespan - len(moments)
+    assert timeline.busy("GPU") == 0
+    assert timeline.lanes("CPU") == sorted({lane for *_, lane in spans})
+
+
+def test_an_empty_timeline_takes_no_time():
+    timeline = Timeline()
+    assert (timeline.start, timeline.end, timeline.makespan, timeline.busy("GPU")) == (0, 0, 0, 0)
+    assert [event["ph"] for event in timeline.chrome_trace()["traceEvents"]] == ["M", "M"]
+
+
+def test_chrome_trace_of_a_simulation():
+    times = StageTimes(Duration(0.04), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 4)
+    timeline = simulate_dual_buffer(times, CollectivePlan("collective", 4, 3), 20).timeline
+    trace = json.loads(json.dumps(timeline.chrome_trace("simulated"), allow_nan=False))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert set(names.values()) == {"phases", "CPU 0", "CPU 1", "CPU 2", "CPU 3", "PCIe", "GPU"}
+    assert {event["pid"] for event in trace["traceEvents"]} == {"simulated"}
+    stages = [event for event in spans if names[event["tid"]] != "phases"]
+    assert len(stages) == len(timeline.intervals)
+    expected = sorted(
+        (i.stage, i.batch, round(1e6 * i.start), round(1e6 * (i.end - i.start))) for i in timeline.intervals
+    )
+    found = sorted((e["cat"], e["args"]["batch"], round(e["ts"]), round(e["dur"])) for e in stages)
+    assert found == expected
+    assert {e["cat"]: round(e["dur"]) for e in stages} == {
+        "cpu_batching": 40_000,
+        "dma": 2_000,
+        "gpu_batching": 4_000,
+        "uva": 3_000,
+        "model": 5_000,
+    }
+    phases = [(event["name"], event["ts"], event["dur"]) for event in spans if names[event["tid"]] == "phases"]
+    assert phases == [(name, 1e6 * start, 1e6 * (end - start)) for name, start, end in timeline.phases]
+
+
+def test_chrome_trace_begins_at_zero():
+    timeline = Timeline([Interval("GPU", "model", 3, 105.0, 106.0)], [("", 104.0, 106.0)])
+    spans = {event["tid"]: event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"}
+    assert [(event["ts"], event["dur"]) for event in spans.values()] == [(0, 2e6), (1e6, 1e6)]
+
+
+@pytest.mark.parametrize("numbers", [(-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))])
+def test_durations_are_finite_and_not_negative(numbers):
+    with pytest.raises(ValueError, match="seconds must be finite and not negative"):
+        Duration(*numbers)
+
+
+def test_stage_times_of_all_workers_and_of_the_gpu():
+    one = Duration(1.0)
+    times = StageTimes(Duration(8.0), one, Duration(2.0), Duration(3.0), one, cpu_workers=4)
+    assert (times.cpu, times.gpu) == (2.0, 5.0)
+    with pytest.raises(ValueError, match="cpu_workers must be at least 1, but is 0"):
+        StageTimes(one, one, one, one, one, 0)
+    with pytest.raises(ValueError, match="the model must take some time"):
+        StageTimes(one, one, one, one, Duration(0.0))
