@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
+from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.loader import PreparationTimes, ThreadedNodeLoader
 from lightning_gnn.batching.stages import Item, StagePipeline, Step
 from lightning_gnn.batching.transfer import Transfer, converted
@@ -33,16 +34,24 @@ class HybridBatch:
         total: Seeds of all nodes together.
         number: Position in the epoch.
         seconds: Thread-seconds that each stage has spent on it.
+        sampled_there: Seeds of the parts that accelerators have sampled; None where they do not sample.
     """
 
     def __init__(
-        self, parts: list[Any], seeds: list[int], total: int, number: int = 0, seconds: dict[str, float] | None = None
+        self,
+        parts: list[Any],
+        seeds: list[int],
+        total: int,
+        number: int = 0,
+        seconds: dict[str, float] | None = None,
+        sampled_there: int | None = None,
     ) -> None:
         self.parts = parts
         self.seeds = seeds
         self.total = total
         self.number = number
         self.seconds = seconds or {}
+        self.sampled_there = sampled_there
 
     @property
     def batch_size(self) -> int:
@@ -105,6 +114,8 @@ class _Note:
     key: int
     seeds: list[int] = field(default_factory=list)
     total: int = 0
+    places: list[int | None] | None = None
+    sampled: list[float] = field(default_factory=list)
 
 
 def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int]]:
@@ -138,6 +149,8 @@ class HybridLoader:
         first_batch: Tells how many iterations of the epoch to leave out; by default the loader's own answer.
         num_batches: Tells how many there are, for an epoch that ends early.
         on_epoch: Called with the first seeds of an epoch before it begins.
+        sampling: What samples on accelerators, for one of this package's loaders; the mini-batches do not depend on it.
+        share: Called after each ``split``; returns which share of this iteration's sampling accelerators do.
 
     Raises:
         TypeError: It is no PyG node loader.
@@ -152,6 +165,8 @@ class HybridLoader:
         first_batch: Callable[[], int] | None = None,
         num_batches: Callable[[], float] | None = None,
         on_epoch: Callable[[list[int]], None] | None = None,
+        sampling: AcceleratorSampling | None = None,
+        share: Callable[[], float] = lambda: 0.0,
     ) -> None:
         check_loader(loader)
         self.loader = loader
@@ -160,6 +175,8 @@ class HybridLoader:
         self.first_batch = getattr(loader, "first_batch", None) or first_batch
         self.num_batches = num_batches
         self.on_epoch = on_epoch
+        self.sampling = sampling
+        self.share = share
         self.times = PreparationTimes()
         self.order_state: Tensor | None = None
         """State of torch's generator from which the order of the present epoch was drawn."""
@@ -198,6 +215,9 @@ class HybridLoader:
     def stages(self) -> list[list[tuple[str, Step]]]:
         """Return the steps of each stage; one that does not exist is left out."""
         stages: list[list[tuple[str, Step]]] = [[("sample", self._sample)], [("load", self._load)]]
+        if self.sampling is not None:
+            # In front of the CPU's, which sees other iterations meanwhile: side by side in effect.
+            stages.insert(0, [("sample_accelerator", self._sample_there)])
         if any(transfer is not None for transfer in self._transfers):
             transfer: tuple[str, Step] = ("transfer", self._transfer)
             if self.settings.prefetch >= 2:
@@ -210,7 +230,8 @@ class HybridLoader:
         """Return the threads of each stage."""
         sampling, loading = self.settings.threads
         ordered = not isinstance(self.loader, ThreadedNodeLoader) and torch.are_deterministic_algorithms_enabled()
-        return [1 if ordered else sampling, loading, 1][: len(self.stages())]
+        there = [] if self.sampling is None else [len(self.sampling)]
+        return [*there, 1 if ordered else sampling, loading, 1][: len(self.stages())]
 
     def item(self, number: int, index: list[int]) -> Item:
         """Begin an iteration: share out its seeds."""
@@ -224,14 +245,29 @@ class HybridLoader:
         parts: list[Any] = [index[start:stop] or None for start, stop in ranges]
         if not any(note.seeds):
             parts[0] = index[:1]  # all went to other nodes, with which this one must stay in step; it counts nothing
+        if self.sampling is not None:
+            note.places = self.sampling.assign(note.seeds, self.share(), number)
         return Item(parts, note)
 
     def batch(self, item: Item) -> HybridBatch:
         """Finish an iteration."""
-        note = item.note
-        return HybridBatch(item.parts, note.seeds, note.total, note.number, item.seconds)
+        note, there = item.note, None
+        if self.sampling is not None:
+            there = sum(n for n, place in zip(note.seeds, note.places, strict=True) if place is not None)
+            item.seconds["sample_accelerator"] = sum(note.sampled)  # without waiting for a turn
+        return HybridBatch(item.parts, note.seeds, note.total, note.number, item.seconds, there)
 
-    def _sample(self, part: int, index: list[int], note: _Note) -> Any:
+    def _sample_there(self, part: int, index: list[int], note: _Note) -> Any:
+        place = None if note.places is None else note.places[part]
+        if self.sampling is None or place is None:
+            return index
+        out, seconds = self.sampling.sample(place, self.loader.input_data[index], note.key)
+        note.sampled.append(seconds)
+        return out
+
+    def _sample(self, part: int, index: Any, note: _Note) -> Any:
+        if note.places is not None and note.places[part] is not None:
+            return index  # accelerators have done it
         if isinstance(self.loader, ThreadedNodeLoader):
             return self.loader.sample(index, note.key)
         if self.stage_threads()[0] == 1:
@@ -290,7 +326,7 @@ class _HybridIterator:
         times.batches += 1
         times.nodes += batch.num_nodes
         times.edges += batch.num_edges
-        times.sampling_s += item.seconds.get("sample", 0.0)
+        times.sampling_s += item.seconds.get("sample", 0.0) + item.seconds.get("sample_accelerator", 0.0)
         times.features_s += item.seconds.get("load", 0.0)
         times.wait_s += time.perf_counter() - start
         return batch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,16 +31,13 @@ from lightning_gnn.planning.plan import divisors
 from lightning_gnn.strategies.batch_cache import BatchCache
 from lightning_gnn.strategies.global_logs import log_globally, log_locally
 from lightning_gnn.strategies.gradients import average_gradients
-from lightning_gnn.strategies.heartbeat import Heartbeats
+from lightning_gnn.strategies.heartbeat import Heartbeats, is_communication_error
 from lightning_gnn.strategies.precision import match_device
 from lightning_gnn.strategies.row_norms import refuse_norms_over_nodes
 from lightning_gnn.strategies.shard_batch import ShardedBatch
 
 _RUNS = itertools.count()
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
-_COMMUNICATION = re.compile(
-    r"gloo|nccl|hccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE
-)
 
 
 class AscendHybridParallelStrategy(DDPStrategy):
@@ -202,9 +198,7 @@ class AscendHybridParallelStrategy(DDPStrategy):
         if self._heartbeats is None:
             return
         text = next(iter(str(exception).splitlines()), "")
-        if not isinstance(exception, dist.DistError) and not (
-            isinstance(exception, RuntimeError) and _COMMUNICATION.search(text)
-        ):
+        if not is_communication_error(exception):
             self._heartbeats.fail(f"{type(exception).__name__}: {text}")
         elif (found := self._heartbeats.explain()) is not None:
             exception.args = (f"{found} (noticed on rank {self.global_rank}: {text})",)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.sampler import SamplerOutput
 
+from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.planning.hyscale_model import PerformanceModel
 from lightning_gnn.planning.mapping import Mapping
@@ -24,7 +26,12 @@ _ROWS, _WIDTH = 1 << 15, 128
 
 
 def first_mapping(
-    trainers: Trainers, loader: Any, module: nn.Module, total: int, threads: tuple[int, int, int]
+    trainers: Trainers,
+    loader: Any,
+    module: nn.Module,
+    total: int,
+    threads: tuple[int, int, int],
+    sampling: AcceleratorSampling | None = None,
 ) -> Mapping | None:
     """Return the mapping that the performance model finds best, None where it cannot tell.
 
@@ -34,13 +41,15 @@ def first_mapping(
         module: What is trained.
         total: Seeds of an iteration.
         threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
+        sampling: What samples on accelerators; None if nothing does.
     """
     if not trainers.num_cpu or not trainers.num_accelerators or total < 1:
         return None
     workload, sampled_per_s = describe_workload(loader, module, total)
     if workload is None:
         return None
-    model = PerformanceModel(measure_platform(trainers, sampled_per_s), workload)
+    there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
+    model = PerformanceModel(measure_platform(trainers, sampled_per_s, there), workload)
     return model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
 
 
@@ -67,11 +76,8 @@ def describe_workload(loader: Any, module: nn.Module, total: int) -> tuple[Workl
     widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
     measured, sampled_per_s = None, _SAMPLED_PER_S
     if isinstance(loader, ThreadedNodeLoader):
-        seeds = list(range(min(total, len(loader.dataset))))  # type: ignore[arg-type]
-        loader.sample(seeds, _KEY)  # compiles it
-        start = time.perf_counter()
-        out = loader.sample(seeds, _KEY)
-        sampled_per_s = max(1, out.row.numel()) / (time.perf_counter() - start)
+        seeds = _first_seeds(loader, total)
+        out, sampled_per_s = _sampled(lambda: loader.sample(seeds, _KEY))
         if out.num_sampled_nodes and out.num_sampled_edges:
             vertices = list(accumulate(out.num_sampled_nodes))[::-1]
             edges = list(accumulate(out.num_sampled_edges))[::-1]
@@ -91,12 +97,45 @@ def describe_workload(loader: Any, module: nn.Module, total: int) -> tuple[Workl
     return workload, sampled_per_s
 
 
-def measure_platform(trainers: Trainers, sampled_per_s: float) -> Platform:
+def first_share(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int) -> float:
+    """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured.
+
+    Args:
+        sampling: What samples on accelerators.
+        loader: Samples on the CPU.
+        total: Seeds of an iteration.
+        threads: Threads of Sampling on the CPU.
+    """
+    seeds = _first_seeds(loader, total)
+    there = len(sampling) * accelerator_rate(sampling, loader, total)
+    return there / (there + threads * _sampled(lambda: loader.sample(seeds, _KEY))[1])
+
+
+def accelerator_rate(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int) -> float:
+    """Return the edges that one accelerator samples per second, those of one iteration together."""
+    inputs = loader.input_data[_first_seeds(loader, total)]
+    return _sampled(lambda: sampling.sample(0, inputs, _KEY)[0])[1]
+
+
+def _first_seeds(loader: ThreadedNodeLoader, total: int) -> list[int]:
+    return list(range(min(total, len(loader.dataset))))  # type: ignore[arg-type]
+
+
+def _sampled(sample: Callable[[], SamplerOutput]) -> tuple[SamplerOutput, float]:
+    """Return a sample, and the edges per second of drawing it."""
+    sample()  # compiles it
+    start = time.perf_counter()
+    out = sample()
+    return out, max(1, out.row.numel()) / (time.perf_counter() - start)
+
+
+def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: float = 0.0) -> Platform:
     """Return the numbers of this node, by measurements of some ten milliseconds.
 
     Args:
         trainers: CPU trainers and accelerators; accelerators are taken to be equal.
         sampled_per_s: Edges that one CPU thread samples per second.
+        sampled_there: Edges that one accelerator samples per second.
     """
     cpu = torch.device("cpu")
     accelerators = trainers.devices[trainers.num_cpu :]
@@ -118,6 +157,7 @@ def measure_platform(trainers: Trainers, sampled_per_s: float) -> Platform:
         num_accelerators=len(accelerators),
         pcie_bandwidth=pcie,
         sampling=sampled_per_s,
+        accelerator_sampling=sampled_there,
         core_bandwidth=min(core, whole.memory_bandwidth),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -14,13 +15,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 _LOOK = 0.25
 """Seconds between two looks at the other ranks."""
 _GRACE = 3.0
 """Seconds that the main thread has to end by an exception of its own before the process is ended, or less where the
 timeout is short."""
+_COMMUNICATION = re.compile(
+    r"gloo|nccl|hccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Heartbeats:
         self._changed: dict[int, float] = {}
         self._round = time.monotonic()
         self._gone: dict[int, float] = {}
+        self._first: str | None = None
         self._broken = False
         self._count = 0
         self._failure: str | None = None
@@ -144,15 +149,17 @@ class Heartbeats:
         self._say()
         time.sleep(self.interval + _LOOK)
 
-    def explain(self, patience: float = 2.5) -> str | None:
+    def explain(self, patience: float = 4.0) -> str | None:
         """Say which rank is lost and how, or None if none is; the main thread now ends by an exception.
 
         Args:
-            patience: Seconds to wait for news, as an error of communication may arrive before them.
+            patience: Seconds to wait for news, as an error of communication may arrive before them. The process of
+                another machine cannot be seen: there, a few beats that do not come must do.
         """
         self._handled = True
         deadline = time.monotonic() + patience
-        while (found := self._find(self.timeout / 2)) is None and time.monotonic() < deadline:
+        silence = min(self.timeout / 2, 3 * self.interval)
+        while (found := self._first or self._find(silence)) is None and time.monotonic() < deadline:
             time.sleep(_LOOK / 2)
         # This rank ends too, but is not the one to blame. The others have time to see who was gone first.
         self._say(done=True)
@@ -212,10 +219,13 @@ class Heartbeats:
                 self._changed = dict.fromkeys(self._others, now)
             before = now
             found = self._find(self.timeout)
+            # Others may end because of the first that is lost, and are not to blame.
+            self._first = None if found is None else self._first or found
             since = None if found is None else since or now
             patient = since is None or now - since < min(_GRACE, self.timeout / 2)
             if found is not None and not patient and not self._handled:
-                self._end(f"rank {self.rank} ends, because {found}")
+                self._say(done=True)
+                self._end(f"rank {self.rank} ends, because {self._first}")
                 return
 
     def _find(self, timeout: float) -> str | None:
@@ -248,6 +258,18 @@ class Heartbeats:
     def _name(self, rank: int) -> str:
         process = self._processes.get(rank, self._mine)
         return f"rank {rank} (process {process.pid} on {process.host})"
+
+
+def is_communication_error(exception: BaseException) -> bool:
+    """Tell whether an exception says that a rank could not be reached, which is not the fault of the one that says so.
+
+    Args:
+        exception: What ended this rank's run.
+    """
+    text = next(iter(str(exception).splitlines()), "")
+    return isinstance(exception, DistError) or (
+        isinstance(exception, RuntimeError) and _COMMUNICATION.search(text) is not None
+    )
 
 
 def _end_process(message: str) -> None:

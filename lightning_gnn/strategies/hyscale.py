@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.hybrid import HybridBatch, HybridLoader, PipelineSettings
 from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.batching.transfer import TRANSFER_DTYPES, converted
@@ -28,9 +29,11 @@ from lightning_gnn.strategies.hybrid_trainers import HybridTrainers
 from lightning_gnn.strategies.node_strategy import NodeStrategy
 from lightning_gnn.strategies.node_sums import check_same_order
 from lightning_gnn.strategies.precision import match_device
+from lightning_gnn.strategies.sampling_share import begin_sampling, find_sampling, wanted_sampling
 from lightning_gnn.strategies.work_balance import WorkBalance
 from lightning_gnn.strategies.work_share import (
     Trainers,
+    check_sampling,
     check_share,
     check_shares,
     check_threads,
@@ -62,13 +65,16 @@ class HyScaleStrategy(NodeStrategy):
         drm: Balance the work while it runs (algorithm 1); or the path of a recorded log of decisions to replay. With
             ``False`` or a replay, a resumed run continues bit for bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
-        stall_timeout: Seconds after which a trainer or a stage that shows no sign of life ends the run.
+        stall_timeout: Seconds after which a trainer, a stage or a node that shows no sign of life ends the run.
         transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantised ``"int8"``; None: as they are.
         shares: Part of the seeds of every trainer, CPU trainers first; wins over ``cpu_share``.
         threads: CPU threads of sampling, feature loading and CPU trainers; by default from the loader's ``num_workers``
             and torch's number of threads.
         devices: The accelerators; by default the Trainer's. ``["cpu"]`` lets the CPU stand for one.
         decision_log: Where to record the decisions, one JSON line each, for a replay by ``drm``.
+        accelerator_sampling: Part of the sampling that accelerators do to begin with, in [0, 1], or ``"auto"``: as
+            measured, where they can (CUDA, this package's loaders). ``drm`` may change it, and what it replays wins.
+            The mini-batches do not depend on it.
         process_group_backend: Of several nodes; by default what suits the device.
         **kwargs: Of :class:`~pytorch_lightning.strategies.ParallelStrategy`.
 
@@ -91,6 +97,7 @@ class HyScaleStrategy(NodeStrategy):
         threads: Sequence[int] | None = None,
         devices: Sequence[str | torch.device] | None = None,
         decision_log: str | Path | None = None,
+        accelerator_sampling: str | float = "auto",
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -109,6 +116,7 @@ class HyScaleStrategy(NodeStrategy):
         self.threads = check_threads(threads)
         self.drm = drm
         self.decision_log = decision_log
+        self.accelerator_sampling = check_sampling(accelerator_sampling)
         self.prefetch = prefetch
         self.stall_timeout = stall_timeout
         self.transfer_dtype = transfer_dtype
@@ -119,6 +127,7 @@ class HyScaleStrategy(NodeStrategy):
         self.trainers: Trainers | None = None
         """Who trains, once it is known."""
         self._wanted = None if devices is None else [torch.device(device) for device in devices]
+        self._sampling: AcceleratorSampling | None = None
         self._engine: HybridTrainers | None = None
         self._hooked = False
         self._observed: HybridBatch | None = None
@@ -156,7 +165,7 @@ class HyScaleStrategy(NodeStrategy):
         match_device(self.precision_plugin, self.root_device)
         check_precision(self.precision_plugin, self.trainers)
         super().setup_environment()
-        self.join_nodes()
+        self.join_nodes(self.stall_timeout)
 
     @override
     def model_to_device(self) -> None:
@@ -179,8 +188,10 @@ class HyScaleStrategy(NodeStrategy):
             self.loader.close()
         self._hooked = overrides_transfer(module)
         progress = module.trainer.fit_loop.epoch_loop.batch_progress
+        wanted = wanted_sampling(self.accelerator_sampling, self.drm)
+        self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling)
         if self.balance is None:
-            self.balance = self._begin_balance(dataloader)
+            self.balance = self._begin_balance(dataloader, wanted)
         self.loader = HybridLoader(
             dataloader,
             self._split,
@@ -195,6 +206,8 @@ class HyScaleStrategy(NodeStrategy):
             first_batch=lambda: progress.current.ready,
             num_batches=lambda: module.trainer.num_training_batches,
             on_epoch=self._begin_epoch,
+            sampling=self._sampling,
+            share=self._share,
         )
         if not isinstance(dataloader, ThreadedNodeLoader):  # whose DataModule has it in its own state
             self.loader.resumed = self._restored.pop("order", None)
@@ -209,8 +222,9 @@ class HyScaleStrategy(NodeStrategy):
         sampled_on = torch.device(getattr(dataloader.node_sampler, "device", None) or "cpu")
         return destinations if sampled_on.type == "cpu" else list(self.trainers.devices)
 
-    def _begin_balance(self, dataloader: Any) -> WorkBalance:
+    def _begin_balance(self, dataloader: Any, wanted: str | float) -> WorkBalance:
         assert self.trainers is not None
+        sampling, modelled = self._sampling, None
         size = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
         start, stop = self.node_slice(size or 0)
         drm = self.drm
@@ -222,13 +236,17 @@ class HyScaleStrategy(NodeStrategy):
         weights = self.shares
         if weights is None and self.cpu_share == "auto":
             assert self.lightning_module is not None
-            first = first_mapping(self.trainers, dataloader, self.lightning_module, stop - start, threads)
+            first = first_mapping(self.trainers, dataloader, self.lightning_module, stop - start, threads, sampling)
             if first is not None:
+                modelled = first.accelerator_sampling
                 weights, threads = list(first.shares), self.threads or first.threads
         if weights is None:
             weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
-        lag = 2 * (self.prefetch + 1)
-        balance = WorkBalance(self.trainers, weights, threads, stop - start, drm, self._resize, self.decision_log, lag)
+        there = begin_sampling(wanted, sampling, dataloader, stop - start, threads[0], modelled)
+        lag = 2 * (self.prefetch + 1) + (0 if sampling is None or not self.prefetch else 1 + len(sampling))
+        balance = WorkBalance(
+            self.trainers, weights, threads, stop - start, drm, self._resize, self.decision_log, lag, there
+        )
         states = self._restored.pop("balance", None)
         if states is not None and self.global_rank < len(states):
             balance.load_state_dict(states[self.global_rank])
@@ -246,6 +264,10 @@ class HyScaleStrategy(NodeStrategy):
         assert self.balance is not None
         start, stop = self.node_slice(num_seeds)
         return [(start + first, start + last) for first, last in self.balance.split(stop - start)]
+
+    def _share(self) -> float:
+        """Return the share of an iteration's sampling that accelerators do, after its seeds were cut."""
+        return 0.0 if self.balance is None else self.balance.accelerator_sampling
 
     def _begin_epoch(self, seeds: list[int]) -> None:
         assert self.balance is not None
@@ -336,11 +358,13 @@ class HyScaleStrategy(NodeStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # first of all, the other nodes hear of it
         self._stop()
 
     @override
     def teardown(self) -> None:
         self._stop()
+        self._sampling = None
         super().teardown()
 
     def _close_engine(self) -> list[str]:

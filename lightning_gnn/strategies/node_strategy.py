@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +22,16 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.strategies.heartbeat import Heartbeats, is_communication_error
+
+_RUNS = itertools.count()
+
 
 class NodeStrategy(ParallelStrategy, ABC):
     """A strategy with one process per node, which all train on the same order of seeds.
+
+    The loss of a node ends the others, with a message that names it: at once if its process dies or fails, after a
+    timeout if it stops. One that is only slow is waited for.
 
     Args:
         process_group_backend: Of several nodes; by default what suits the device.
@@ -36,6 +44,8 @@ class NodeStrategy(ParallelStrategy, ABC):
         """Whether gradients are summed over the nodes; not while they are accumulated."""
         self._backend = process_group_backend
         self._num_nodes = 1
+        self._heartbeats: Heartbeats | None = None
+        self._failed = False
 
     @property
     def sets_up_training(self) -> bool:
@@ -78,8 +88,11 @@ class NodeStrategy(ParallelStrategy, ABC):
             for module in (rank_zero, fabric_rank_zero):
                 module.rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def join_nodes(self) -> None:
-        """Connect the nodes.
+    def join_nodes(self, timeout: float) -> None:
+        """Connect the nodes, and watch from now on whether they are alive.
+
+        Args:
+            timeout: Seconds without a sign of life after which a node counts as lost.
 
         Raises:
             ValueError: Another number of processes was started.
@@ -93,6 +106,15 @@ class NodeStrategy(ParallelStrategy, ABC):
         if self._num_nodes > 1:
             backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
             _init_dist_connection(self.cluster_environment, backend)
+            self._watch_nodes(timeout)
+
+    def _watch_nodes(self, timeout: float) -> None:
+        if self._heartbeats is None:
+            self.barrier()  # between two runs a node may be late; nobody is missed before all have begun
+            # Of each run its own: what was said in the last one may still be there.
+            store = dist.PrefixStore(f"nodes {next(_RUNS)}", dist.distributed_c10d._get_default_store())
+            self._heartbeats = Heartbeats(store, self.global_rank, self._num_nodes, timeout)
+            self._heartbeats.start()
 
     def node_slice(self, num_seeds: int) -> tuple[int, int]:
         """Return this node's equal part of an iteration's seeds: the first, and the one after the last."""
@@ -101,7 +123,8 @@ class NodeStrategy(ParallelStrategy, ABC):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._num_nodes > 1 and dist.is_initialized():
+        lost = self._heartbeats is not None and self._heartbeats.lost
+        if self._num_nodes > 1 and dist.is_initialized() and not lost:
             dist.barrier()
 
     @override
@@ -135,3 +158,26 @@ class NodeStrategy(ParallelStrategy, ABC):
         if self._num_nodes > 1:
             dist.all_gather_object(values, value)
         return values
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say in the message which node was lost; or tell the other nodes that it is this one."""
+        self._failed = True
+        if self._heartbeats is None:
+            return
+        text = next(iter(str(exception).splitlines()), "")
+        if not is_communication_error(exception):
+            self._heartbeats.fail(f"{type(exception).__name__}: {text}")
+        elif (found := self._heartbeats.explain()) is not None:
+            exception.args = (f"{found} (noticed on rank {self.global_rank}: {text})",)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the other nodes when all are through."""
+        if self._heartbeats is not None:
+            if not self._failed:
+                self.barrier("teardown")  # none is missed by one that is still at work
+            self._heartbeats.stop()
+            self._heartbeats = None
+        self._failed = False
+        super().teardown()

@@ -17,6 +17,9 @@ from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.resources import DynamicResourceManager
 from lightning_gnn.strategies.work_share import Trainers
 
+_LEAST_SHARE = 0.01
+"""Of the sampling, on either side, while it may move."""
+
 
 class WorkBalance:
     """Shares out the seeds and threads of one node, and changes that as its manager decides.
@@ -30,6 +33,7 @@ class WorkBalance:
         apply: Called with the threads whenever they change.
         record: Where to write the decisions, one JSON line each, for a replay.
         lag: Iterations under way in the pipeline.
+        sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
 
     Raises:
         ValueError: The recorded decisions are for other trainers or another batch size.
@@ -46,10 +50,13 @@ class WorkBalance:
         apply: Callable[[tuple[int, int, int]], None],
         record: str | Path | None = None,
         lag: int = 2,
+        sampling: float = 0.0,
     ) -> None:
         self.trainers = trainers
         self.weights = list(weights)
         self.threads = threads
+        self.accelerator_sampling = sampling
+        """Share of the sampling that accelerators do in the iteration that was split last."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
         self.manager: DynamicResourceManager | ReplayedDecisions | None = None
@@ -58,11 +65,15 @@ class WorkBalance:
         self._issued: deque[Mapping | None] = deque()
         self._resumed: deque[Mapping | None] = deque()
         self._mark: float | None = None
-        if drm is False or (drm is True and len(trainers.devices) == 1 and max(threads) == 1):
+        # What the manager takes a measurement to be of: the mapping of so many observations ago.
+        self._shares: deque[float] = deque([sampling], maxlen=max(lag, 1) + 1)
+        if drm is False or (drm is True and len(trainers.devices) == 1 and max(threads) == 1 and not sampling):
             return  # nothing to decide, or nobody who may
         if drm is True:
             seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
-            begin = Mapping(seeds, trainers.num_cpu, threads)
+            if sampling:  # both kinds of sampling must be seen for work to move from one to the other
+                sampling = min(max(sampling, _LEAST_SHARE), 1 - _LEAST_SHARE)
+            begin = Mapping(seeds, trainers.num_cpu, threads, sampling)
             self.manager = DynamicResourceManager(begin, damping=Damping(lag=max(lag, 1)))
         else:
             self.manager = ReplayedDecisions(read_decisions(Path(drm).read_text().splitlines()))
@@ -73,6 +84,7 @@ class WorkBalance:
                     f"{drm} was recorded with {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, "
                     f"but here are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
                 )
+        self._shares[0] = begin.accelerator_sampling
         self._tell(self.manager.log[0])
         self._use(begin)
 
@@ -85,6 +97,8 @@ class WorkBalance:
         """Cut the seeds of the next iteration."""
         mapping = self._resumed.popleft() if self._resumed else self.mapping
         self._issued.append(mapping)
+        if mapping is not None:
+            self.accelerator_sampling = mapping.accelerator_sampling
         return split_seeds(num_seeds, self.weights if mapping is None else mapping.seeds)
 
     def restart(self) -> None:
@@ -115,6 +129,7 @@ class WorkBalance:
             if decision.changed:
                 self._tell(decision)
                 self._use(decision.mapping)
+            self._shares.append(decision.mapping.accelerator_sampling)
         self.history.append((times, decision))
         return decision
 
@@ -122,8 +137,10 @@ class WorkBalance:
         """Return the stage times of an iteration."""
         stages, cpu = batch.seconds, self.trainers.num_cpu
         by_trainer = [value if part is not None else None for value, part in zip(seconds, batch.parts, strict=True)]
+        sample_cpu, sample_accelerator = self._sampling_times(batch)
         return IterationTimes(
-            sample_cpu=stages["sample"] / self.threads[0] if "sample" in stages else None,
+            sample_cpu=sample_cpu,
+            sample_accelerator=sample_accelerator,
             load=stages["load"] / self.threads[1] if "load" in stages else None,
             train_cpu=tuple(by_trainer[:cpu]),
             train_accelerator=tuple(by_trainer[cpu:]),
@@ -132,12 +149,27 @@ class WorkBalance:
             iteration=iteration,
         )
 
+    def _sampling_times(self, batch: HybridBatch) -> tuple[float | None, float | None]:
+        """Return the times of Sampling on the CPU and on accelerators; None for one that had nothing to do.
+
+        Parts are sampled as a whole, so that an iteration's shares are not those of the mapping: the times are scaled
+        to what they are in the long run.
+        """
+        stages, there = batch.seconds, batch.sampled_there
+        cpu = stages["sample"] / self.threads[0] if "sample" in stages else None
+        if there is None:
+            return cpu, None
+        share, whole = self._shares[0], batch.batch_size
+        accelerator = stages["sample_accelerator"] / max(1, self.trainers.num_accelerators)
+        on_cpu = None if cpu is None or there == whole else cpu * (1 - share) * whole / (whole - there)
+        return on_cpu, accelerator * share * whole / there if there else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to share out the same way."""
         if self.manager is None:
             return {}
         issued = [None if mapping is None else mapping.to_dict() for mapping in self._issued]
-        return {"manager": self.manager.state_dict(), "issued": issued}
+        return {"manager": self.manager.state_dict(), "issued": issued, "shares": list(self._shares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: what was under way comes first, as it was shared out then."""
@@ -154,6 +186,8 @@ class WorkBalance:
         if self._record is not None:
             self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
         self._resumed.extend(None if mapping is None else Mapping.from_dict(mapping) for mapping in state["issued"])
+        self._shares.clear()
+        self._shares.extend(state.get("shares", [self.manager.mapping.accelerator_sampling]))
         self._use(self.manager.mapping)
 
     def _use(self, mapping: Mapping) -> None:

@@ -99,6 +99,19 @@ def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None
     return checked
 
 
+def check_sampling(share: str | float) -> str | float:
+    """Return the share of the sampling that accelerators do.
+
+    Raises:
+        ValueError: Neither ``"auto"`` nor in [0, 1].
+    """
+    if share == "auto":
+        return share
+    if isinstance(share, str) or not 0.0 <= share <= 1.0:
+        raise ValueError(f"accelerator_sampling is 'auto' or a share of the sampling, in [0, 1], but is {share!r}")
+    return float(share)
+
+
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

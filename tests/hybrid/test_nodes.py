@@ -1,16 +1,24 @@
 """Two nodes, each with several trainers, are one: gradients, weights, logs, evaluation, resume."""
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.sampling import enable_pyg_sampling
+from lightning_gnn.strategies.heartbeat import Process
 from tests.hybrid.models import CLASSES, Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
 from tests.hybrid.test_resume import SaveAt
 from tests.parallel.launch import observe, run
+from tests.parallel.test_faults import Signal, until
 
 
 class Logging(Module):
@@ -185,4 +193,84 @@ def that_fails(rank):
 def test_a_node_that_fails_ends_the_others():
     found = observe(that_fails, 2, limit=60)
     assert "node 1 is broken" in found.errors[1]
-    assert found.errors[0]
+    assert "rank 1 (process" in found.errors[0]
+    assert "failed: ValueError: node 1 is broken" in found.errors[0]
+
+
+class SaysWhenItTrains(pl.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 2:
+            Path(os.environ["RANK_FOLDER"], f"{trainer.global_rank}.trains").touch()
+
+
+def that_train_for_ever(rank, num_nodes, timeout, can_be_seen=True):
+    os.dup2(os.open(Path(os.environ["RANK_FOLDER"], f"{rank}.stderr"), os.O_CREAT | os.O_WRONLY), 2)
+    if not can_be_seen:  # as a process of another machine
+        Process.state = lambda self, seen_from: "unknown"
+    callbacks = [SaysWhenItTrains()]
+    fit(Module(), hybrid(stall_timeout=timeout), num_nodes=num_nodes, max_epochs=-1, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the signs of life are
+def test_a_node_that_is_killed_ends_the_others(lost):
+    sent = Signal(lost, signal.SIGKILL)
+    found = observe(that_train_for_ever, 3, 3, 60.0, during=sent, lost=[lost], limit=90)
+    for rank in {0, 1, 2} - {lost}:
+        assert found.ended[rank] - sent.sent < 30.0  # not after the minute of the timeout
+        assert f"rank {lost} (process {sent.pid} on " in found.errors[rank]
+        assert "died" in found.errors[rank]
+
+
+def test_a_node_that_is_killed_on_another_machine_is_named_by_its_silence():
+    sent = Signal(1, signal.SIGKILL)
+    found = observe(that_train_for_ever, 2, 2, 60.0, False, during=sent, lost=[1], limit=90)
+    assert found.ended[0] - sent.sent < 30.0
+    assert f"rank 1 (process {sent.pid} on " in found.errors[0]
+    assert "its machine cannot be reached" in found.errors[0]
+
+
+@pytest.mark.parametrize("lost", [2, 0])
+def test_a_node_that_is_stopped_ends_the_others(lost):
+    """Gloo waits on, for half an hour: their processes are ended, and say why."""
+    sent, said, rest = Signal(lost, signal.SIGSTOP), {}, {0, 1, 2} - {lost}
+
+    def during(processes, folder):
+        sent(processes, folder)
+        until(lambda: not any(processes[rank].is_alive() for rank in rest), 40.0)
+        said.update({rank: (folder / f"{rank}.stderr").read_text() for rank in rest})
+
+    found = observe(that_train_for_ever, 3, 3, 4.0, during=during, lost=[lost], limit=60)
+    for rank in rest:
+        assert found.exit_codes[rank] == 1
+        assert f"rank {rank} ends, because rank {lost} (process {sent.pid} on " in said[rank]
+        assert "is stopped" in said[rank]
+
+
+class Slow(pl.Callback):
+    """Node 1 takes longer than the timeout for the first step, a validation, and between two runs."""
+
+    def __init__(self, rank, seconds):
+        self.seconds = seconds if rank == 1 else 0.0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        time.sleep(self.seconds if trainer.global_step == 0 else 0.0)
+
+    def on_validation_start(self, trainer, module):
+        time.sleep(self.seconds)
+
+
+def that_is_slow(rank, timeout):
+    slow, module = Slow(rank, 1.6 * timeout), Module()
+    steps, fitted = fit(module, hybrid(stall_timeout=timeout), num_nodes=2, max_epochs=1, callbacks=[slow])
+    time.sleep(slow.seconds)
+    fitted.test(module, datamodule=data_module(), verbose=False)
+    return [parameter.detach().numpy() for parameter in module.parameters()], len(steps.gradients)
+
+
+def test_a_node_that_is_only_slow_is_waited_for():
+    module = Module()
+    steps, _ = fit(module, max_epochs=1)
+    for weights, num_steps in run(that_is_slow, 2, 2.0, limit=90):
+        assert num_steps == len(steps.gradients)
+        for found, expected in zip(weights, module.parameters(), strict=True):
+            np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-9, atol=1e-13)
