@@ -22,6 +22,8 @@ def test_the_notebook_runs_and_learns():
     printed = "".join(output.get("text", "") for output in outputs)
     accuracy = float(re.search(r"test accuracy (\d\.\d+)", printed).group(1))
     assert accuracy > 0.75
+    assert "trainers: 0 (CPU)" in printed
+    assert float(re.search(r"validation accuracy (\d\.\d+)", printed).group(1)) > 0.5
     values = [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
     assert "True" in values
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -61,3 +63,15 @@ def test_the_whole_graph_is_learned():
     done = run("full_graph.py", "--num-nodes", "5000", "--epochs", "20")
     assert float(re.search(r"test accuracy (\d\.\d+)", done.stdout).group(1)) > 0.8
     assert "1 workers = 1 groups x 1 members" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_cpu_and_what_stands_for_an_accelerator_share_the_work():
+    done = run("hybrid.py", "--num-nodes", "20000", "--epochs", "3", "--batch-size", "128", "--cpu-share", "0.4")
+    assert float(re.search(r"test accuracy (\d\.\d+)", done.stdout).group(1)) > 0.5
+    assert "0: start: start with seeds cpu" in done.stdout
+    epochs = re.findall(r"epoch \d: shares (.*), \S+ ms per iteration, (\S+) MTEPS", done.stdout)
+    assert len(epochs) == 3
+    for shares, mteps in epochs:
+        assert 99 <= sum(int(share) for share in re.findall(r"(\d+)%", shares)) <= 101
+        assert float(mteps) > 0
