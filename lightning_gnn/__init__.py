@@ -2,6 +2,7 @@
 
 from lightning_gnn.accelerators import NPUAccelerator
 from lightning_gnn.datamodules import (
+    CollectiveDataModule,
     FullGraphDataModule,
     LinkDataModule,
     NeighborDataModule,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AscendHybridParallelStrategy",
     "CSCGraph",
+    "CollectiveDataModule",
     "CompressedGraph",
     "FeatureTable",
     "FullGraphDataModule",

@@ -1,0 +1,154 @@
+"""The device's part of collective batching: where Route 1 prepares mini-batches, and those of Route 0 arrive."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.batching.host_ring import HostRing, HostSlot
+from lightning_gnn.batching.loader import PreparationTimes, ThreadedNodeLoader
+from lightning_gnn.batching.moments import Clock
+from lightning_gnn.batching.profile import Recorder
+from lightning_gnn.batching.transfer import _works
+from lightning_gnn.ops import batch_key
+
+Task = tuple[int, int, list[int]]
+"""Epoch, number of the mini-batch, positions of its seeds."""
+
+
+@dataclass
+class HostBatch:
+    """A mini-batch that a CPU worker has prepared.
+
+    Args:
+        batch: In host memory.
+        cost: What it took.
+        slot: The memory that it lies in; None if it is its own.
+    """
+
+    batch: Data
+    cost: PreparationTimes
+    slot: HostSlot | None = None
+
+
+@dataclass
+class DeviceBatch:
+    """A mini-batch that is on the device, or on its way.
+
+    Args:
+        batch: Where it is trained.
+        cost: What it took.
+        arrival: Event after which it has come; None where nothing is to be waited for.
+    """
+
+    batch: Data
+    cost: PreparationTimes
+    arrival: Any = None
+
+
+class DeviceRoutes:
+    """Prepares mini-batches on the device, and brings over those of the CPU, on a stream of their own.
+
+    A transfer waits for the device's reads of host memory that have been queued, and the next such reads wait for it:
+    both use the same bus (constraint 2). Nothing waits on the host. All calls come from the training thread.
+
+    Args:
+        device: Where mini-batches are trained.
+        route: Prepares them there, in the caller's thread; None where only the CPU does.
+        ring: Memory in which those of the CPU lie; None if they need not move.
+    """
+
+    def __init__(self, device: torch.device, route: ThreadedNodeLoader | None, ring: HostRing | None) -> None:
+        self.device = device
+        self.route = route
+        self.ring = ring
+        self.recorder = Recorder(Clock(device))
+        self._stream: Any = None
+        if device.type != "cpu" and _works(lambda: torch.Stream(device).record_event().synchronize()):
+            self._stream = torch.Stream(device)
+        self._last_read: Any = None
+        self._last_transfer: Any = None
+
+    def prepare(self, task: Task) -> DeviceBatch:
+        """Route 1: sample and gather a mini-batch on the device."""
+        if self.route is None:
+            raise RuntimeError("there is no device that prepares mini-batches")
+        if self._last_transfer is not None:
+            self._current().wait_event(self._last_transfer)
+            self._last_transfer = None
+        route, clock = self.route, self.recorder.clock
+        epoch, number, index = task
+        key = batch_key(route.seed, route.rank, route.loader_id, epoch, number)
+        host, measures = Clock(torch.device("cpu")), self.recorder.active
+        start, begun = (clock.now() if measures else None), host.now()
+        out = route.sample(index, key)
+        middle, sampled = (clock.now() if measures else None), host.now()
+        batch = route.filter_fn(out)
+        if measures:
+            self.recorder.add("GPU", "gpu_batching", number, start, middle)
+            self.recorder.add("GPU", "uva", number, middle, clock.now())
+        if self._stream is not None:
+            self._last_read = self._current().record_event()
+        cost = PreparationTimes(1, out.node.numel(), out.row.numel(), sampled - begun, host.now() - sampled)
+        return DeviceBatch(batch, cost)
+
+    def transfer(self, number: int, source: HostBatch) -> DeviceBatch:
+        """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
+        slot, ring = source.slot, self.ring
+        if slot is None or ring is None:
+            batch = source.batch if self.device.type == "cpu" else source.batch.to(self.device)
+            return DeviceBatch(batch, source.cost)
+        # A batch of PyG changes in place, and this one is still needed if the device has no room.
+        batch = copy.copy(source.batch)
+        if self._stream is None:
+            start = self._moment()
+            batch = self._moved(batch, slot, non_blocking=False)
+            self._record(number, start, self._moment())
+            ring.give_back(slot)
+            return DeviceBatch(batch, source.cost)
+        if self._last_read is not None:
+            self._stream.wait_event(self._last_read)
+            self._last_read = None
+        with self._stream:
+            start = self._moment(self._stream)
+            batch = self._moved(batch, slot, non_blocking=True)
+            self._record(number, start, self._moment(self._stream))
+            arrival = self._stream.record_event()
+        self._last_transfer = arrival
+        ring.give_back(slot, arrival)
+        return DeviceBatch(batch, source.cost, arrival)
+
+    def arrive(self, entry: DeviceBatch) -> Data:
+        """Return a mini-batch for use on the current stream."""
+        if entry.arrival is None:
+            return entry.batch
+        consumer = self._current()
+        consumer.wait_event(entry.arrival)
+        # Its memory belongs to the other stream.
+        return entry.batch.apply(lambda tensor: _used_on(tensor, consumer))
+
+    def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
+        if self.device.type == "cpu":
+            return batch.apply(lambda tensor: tensor.clone() if slot.owns(tensor) else tensor)
+        return batch.apply(lambda tensor: tensor.to(self.device, non_blocking=non_blocking))
+
+    def _current(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def _moment(self, stream: Any = None) -> Any:
+        return self.recorder.clock.now(stream) if self.recorder.active else None
+
+    def _record(self, number: int, start: Any, end: Any) -> None:
+        if start is not None and end is not None:
+            self.recorder.add("PCIe", "dma", number, start, end)
+
+
+def _used_on(tensor: Tensor, stream: Any) -> Tensor:
+    if not tensor.is_cpu:
+        tensor.record_stream(stream)
+    return tensor

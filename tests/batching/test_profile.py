@@ -1,0 +1,128 @@
+import time
+
+import pytest
+import torch
+
+from lightning_gnn.batching.moments import Clock, has_come, seconds_between
+from lightning_gnn.batching.profile import STAGES, Profiler, Recorder
+from lightning_gnn.planning.timeline import Timeline
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Later:
+    """A moment that a device reaches when it is told to."""
+
+    def __init__(self, seconds):
+        self.at = seconds
+        self.come = False
+
+    def query(self):
+        return self.come
+
+    def elapsed_time(self, other):
+        assert self.come
+        assert other.come
+        return 1e3 * (other.at - self.at)
+
+
+def filled(count, **profiler):
+    found = Profiler(**profiler)
+    for stage in STAGES:
+        for _ in range(count):
+            found.add(stage, 0.0, 1.0)
+    return found
+
+
+def test_means_and_spreads_are_those_of_what_was_measured():
+    profiler = Profiler(4, cpu_workers=3, warm_up=0)
+    for place, stage in enumerate(STAGES):
+        for seconds in [9.0] * 3 * (stage == "cpu_batching") + [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]:
+            profiler.add(stage, 5.0, 5.0 + seconds + place)
+    times = profiler.stage_times()
+    assert times.cpu_workers == 3
+    for place, stage in enumerate(STAGES):
+        duration = getattr(times, stage)
+        assert duration.mean == pytest.approx(10 / 6 + place)
+        assert duration.spread == pytest.approx((2 / 9) ** 0.5)
+
+
+def test_warming_up_and_what_else_happened_do_not_count():
+    profiler = Profiler(5, warm_up=2)
+    for seconds in (50.0, 20.0, 1.0, 1.1, 0.9, 30.0, 1.2):  # compiling, then a validation
+        profiler.add("model", 0.0, seconds)
+    assert profiler.seconds("model") == pytest.approx([1.0, 1.1, 0.9, 1.2])
+    profiler.add("dma", 0.0, 7.0)
+    assert profiler.seconds("dma") == [7.0]  # of few at most half is left out
+    assert profiler.seconds("uva") == []
+
+
+def test_when_to_plan():
+    assert not filled(7, num_measurements=5).enough()
+    assert filled(8, num_measurements=5).enough()
+    late = filled(6, num_measurements=20)
+    late.epochs = 1
+    assert not late.enough()
+    late.epochs = 2
+    assert late.enough()
+    assert not late.exhausted()
+    late.epochs = 3
+    assert late.exhausted()
+    partial = Profiler()
+    partial.add("model", 0.0, 1.0)
+    assert partial.stage_times() is None
+
+
+def test_what_a_device_has_not_reached_is_not_waited_for():
+    profiler = Profiler(1, warm_up=0)
+    moments = [Later(1.0), Later(3.0)]
+    profiler.add("uva", *moments)
+    assert profiler.seconds("uva") == []
+    moments[0].come = moments[1].come = True
+    assert profiler.seconds("uva") == [2.0]
+
+
+def test_a_model_that_takes_no_time_can_be_planned_for():
+    profiler = Profiler(1, warm_up=0)
+    for stage in STAGES:
+        profiler.add(stage, 1.0, 1.0)
+    assert profiler.stage_times().model.mean > 0
+
+
+def test_the_recorder_tells_who_wants_to_know():
+    recorder = Recorder(Clock(torch.device("cpu")))
+    assert not recorder.active
+    recorder.begin_model(0)
+    recorder.end_model()
+    recorder.phase("filling", 0.0, 1.0)
+    recorder.profiler, recorder.timeline = Profiler(warm_up=0), Timeline()
+    recorder.begin()
+    recorder.add("PCIe", "dma", 4, 1.0, 3.0, lane=2)
+    recorder.begin_model(4)
+    recorder.end_model()
+    recorder.end_model()
+    recorder.phase("flushing", 1.0, 2.0)
+    assert recorder.timeline.intervals == []
+    recorder.write()
+    assert [(i.resource, i.stage, i.batch, i.lane) for i in recorder.timeline.intervals] == [
+        ("PCIe", "dma", 4, 2),
+        ("GPU", "model", 4, 0),
+    ]
+    assert recorder.timeline.phases == [("flushing", 1.0, 2.0)]
+    assert recorder.profiler.seconds("dma") == [2.0]
+
+
+def test_the_clock_of_the_cpu_is_the_hosts():
+    clock = Clock(torch.device("cpu"))
+    before = time.perf_counter()
+    start, end = clock.now(), clock.now()
+    assert before <= start <= end <= time.perf_counter()
+    assert has_come(start)
+    assert seconds_between(start, end) == end - start
+    clock.anchor()
+    assert clock.host_seconds(start) == start
+
+
+def test_too_few_measurements_are_named():
+    with pytest.raises(ValueError, match="profile_batches must be at least 1, but is 0"):
+        Profiler(0)

@@ -1,0 +1,77 @@
+"""A clock that jumps to the next event once every thread sleeps or waits: schedules of threads, exactly and at once."""
+
+import heapq
+import threading
+
+
+class VirtualTime:
+    """Threads sleep by it.
+
+    Args:
+        num_threads: That run at the beginning, the test's own included.
+    """
+
+    def __init__(self, num_threads):
+        self.now = 0.0
+        self._running = num_threads
+        self._lock = threading.Lock()
+        self._sleepers = []
+
+    def sleep(self, seconds):
+        woken = threading.Event()
+        with self._lock:
+            heapq.heappush(self._sleepers, (self.now + seconds, id(woken), woken))
+            self._running -= 1
+            self._advance()
+        assert woken.wait(30), "all threads wait for one another"
+
+    def stop_running(self):
+        with self._lock:
+            self._running -= 1
+            self._advance()
+
+    def run(self, num_threads):
+        with self._lock:
+            self._running += num_threads
+
+    def _advance(self):
+        if self._running == 0 and self._sleepers:
+            self.now, _, woken = heapq.heappop(self._sleepers)
+            self._running += 1
+            woken.set()
+
+    def condition(self):
+        """Return a condition whose waiters do not keep the clock from going on."""
+        return _Condition(self)
+
+    def threading(self):
+        """Return what stands in for the module."""
+
+        class Thread(threading.Thread):
+            def run(thread):
+                super().run()
+                self.stop_running()
+
+        class Module:
+            Condition = staticmethod(self.condition)
+            current_thread = staticmethod(threading.current_thread)
+
+        Module.Thread = Thread
+        return Module
+
+
+class _Condition(threading.Condition):
+    def __init__(self, time):
+        super().__init__()
+        self.time = time
+        self.waiters = 0
+
+    def wait(self, timeout=None):
+        self.waiters += 1
+        self.time.stop_running()
+        return super().wait(timeout)
+
+    def notify_all(self):
+        self.time.run(self.waiters)  # those who are woken run from now on
+        self.waiters = 0
+        super().notify_all()
