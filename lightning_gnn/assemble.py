@@ -26,12 +26,14 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         FileNotFoundError: There is no checkpoint at ``ckpt_path``.
         RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+        ValueError: An unknown mode or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
     if missing := OmegaConf.missing_keys(cfg):
         raise ValueError("; ".join(f"{key} is missing; give {key}=VALUE" for key in sorted(missing)))
+    if cfg.task.name not in TASKS:
+        raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
     if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
@@ -104,6 +106,14 @@ def build_link_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule
     for key in ("edge_label", "edge_label_index"):
         del train[key]  # the loader attaches those of each batch
     return datamodule, _module(cfg, data, cfg.model.hidden_channels)
+
+
+TASKS = {"node": build_node_task, "link": build_link_task}
+
+
+def build_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Build what ``task.name`` asks for."""
+    return TASKS[cfg.task.name](cfg, data)
 
 
 def build_trainer(cfg: DictConfig) -> pl.Trainer:

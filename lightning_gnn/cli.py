@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -10,7 +9,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +23,13 @@ from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
-from rich.console import Console
 
-from lightning_gnn import doctor
-from lightning_gnn.assemble import build_data, build_link_task, build_node_task, build_trainer, check_config
+from lightning_gnn import doctor, plan_command
+from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
+from lightning_gnn.console import be_quiet, console, describe, say
 from lightning_gnn.errors import UserError, explained
 from lightning_gnn.report import collect_metrics, print_table, save_figure, write_metrics
-
-TASKS = {"node": build_node_task, "link": build_link_task}
 
 
 def main() -> None:
@@ -41,9 +37,12 @@ def main() -> None:
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
     try:
-        _hydra_main()
+        if sys.argv[1:2] == ["plan"]:
+            plan_command.main()
+        else:
+            _hydra_main()
     except KeyboardInterrupt:
-        _say("Interrupted before training began.", "yellow")
+        say("Interrupted before training began.", "yellow")
         sys.exit(128 + signal.SIGINT)
 
 
@@ -54,7 +53,7 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        _say(f"error: {error}", "red")
+        say(f"error: {error}", "red")
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             raise SystemExit(2) from None
         return _failed(cfg, str(error))
@@ -80,24 +79,22 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         SystemExit: The run was interrupted.
     """
     start = time.perf_counter()
-    _be_quiet()
+    be_quiet()
     if cfg.torch_threads is not None and cfg.torch_threads > 0:
         torch.set_num_threads(cfg.torch_threads)
     with explained():
         check_config(cfg)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
-        if cfg.task.name not in TASKS:
-            raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
         data = build_data(cfg)
-        datamodule, module = TASKS[cfg.task.name](cfg, data)
+        datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
-    title = _describe(cfg, module)
+    title = describe(cfg, module)
     if trainer.is_global_zero:
-        _console().print(
+        console().print(
             title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False
         )
         if (summary := getattr(datamodule, "summary", None)) is not None:
-            _console().print(summary, highlight=False, soft_wrap=True)
+            console().print(summary, highlight=False, soft_wrap=True)
 
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
     with _interruptible(trainer), explained(only_ours=True):
@@ -124,8 +121,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         if curves is not None and curves.epochs:
             save_figure(metrics, curves.epochs, cfg.task.metric, title, Path(cfg.output_dir) / "report.png")
         if cfg.mode != "predict":
-            print_table(metrics, title, _console())
-        _console().print(
+            print_table(metrics, title, console())
+        console().print(
             f"{metrics['total_time_s']:.0f} s in all; files in {cfg.output_dir}", soft_wrap=True, highlight=False
         )
     return metrics
@@ -168,7 +165,7 @@ def _predict(
     rows = [batch.float().cpu() for batch in batches or []]  # type: ignore[union-attr]
     logits = rows[0] if len(rows) == 1 else torch.cat(rows)  # outputs in a file need not come into memory
     np.save(Path(directory) / "predictions.npy", logits.numpy())
-    _console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
+    console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
 
 
@@ -185,10 +182,10 @@ def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
         if trainer.is_global_zero:
             checkpoint = saved or _latest_checkpoint(trainer)
             if checkpoint is None:
-                _say("Interrupted; there is no checkpoint to resume from.", "yellow")
+                say("Interrupted; there is no checkpoint to resume from.", "yellow")
             else:
                 found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
-                _say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
+                say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
         raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
 
 
@@ -217,45 +214,5 @@ def _failed(cfg: DictConfig, message: str) -> float:
     return float("nan")
 
 
-def _describe(cfg: DictConfig, module: pl.LightningModule) -> str:
-    graph = cfg.data.get("name") or (
-        HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None
-    )
-    fanouts = cfg.datamodule.get("num_neighbors")
-    batches = "full graph" if fanouts is None else f"fanouts {list(fanouts)}, batch {cfg.datamodule.get('batch_size')}"
-    if cfg.datamodule.get("inference") is not None:
-        batches += ", full inference"
-    depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
-    return f"{depth}{type(module.model).__name__} on {graph or 'data'} · {batches}"
-
-
 def _callback(trainer: pl.Trainer, kind: type) -> Any:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-def _say(message: str, style: str) -> None:
-    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(
-        message, style=style, markup=False, highlight=False, soft_wrap=True
-    )
-
-
-def _be_quiet() -> None:
-    """Silence what a user cannot act on."""
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (
-        ".*isinstance\\(treespec, LeafSpec\\).*",
-        ".*does not have many workers.*",
-        ".*smaller than the logging interval.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*Experiment logs directory .* exists.*",
-        ".*your dataloader is not resumable.*",
-        ".*The dirpath has changed from.*",
-        ".*sync_dist=True.*",
-        ".*could not find the monitored key in the returned metrics.*",  # resumed behind the validation of an epoch
-    ):
-        warnings.filterwarnings("ignore", message)

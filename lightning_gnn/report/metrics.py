@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_gnn.callbacks import EpochThroughput
+
+class MeasuredEpoch(Protocol):
+    """An epoch as :class:`~lightning_gnn.callbacks.Throughput` measures it, which this package does not depend on."""
+
+    @property
+    def epoch_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def sampled_edges_per_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def mteps(self) -> float: ...  # noqa: D102
 
 
 def collect_metrics(
-    scores: dict[str, float], throughput: EpochThroughput | None, num_epochs: int, **more: Any
+    scores: dict[str, float], throughput: MeasuredEpoch | None, num_epochs: int, **more: Any
 ) -> dict[str, Any]:
     """Put together what metrics.json holds.
 

@@ -1,0 +1,232 @@
+"""What each stage of each mini-batch did when, in one epoch of a real run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities import CombinedLoader
+
+from lightning_gnn.batching.moments import Clock, Moment
+from lightning_gnn.planning.collective_plan import CollectivePlan
+from lightning_gnn.planning.decisions import Decision
+from lightning_gnn.planning.mapping import IterationTimes
+from lightning_gnn.planning.simulate import simulate_dual_buffer
+from lightning_gnn.planning.timeline import Interval, Resource, Timeline
+from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_timeline, save_trace
+from lightning_gnn.strategies.hyscale import HyScaleStrategy
+
+
+class StageTimeline(pl.Callback):
+    """Records one epoch as a timeline: ``<path>.json`` for https://ui.perfetto.dev, and ``<path>.png``.
+
+    The collective loader tells every stage; where it has a plan, the plan's predicted timeline is laid beside the
+    measured one. Of other loaders it shows when the training thread waited and when the model was trained. Under
+    ``hyscale`` the trace also holds the stage times of each iteration as curves, and every decision of its resource
+    manager as an event with its explanation; those that change something are recorded during the whole run.
+
+    In a run with several processes the first one records. Nothing of it goes into checkpoints.
+
+    Args:
+        path: Of the two files, without their endings; the folder is made.
+        max_batches: Mini-batches after which recording ends; None: the whole epoch.
+        epoch: Which epoch, counted from 0: by default the second, for in the first things are compiled and measured. A
+            run that has fewer records its last one, a resumed run the first that begins.
+
+    Raises:
+        ValueError: ``max_batches`` or ``epoch`` is out of range.
+    """
+
+    def __init__(self, path: str | Path = "timeline", max_batches: int | None = 200, epoch: int = 1) -> None:
+        if max_batches is not None and max_batches < 1:
+            raise ValueError(f"max_batches must be at least 1 or None, but is {max_batches}")
+        if epoch < 0:
+            raise ValueError(f"epoch counts from 0, but is {epoch}")
+        self.path = Path(path)
+        self.max_batches = max_batches
+        self.epoch = epoch
+        self.timelines: dict[str, Timeline] = {}
+        """``"measured"`` and, where there is a plan, ``"predicted"``, once the epoch has ended."""
+        self.decisions: list[Mark] = []
+        """Of the resource manager, in seconds of ``time.perf_counter()``."""
+        self.counters: list[Counter] = []
+        """Stage times of each recorded iteration under ``hyscale``, in milliseconds."""
+        self._timeline: Timeline | None = None
+        self._clock: Clock | None = None
+        self._title = ""
+        self._moments: list[tuple[int, Moment, Moment]] = []
+        self._mark = 0.0
+        self._start: Moment = None
+        self._last: tuple[IterationTimes, Decision | None] | None = None
+        self._written = 0
+
+    # -- hooks
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget what another run has left."""
+        self.timelines, self.decisions, self.counters, self._moments = {}, [], [], []
+        self._timeline, self._last, self._written = None, None, 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what a resource manager begins with, and begin in a run that is resumed in mid-epoch."""
+        balance = _balance(trainer)
+        if balance is not None and balance.manager is not None:
+            self._decided(balance.manager.log[-1], time.perf_counter())
+        self._begin(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin, if this is the epoch."""
+        self._begin(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave a validation in mid-epoch out of the waiting."""
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note that a mini-batch has come."""
+        if self._timeline is not None and self._clock is not None:
+            self._timeline.intervals.append(Interval("CPU", "wait", batch_idx, self._mark, time.perf_counter()))
+            self._start = self._clock.now()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note that it has been trained, and what has been decided."""
+        end = None if self._timeline is None or self._clock is None else self._clock.now()
+        self._mark = now = time.perf_counter()
+        self._observe(trainer, now)
+        if end is None or self._start is None:
+            return
+        self._moments.append((batch_idx, self._start, end))
+        self._start = None
+        if self.max_batches is not None and len(self._moments) >= self.max_batches:
+            self._finish(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finish, and write the files."""
+        if self._timeline is not None and self._moments:
+            self._finish(trainer)
+        if self.timelines and not self._written:
+            self._write()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write them again if there were decisions since."""
+        if self.timelines and self._written < len(self.decisions):
+            self._write()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Forget an epoch that did not end."""
+        self._timeline = None
+        for loader in _loaders(trainer):
+            loader.timeline = None
+
+    # -- recording
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        self._mark = time.perf_counter()
+        last = (trainer.max_epochs or 0) - 1 if (trainer.max_epochs or -1) > 0 else self.epoch
+        begun = trainer.current_epoch >= min(self.epoch, last)
+        if not trainer.is_global_zero or self.timelines or self._moments or not begun:
+            return
+        self._timeline = Timeline()
+        self._clock = Clock(trainer.strategy.root_device)
+        self._clock.anchor()
+        self._title = f"{type(trainer.datamodule).__name__}, epoch {trainer.current_epoch}"  # type: ignore[attr-defined]
+        for loader in _loaders(trainer):
+            loader.timeline = Timeline()
+        self._mark = time.perf_counter()
+
+    def _observe(self, trainer: pl.Trainer, now: float) -> None:
+        """Take what hybrid training has measured and decided since the last mini-batch."""
+        balance = _balance(trainer)
+        if balance is None or not balance.history or balance.history[-1] is self._last:
+            return
+        self._last = balance.history[-1]
+        times, decision = self._last
+        if self._timeline is not None:
+            self.counters += _curves(times, balance.threads, now)
+        if decision is not None and (decision.changed or self._timeline is not None):
+            self._decided(decision, now)
+
+    def _decided(self, decision: Decision, now: float) -> None:
+        weight = "decision" if decision.changed else "note"
+        values = {"observation": decision.observation, "mapping": str(decision.mapping)}
+        self.decisions.append(Mark(decision.action, now, decision.explanation, weight, values))
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        timeline, clock = self._timeline, self._clock
+        self._timeline = None
+        assert timeline is not None
+        assert clock is not None
+        resource: Resource = "CPU" if clock.device.type == "cpu" else "GPU"
+        for number, start, end in self._moments:
+            seconds = clock.host_seconds(start), clock.host_seconds(end)
+            timeline.intervals.append(Interval(resource, "model", number, *seconds))
+        loaders = _loaders(trainer)
+        told = [loader.timeline for loader in loaders]
+        for loader in loaders:
+            loader.timeline = None
+        if told and told[0] is not None and told[0].intervals:
+            timeline = _with_bus(told[0])  # tells the model itself
+        most = self.max_batches if self.max_batches is not None else len(timeline.intervals)
+        predicted = _predicted(loaders[0], int(trainer.num_training_batches)) if loaders else None
+        if predicted is not None:
+            self.timelines["predicted"] = first_batches(predicted, most)
+        self.timelines["measured"] = first_batches(timeline, most)
+
+    def _write(self) -> None:
+        self._written = len(self.decisions)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save_trace(self.timelines, f"{self.path}.json", self.decisions, self.counters)
+        save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
+
+
+def _loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the training loaders that record a timeline."""
+    if trainer.train_dataloader is None:
+        return []
+    found: Iterable[Any] = CombinedLoader(trainer.train_dataloader).flattened
+    return [loader for loader in found if hasattr(type(loader), "timeline")]
+
+
+def _with_bus(timeline: Timeline) -> Timeline:
+    """Let the GPU's batching occupy PCIe too, as predicted timelines do: it reads host memory."""
+    on_bus = {(item.stage, item.batch) for item in timeline.intervals if item.resource == "PCIe"}
+    found = [item for item in timeline.intervals if item.resource == "GPU" and item.stage in ("gpu_batching", "uva")]
+    more = [replace(item, resource="PCIe") for item in found if (item.stage, item.batch) not in on_bus]
+    return Timeline([*timeline.intervals, *more], timeline.phases)
+
+
+def _balance(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.balance if isinstance(trainer.strategy, HyScaleStrategy) else None
+
+
+def _predicted(loader: Any, num_batches: int) -> Timeline | None:
+    """Return the timeline of an epoch as a loader's plan predicts it."""
+    plan = getattr(loader, "plan", None)
+    if not isinstance(plan, CollectivePlan) or plan.times is None:
+        return None
+    return simulate_dual_buffer(plan.times, plan, num_batches, deterministic=loader.deterministic).timeline
+
+
+def _curves(times: IterationTimes, threads: tuple[int, int, int], now: float) -> list[Counter]:
+    """Return what an iteration of hybrid training took, its seeds and its threads."""
+    stages = {"sampling": times.sample_cpu, "sampling there": times.sample_accelerator}
+    stages |= {"feature loading": times.load, "transfer": times.transfer}
+    stages |= {f"CPU trainer {i}": seconds for i, seconds in enumerate(times.train_cpu)}
+    stages |= {f"accelerator {i}": seconds for i, seconds in enumerate(times.train_accelerator)}
+    found = [
+        Counter("stages, ms", now, {name: 1e3 * seconds for name, seconds in stages.items() if seconds is not None})
+    ]
+    if times.seeds is not None:
+        found.append(Counter("seeds", now, {f"trainer {i}": float(n) for i, n in enumerate(times.seeds)}))
+    found.append(
+        Counter("threads", now, dict(zip(("sampling", "loading", "training"), map(float, threads), strict=True)))
+    )
+    return found

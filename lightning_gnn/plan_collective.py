@@ -1,0 +1,167 @@
+"""``lgnn plan datamodule=collective``: profile the first mini-batches of a training that is thrown away, and plan."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities import CombinedLoader
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_gnn.batching.collective import CollectiveLoader
+from lightning_gnn.batching.profile import STAGES
+from lightning_gnn.datamodules.collective import CollectiveDataModule
+from lightning_gnn.planning.collective_plan import CollectivePlan
+from lightning_gnn.planning.simulate import simulate_dual_buffer
+from lightning_gnn.planning.timeline import Timeline
+from lightning_gnn.report.timeline import save_timeline, save_trace
+
+
+@dataclass(frozen=True)
+class CollectiveForecast:
+    """A plan, and what it predicts.
+
+    Args:
+        plan: As measured, or as given with ``datamodule.plan``.
+        timeline: Of an epoch; None where the plan does not know what the stages take.
+    """
+
+    plan: CollectivePlan
+    timeline: Timeline | None
+
+    def print(self, console: Console) -> None:
+        """Print stages, buffers and predicted epochs."""
+        console.print(str(self.plan), highlight=False, markup=False, soft_wrap=True)
+        if self.timeline is None:
+            text = "There is no predicted timeline: the plan does not know what the stages take."
+            console.print(text, highlight=False, soft_wrap=True)
+
+    def save(self, title: str, directory: str | Path) -> None:
+        """Write ``plan.yaml``, ``timeline.png`` and ``timeline.json``."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / "plan.yaml")
+        if self.timeline is not None:
+            save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
+            save_trace({"predicted": self.timeline}, folder / "timeline.json")
+
+
+def profile(
+    datamodule: CollectiveDataModule,
+    module: pl.LightningModule,
+    make_trainer: Callable[..., pl.Trainer],
+    max_batches: int,
+    progress: Progress,
+) -> CollectiveForecast:
+    """Train until the DataModule has a plan.
+
+    Plans that are kept from earlier runs do not count: it always measures, unless the DataModule was given a plan.
+
+    Args:
+        datamodule: What is to be planned.
+        module: What trains; a few of its steps are taken.
+        make_trainer: Takes arguments that replace the configured ones.
+        max_batches: Mini-batches after which measuring is given up.
+        progress: Shows how far it is.
+
+    Raises:
+        ValueError: Here only one processor prepares mini-batches, several processes train, or there is no plan in time.
+    """
+    if max_batches < 1:
+        raise ValueError(f"plan.max_batches must be at least 1, but is {max_batches}")
+    kept, datamodule.cache_plan = datamodule.cache_plan, False
+    profiling = _Profiling(datamodule, max_batches, progress)
+    trainer = make_trainer(
+        max_epochs=-1, max_steps=-1, limit_val_batches=0, num_sanity_val_steps=0, callbacks=[profiling]
+    )
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"lgnn plan profiles one process, but there are {trainer.world_size}; give trainer.devices=1 strategy=auto "
+            "(in the run itself every process makes a plan)"
+        )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        trainer.fit(module, datamodule=datamodule)
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None  # what Lightning has made a SystemExit of
+        raise
+    finally:
+        progress.stop()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        datamodule.cache_plan = kept
+    plan, timeline = datamodule.plan, None
+    assert plan is not None
+    if plan.times is not None:
+        epoch = plan.num_batches or profiling.num_batches
+        timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline
+    return CollectiveForecast(plan, timeline)
+
+
+def progress_bar(console: Console, shown: bool) -> Progress:
+    """Return a bar of measurements."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not shown)
+
+
+class _Profiling(pl.Callback):
+    """Shows how much has been measured, and ends training when there is a plan."""
+
+    def __init__(self, datamodule: CollectiveDataModule, max_batches: int, progress: Progress) -> None:
+        self.num_batches = 0
+        """Of an epoch."""
+        self._datamodule = datamodule
+        self._max_batches = max_batches
+        self._progress = progress
+        self._task = progress.add_task("measuring the stages", total=datamodule.profile_batches)
+        self._seen = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what needs no plan, and begin."""
+        self.num_batches = int(trainer.num_training_batches)
+        loader = _loader(trainer)
+        if loader.route is None:
+            raise ValueError(
+                "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "
+                "try it out with datamodule.gpu_route=cpu, which lets the CPU play the GPU's part"
+            )
+        if not loader.num_threads:
+            raise ValueError(
+                "there is nothing to plan: with datamodule.num_workers=0 only the GPU prepares mini-batches; give at "
+                "least one worker"
+            )
+        self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look whether there is a plan by now."""
+        self._seen += 1
+        if self._datamodule.plan is not None:
+            self._progress.update(self._task, completed=self._datamodule.profile_batches, description="planned")
+            trainer.should_stop = True
+            return
+        profiler = _loader(trainer).profiler
+        measured = {stage: len(profiler.seconds(stage)) for stage in STAGES}
+        last = min(measured, key=measured.__getitem__)
+        self._progress.update(self._task, completed=min(measured[last], profiler.num_measurements))
+        if self._seen >= self._max_batches:
+            raise ValueError(
+                f"no plan after {self._seen} mini-batches: {last} was measured {measured[last]} times, but "
+                f"{profiler.num_measurements} are needed; give a smaller datamodule.profile_batches, or a larger "
+                "plan.max_batches"
+            )
+
+
+def _loader(trainer: pl.Trainer) -> CollectiveLoader:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    found = next((loader for loader in loaders if isinstance(loader, CollectiveLoader)), None)
+    if found is None:
+        raise ValueError("the DataModule's training loader is no CollectiveLoader: there is nothing to plan")
+    return found

@@ -1,0 +1,164 @@
+"""Timelines of real epochs: what is recorded, beside what was predicted, and the files."""
+
+import json
+from collections import Counter as Count
+from itertools import pairwise
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn.callbacks import StageTimeline
+from lightning_gnn.datamodules import CollectiveDataModule, NeighborDataModule
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.planning.collective_plan import CollectivePlan
+from lightning_gnn.planning.decisions import Decision
+from lightning_gnn.planning.mapping import Mapping
+from lightning_gnn.planning.simulate import simulate_dual_buffer
+from lightning_gnn.planning.stage_times import Duration, StageTimes
+from lightning_gnn.planning.timeline import Interval, Timeline
+from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_timeline, save_trace
+from lightning_gnn.strategies import HyScaleStrategy
+
+pytestmark = pytest.mark.timeout(120)
+DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))
+TIMES = StageTimes(Duration(4e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), cpu_workers=1)
+
+
+def trained(datamodule, *callbacks, epochs=2, **kwargs):
+    torch.manual_seed(0)
+    module = NodeClassifier(GraphSAGE(8, 8, 2, 3), 3)
+    trainer = pl.Trainer(
+        callbacks=list(callbacks), max_epochs=epochs, logger=False, enable_progress_bar=False, accelerator="cpu",
+        enable_checkpointing=False, enable_model_summary=False, **kwargs,
+    )  # fmt: skip
+    trainer.fit(module, datamodule)
+    return trainer, module
+
+
+def neighbours(**kwargs):
+    return NeighborDataModule(DATA, num_neighbors=[4, 4], batch_size=30, seed=1, **kwargs)
+
+
+def trace(path):
+    return json.loads(path.with_suffix(".json").read_text())["traceEvents"]
+
+
+def numbers(timeline, stage):
+    return [item.batch for item in timeline.intervals if item.stage == stage]
+
+
+def test_waiting_and_training_of_any_loader(tmp_path):
+    recorded = StageTimeline(tmp_path / "deep/timeline")
+    _, with_it = trained(neighbours(num_workers=1), recorded, epochs=3)
+    timeline = recorded.timelines["measured"]
+    assert list(recorded.timelines) == ["measured"]
+    assert numbers(timeline, "wait") == numbers(timeline, "model") == [0, 1, 2, 3, 4]
+    in_order = sorted(timeline.intervals, key=lambda item: item.start)
+    assert [item.stage for item in in_order] == ["wait", "model"] * 5
+    assert all(item.resource == "CPU" for item in in_order)
+    assert all(a.end <= b.start for a, b in pairwise(in_order))
+    assert (tmp_path / "deep/timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(event["ph"] == "X" for event in trace(tmp_path / "deep/timeline")) == 10
+    _, without = trained(neighbours(num_workers=1), epochs=3)
+    assert all(torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs", "epoch", "batches"),
+    [
+        ({"epoch": 0, "max_batches": 2}, 1, 0, 2),
+        ({"epoch": 7}, 2, 1, 5),
+        ({"epoch": 1, "max_batches": None}, 1, 0, 5),
+        ({}, -1, 1, 5),
+    ],
+    ids=["some mini-batches", "the last epoch", "the only epoch", "without an end"],
+)
+def test_which_epoch_and_how_much_of_it(tmp_path, options, epochs, epoch, batches):
+    recorded = StageTimeline(tmp_path / "timeline", **options)
+    trained(neighbours(), recorded, epochs=epochs, max_steps=12)
+    assert f"epoch {epoch}" in recorded._title
+    assert len(numbers(recorded.timelines["measured"], "model")) == batches
+
+
+def test_prediction_and_measurement_of_the_collective_loader_lie_side_by_side(tmp_path):
+    plan = CollectivePlan("collective", 2, 1, times=TIMES)
+    datamodule = CollectiveDataModule(
+        DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu", plan=plan, cache_plan=False
+    )
+    recorded = StageTimeline(tmp_path / "timeline")
+    trainer, _ = trained(datamodule, recorded)
+    predicted, measured = recorded.timelines["predicted"], recorded.timelines["measured"]
+    expected = simulate_dual_buffer(TIMES, plan, 5).timeline
+    assert predicted.intervals == expected.intervals
+    assert predicted.phases == expected.phases
+    for stage in ("cpu_batching", "dma", "gpu_batching", "uva", "model"):
+        assert sorted(numbers(measured, stage)) == sorted(numbers(predicted, stage)), stage
+    occupied = [Count((i.resource, i.stage) for i in timeline.intervals) for timeline in (predicted, measured)]
+    assert occupied[0] == occupied[1]
+    assert {name for name, _, _ in measured.phases} <= {"filling", "blocking", "flushing"}
+    assert trainer.train_dataloader.timeline is None
+    events = trace(tmp_path / "timeline")
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {1: "predicted", 2: "measured"}
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+
+
+@pytest.mark.parametrize("observation", [3, 7], ids=["in the epoch", "after it"])
+def test_every_decision_of_hybrid_training_is_in_the_trace(tmp_path, observation):
+    first, second = Mapping((10, 20), 1, (1, 1, 1)), Mapping((12, 18), 1, (1, 1, 1))
+    log = [Decision(first, "as told", "start", 0, True)]
+    log.append(Decision(second, "the accelerator lags", "balance_work", observation, True))
+    (tmp_path / "log").write_text("".join(f"{decision.to_json()}\n" for decision in log))
+    recorded = StageTimeline(tmp_path / "timeline", epoch=0)
+    trained(neighbours(), recorded, strategy=HyScaleStrategy(devices=["cpu"], drm=str(tmp_path / "log")))
+    events = [event for event in trace(tmp_path / "timeline") if event["ph"] == "i"]
+    changes = [event for event in events if event["cat"] == "decision"]
+    assert [(event["name"], event["args"]["explanation"]) for event in changes if event["name"] != "start"] == [
+        ("balance_work", "the accelerator lags")
+    ]
+    assert changes[-1]["args"]["mapping"] == str(second)
+    held = [event["args"]["observation"] for event in events if event["cat"] == "note"]
+    assert held == [number for number in range(1, 6) if number != observation]
+    seeds = [event["args"] for event in trace(tmp_path / "timeline") if event["ph"] == "C" and event["name"] == "seeds"]
+    assert len(seeds) == 5
+    assert seeds[0] == {"trainer 0": 10.0, "trainer 1": 20.0}
+
+
+@pytest.mark.parametrize(("options", "message"), [({"max_batches": 0}, "max_batches"), ({"epoch": -1}, "epoch")])
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        StageTimeline(**options)
+
+
+def test_an_epoch_that_fails_is_forgotten(tmp_path):
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("on purpose")
+
+    recorded = StageTimeline(tmp_path / "timeline", epoch=0)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained(neighbours(), recorded, Fails())
+    assert not recorded.timelines
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_any_timeline(tmp_path):
+    one = Timeline([Interval("GPU", "model", n, n + 10.0, n + 10.5) for n in range(30)], [("flushing", 9.0, 40.0)])
+    other = Timeline([Interval("CPU", "own stage", 3, 0.0, 1e-3, lane) for lane in (0, 1)])
+    marks = [Mark("early", -2.0, "why"), Mark("note", 0.0, "", "note")]
+    path = save_timeline({"one": one, "other": other, "empty": Timeline()}, "title", tmp_path / "a.png", marks, 7)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    save_trace({"one": one, "other": other}, tmp_path / "a.json", marks, [Counter("c", 1.0, {"x": 2.0})])
+    events = trace(tmp_path / "a")
+    times = {event["name"]: event["ts"] for event in events if "ts" in event}
+    assert times["early"] == 0
+    assert times["flushing"] == times["own stage 3"] == times["note"] == 2e6
+    assert times["c"] == times["model 0"] == 3e6
+    assert all(isinstance(event["pid"], int) for event in events)
+    assert [item.batch for item in first_batches(one, 7).intervals] == list(range(7))
+    assert first_batches(one, 7).phases == [("flushing", 9.0, 16.5)]
+    with pytest.raises(ValueError, match="no timeline"):
+        save_timeline({}, "title", tmp_path / "b.png")

@@ -1,0 +1,257 @@
+"""``lgnn plan``: what it prints and leaves, that the two agree with the planners, and what it refuses."""
+
+import json
+import re
+import signal
+import sys
+import threading
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from lightning_gnn import cli
+from lightning_gnn.plan_collective import _Profiling
+from lightning_gnn.plan_hybrid import stages
+from lightning_gnn.planning.collective_plan import CollectivePlan
+from lightning_gnn.planning.hyscale_model import PerformanceModel
+from lightning_gnn.planning.mapping import Mapping
+from lightning_gnn.planning.simulate import simulate_dual_buffer
+from lightning_gnn.planning.workload import Platform, Processor, Workload
+from lightning_gnn.platform_numbers import NAMES, complete, given_numbers, save_numbers
+from tests.cli.command import NODE, lgnn
+
+pytestmark = pytest.mark.timeout(120)
+SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, ((1, 2e7), (8, 1e8)), core_bandwidth=1e10)
+HYBRID = "strategy=hyscale"
+COLLECTIVE = [
+    "datamodule=collective",
+    "datamodule.gpu_route=cpu",
+    "datamodule.num_workers=1",
+    "data.split=[0.8,0.1,0.1]",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def plan(directory, *overrides, base=NODE):
+    """Run in this process; return the exit code."""
+    flags = [item for item in overrides if item.startswith("-")]
+    overrides = [item for item in overrides if item not in flags]
+    directories = [f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}"]
+    argv, sys.argv = sys.argv, ["lgnn", "plan", *flags, *base, *directories, *overrides]
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    try:
+        cli.main()
+    except SystemExit as error:
+        return error.code
+    finally:
+        sys.argv = argv
+        torch.set_num_threads(threads)
+        assert signal.getsignal(signal.SIGINT) == handler
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-gnn")]
+    return 0
+
+
+def loaded(path):
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
+# -- hyscale
+
+
+def test_this_machine_is_measured_and_its_numbers_can_be_given_again(tmp_path, capfd):
+    assert plan(tmp_path / "one", HYBRID, "+trainer.strategy.devices=[cpu]") == 0
+    out, err = capfd.readouterr()
+    for text in (
+        "cpu.flops",
+        "measured",
+        "Best mapping: seeds cpu",
+        "bound by",
+        "Feature Loading",
+        "MTEPS",
+        "64 seeds",
+    ):
+        assert text in out
+    assert err == ""
+    numbers = f"plan.platform_file={tmp_path}/one/platform.yaml"
+    assert plan(tmp_path / "two", HYBRID, numbers) == 0
+    assert "measured" not in capfd.readouterr().out.split("An iteration")[0]
+    for file in ("plan.yaml", "platform.yaml"):
+        assert loaded(tmp_path / "two" / file) == loaded(tmp_path / "one" / file)
+
+
+def test_the_plan_of_another_machine_is_that_of_the_performance_model(tmp_path, capfd):
+    save_numbers(SERVER, tmp_path / "server.yaml")
+    given = ["plan.platform_file=" + str(tmp_path / "server.yaml"), "plan.platform.pcie_bandwidth=2e10"]
+    assert plan(tmp_path / "one", HYBRID, *given, "plan.nodes=[1,2]", "plan.accelerators=[1,16]") == 0
+    out = capfd.readouterr().out
+    state = loaded(tmp_path / "one/plan.yaml")
+    assert sum(state["best"]["seeds"]) == 64
+    assert len(state["best"]["seeds"]) == 5
+    assert sum(state["best"]["threads"]) == 16
+    assert state["begin"] == state["best"]
+    assert [(row["nodes"], row["accelerators"]) for row in state["scaling"]] == [(1, 1), (1, 16), (2, 1), (2, 16)]
+    assert "the network between nodes is left out" in out.lower()
+    assert "The run begins with this mapping" in out
+    assert loaded(tmp_path / "one/platform.yaml")["pcie_bandwidth"] == 2e10
+    told = ["++trainer.strategy.shares=[0.5,0.5,0,0,0]", "++trainer.strategy.threads=[1,1,1]"]
+    assert plan(tmp_path / "two", HYBRID, *given, *told, "plan.platform.accelerator_sampling=1e8") == 0
+    out = capfd.readouterr().out
+    assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled there" in out
+    assert "100 M edges/s each" in out
+
+
+def test_without_accelerators_the_cpu_has_all_seeds(tmp_path, capfd):
+    assert plan(tmp_path, HYBRID) == 0
+    assert "Scaling" not in capfd.readouterr().out
+    assert loaded(tmp_path / "plan.yaml")["best"]["seeds"] == [64]
+    assert loaded(tmp_path / "plan.yaml")["scaling"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "bound"),
+    [
+        ({"sampling": 1e3}, "Sampling, CPU", "2 threads, 2e+03 edges/s"),
+        ({"core_bandwidth": 1e4}, "Feature Loading", "1 thread, 1e+04 B/s"),
+        ({"cpu": Processor(1e12, 1e4), "core_bandwidth": 1e9}, "Feature Loading", "CPU memory, 1e+04 B/s"),
+        ({"pcie_bandwidth": 1e4}, "Data Transfer", "PCIe, 1e+04 B/s"),
+        ({"accelerator": Processor(1e6, 1e15)}, "Propagation, accelerators", "update (100%), 1 MFLOP/s"),
+        ({"accelerator": Processor(1e18, 1e6)}, "Propagation, accelerators", "aggregation (100%), memory at 1 MB/s"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_binds_a_stage(changes, stage, bound):
+    work = Workload(10_000, 100_000, 1000, 100, (5, 5), (64, 32, 8))
+    model = PerformanceModel(replace(SERVER, num_accelerators=1, **changes), work)
+    mapping = Mapping((0, 100), 1, (2, 1, 1))
+    rows = {name: (seconds, text) for name, seconds, text in stages(model, mapping)}
+    assert rows[stage][1] == bound
+    assert max(rows, key=lambda name: rows[name][0]) == stage
+    times = model.stage_times(mapping)
+    assert rows["Sampling, CPU"][0] == times.sample_cpu
+    assert rows["Data Transfer"][0] == times.transfer
+    assert rows["Propagation, accelerators"][0] == times.train_accelerator[0]
+    assert "Propagation, CPU" not in rows
+
+
+def test_numbers_of_a_platform_are_given_measured_or_configured(tmp_path):
+    path = tmp_path / "numbers.json"
+    path.write_text(json.dumps({"cpu": {"flops": 1e12}, "sampling": [[1, 10], [4, "3e1"]], "cores": 8.0}))
+    given = given_numbers(str(path), {"cores": 4, "pcie_bandwidth": None})
+    assert given == {"cpu.flops": 1e12, "sampling": ((1, 10.0), (4, 30.0)), "cores": 4}
+    platform, origins = complete(given, lambda: SERVER, num_nodes=2)
+    cpu = replace(SERVER.cpu, flops=1e12)
+    assert platform == replace(SERVER, cpu=cpu, sampling=((1, 10.0), (4, 30.0)), cores=4, num_nodes=2)
+    assert (origins["cores"], origins["pcie_bandwidth"], origins["num_nodes"]) == ("given", "measured", "configured")
+    none, _ = complete({"num_accelerators": 0}, lambda: SERVER)
+    assert (none.accelerator, none.num_accelerators, none.pcie_bandwidth) == (None, 0, inf)
+    whole = given_numbers(str(save_numbers(SERVER, tmp_path / "all.yaml")), {})
+    assert complete(whole, lambda: pytest.fail("everything is given"))[0] == SERVER
+    alone = replace(SERVER, accelerator=None, num_accelerators=0, pcie_bandwidth=inf)
+    with pytest.raises(ValueError, match=r"also give plan\.platform\.accelerator\.memory_bandwidth"):
+        complete({"accelerator.flops": 1e12}, lambda: alone)
+
+
+# -- collective
+
+
+def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cache):
+    assert plan(tmp_path, *COLLECTIVE) == 0
+    out = capfd.readouterr().out
+    made = CollectivePlan.load(tmp_path / "plan.yaml")
+    assert made.num_batches == 8
+    assert made.times.cpu_workers == 1
+    for text in ("cpu_batching", "gpu_buffer_size", "CPU only", "GPU only", "The run takes this plan"):
+        assert text in out
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    expected = simulate_dual_buffer(made.times, made, 8).timeline
+    assert sum(event["ph"] == "X" for event in events) == len(expected.intervals) + len(expected.phases)
+    assert not (cache / "plans").exists(), "a plan that was asked for is not kept unasked"
+    assert not list(tmp_path.glob("**/*.ckpt"))
+
+    # The run takes it, and so does another plan, without measuring.
+    told = [*COLLECTIVE, f"datamodule.plan={tmp_path}/plan.yaml"]
+    assert plan(tmp_path / "again", *told) == 0
+    assert CollectivePlan.load(tmp_path / "again/plan.yaml") == made
+    assert lgnn(tmp_path / "run", *told, "callbacks=timeline") == 0
+    events = json.loads((tmp_path / "run/timeline.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["predicted", "measured"]
+
+
+def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(_Profiling, "on_train_batch_end", lambda *args: signal.raise_signal(signal.SIGINT))
+    assert plan(tmp_path, *COLLECTIVE) == 130
+    assert "Interrupted; there is no plan." in capfd.readouterr().err
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "give datamodule=collective .* or strategy=hyscale"),
+        (["strategy=ddp"], "nothing to plan"),
+        ([HYBRID, "datamodule=collective"], "choose one of them"),
+        ([HYBRID, "mode=test"], "plans training"),
+        ([HYBRID, "-m"], "leave out -m"),
+        ([HYBRID, "plan.platform_file=nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        ([HYBRID, "plan.platform.cores=many"], "cores must be a whole number, but is 'many'"),
+        ([HYBRID, "+plan.platform.memory=3"], "memory is unknown; use cpu.flops"),
+        ([HYBRID, "plan.platform.num_accelerators=2"], r"also give plan\.platform\.accelerator\.flops"),
+        ([HYBRID, "plan.platform.cpu.flops=-1"], "must be positive"),
+        ([HYBRID, "trainer.strategy.cpu_trainers=0"], "nobody would train"),
+        ([HYBRID, "model.num_layers=3"], "one fanout per layer"),
+        (["datamodule=collective"], "trainer=gpu, or .*gpu_route=cpu"),
+        ([*COLLECTIVE, "datamodule.num_workers=0"], "at least one worker"),
+        ([*COLLECTIVE, "plan.max_batches=2"], "no plan after 2 mini-batches"),
+        ([*COLLECTIVE, "trainer.devices=2", "strategy=ddp"], "profiles one process"),
+        ([*COLLECTIVE, "datamodule.plan=nowhere.yaml"], "nowhere.yaml"),
+        ([*COLLECTIVE, "+trainer.no_such_argument=1"], "no_such_argument"),
+    ],
+    ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",
+)
+def test_one_line_and_exit_code_2(tmp_path, capfd, overrides, message):
+    base = [item for item in NODE if not (item.startswith("datamodule.num_workers") and overrides == [])]
+    assert plan(tmp_path, *overrides, base=base) == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, line), line
+    assert line.startswith("error: ")
+
+
+# -- help and configuration
+
+
+def test_help_names_keys_that_exist(tmp_path, capfd):
+    assert plan(tmp_path, "--help", base=[]) == 0
+    out = capfd.readouterr().out
+    assert "usage: lgnn plan datamodule=collective" in out
+    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+        cfg = compose("plan", overrides=["output_dir=out"])
+        train = compose("train", overrides=["output_dir=out"])
+    keys = re.findall(r"^ +(plan\.[a-z_.]+)=", out, re.MULTILINE)
+    assert len(keys) == 5
+    for key in keys:
+        OmegaConf.select(cfg, key, throw_on_missing=True)
+        assert key.split(".")[-1] in OmegaConf.select(cfg, key.rpartition(".")[0])
+    assert {key: cfg[key] for key in train} == train
+    names = [name for name, _ in _leaves(OmegaConf.to_container(cfg.plan.platform))]
+    assert sorted(names) == sorted(NAMES)
+
+
+def _leaves(node, prefix=""):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
