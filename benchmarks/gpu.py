@@ -2,8 +2,8 @@
 
 The contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders. Around
 bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the epoch
-Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation and full-graph epochs. Without CUDA
-there is nothing to measure.
+Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation, full-graph epochs, hybrid training and
+collective batching. Without CUDA there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -45,10 +45,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         }
         out = args.out and args.out.with_name(f"{args.out.stem}_{part}.json")
         results.append(publish(result, out))
-    from benchmarks import aggregate, full_graph, persistent
+    from benchmarks import aggregate, collective, full_graph, hyscale, persistent
 
     # They find the GPU by themselves.
-    for name, benchmark in (("persistent", persistent), ("aggregate", aggregate), ("full_graph", full_graph)):
+    others = {
+        "persistent": persistent,
+        "aggregate": aggregate,
+        "full_graph": full_graph,
+        "hyscale": hyscale,
+        "collective": collective,
+    }
+    for name, benchmark in others.items():
         out = args.out and args.out.with_name(f"{args.out.stem}_{name}.json")
         results.append(benchmark.main([*["--quick"] * args.quick, *(["--out", str(out)] if out else [])]))
     return results

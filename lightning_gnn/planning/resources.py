@@ -253,7 +253,7 @@ class DynamicResourceManager:
         if trial.hybrid:  # its split may be out of date: what counts is what the best one promises
             seconds += min(0.0, now.under(balance_work(now)).bottleneck - now.bottleneck)
         with_cpu, without = (seconds, trial.seconds) if trial.hybrid else (trial.seconds, seconds)
-        helps = trial.back.cpu_seeds > 0 if unclear else with_cpu < without * (1 - self.damping.worth)
+        helps = with_cpu < without * (1.0 if unclear else 1 - self.damping.worth)
         text = f"{milliseconds(with_cpu)} with the CPU trainers, {milliseconds(without)} without"
         if helps == trial.hybrid:
             self._patience = self.damping.patience
