@@ -28,8 +28,10 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling $(ARGS)
 	$(BIN)/python -m benchmarks.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.epoch $(ARGS)
+	$(BIN)/python -m benchmarks.collective $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)
+	$(BIN)/python -m benchmarks.hyscale $(ARGS)
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 

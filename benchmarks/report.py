@@ -17,8 +17,9 @@ from benchmarks.machine import MISSING
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 ORDER = (
-    *("sampling", "minibatch", "epoch", "aggregate", "aggregate_update", "full_graph"),
-    *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_aggregate", "gpu_full_graph"),
+    *("sampling", "minibatch", "epoch", "collective", "aggregate", "aggregate_update", "hyscale", "full_graph"),
+    *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale"),
+    "gpu_full_graph",
 )
 
 

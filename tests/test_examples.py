@@ -75,3 +75,14 @@ def test_the_cpu_and_what_stands_for_an_accelerator_share_the_work():
     for shares, mteps in epochs:
         assert 99 <= sum(int(share) for share in re.findall(r"(\d+)%", shares)) <= 101
         assert float(mteps) > 0
+
+
+@pytest.mark.slow
+def test_both_ways_to_prepare_train_the_same(tmp_path):
+    timeline = str(tmp_path / "timeline")
+    done = run("collective.py", "--num-nodes", "10000", "--gpu-route", "cpu", "--timeline", timeline)
+    accuracies = re.findall(r"test accuracy (\d\.\d+)", done.stdout)
+    assert len(accuracies) == 2
+    assert accuracies[0] == accuracies[1]
+    assert re.search(r"this plan +\d", done.stdout)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
