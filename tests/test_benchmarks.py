@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+
+from lightning_gnn.planning.dispatcher import initial_ratio
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -20,6 +26,9 @@ SMALL = {
     "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
                          "--out-features", "8", "--only", "ours, forward, 1"],
     "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "ours, GCN, PubMed"],
+    "hyscale": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--only", "static hybrid"],
+    "collective": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "12",
+                   "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
 }  # fmt: skip
 
 
@@ -56,6 +65,15 @@ def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
     for path in (str(ROOT), str(tmp_path), sys.prefix):
         assert path not in out.read_text()
     assert ours[0]["name"] in capsys.readouterr().out
+
+
+def test_accuracies_of_features_in_fewer_bits_are_compared_seed_by_seed(load):
+    sizes = ["--nodes", "300", "--edges", "2000", "--epochs", "1"]
+    result = load("transfer_dtype").main(["--quick", "--runs", "2", *sizes])
+    accuracies = {row["name"]: sum(row["values"]) / 2 for row in result["rows"]}
+    lost = result["extra"]["mean points of accuracy lost against float32"]
+    for name in ("float16, synthetic", "int8, synthetic"):
+        assert lost[name] == pytest.approx(accuracies["float32, synthetic"] - accuracies[name], abs=0.01)
 
 
 def test_sampling_reports_what_a_thread_keeps(load):
@@ -162,3 +180,214 @@ def test_the_sweeps_of_full_graph_training_are_drawn(load, tmp_path):
     ]
     benchmark.draw({"against hidden size": rows}, tmp_path / "sweeps.png")
     assert (tmp_path / "sweeps.png").stat().st_size > 1000
+
+
+HYSCALE_NOTES = {
+    "stages": {"sample_cpu": 0.02, "load": 0.01, "train_cpu": 0.2},
+    "seeds": [1000],
+    "threads": [1, 1, 2],
+    "workload": {
+        "num_vertices": 10_000, "num_edges": 100_000, "num_train": 5_000, "batch_size": 1000, "fanouts": [10, 5],
+        "widths": [100, 64, 8], "feature_bytes": 4, "index_bytes": 8, "update_inputs": 2,
+        "measured": {"seeds": 1000, "vertices": [9000.0, 5000.0, 1000.0], "edges": [30_000.0, 9_000.0]},
+    },
+    "platform": {
+        "cpu": {"flops": 1e11, "memory_bandwidth": 1e10, "pipelined": False}, "cores": 4,
+        "accelerator": {"flops": 1e12, "memory_bandwidth": 1e11, "pipelined": False}, "num_accelerators": 1,
+        "sampling": 1e7, "core_bandwidth": 5e9,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.002])
+def test_the_performance_model_of_the_hybrid_benchmark_repeats_what_was_measured(seconds, load):
+    benchmark = load("hyscale_model")
+    notes = {**HYSCALE_NOTES, "stages": {**HYSCALE_NOTES["stages"], "train_cpu": seconds}}
+    platform = benchmark.with_accelerator(benchmark.calibrated(notes), threads=2, speed=4.0, link=1e9)
+    model = benchmark.PerformanceModel(platform, benchmark.workload_of(notes))
+    times = model.stage_times(benchmark.Mapping((1000, 0), 1, (1, 1, 2)))
+    assert times.train_cpu[0] == pytest.approx(seconds)
+    assert times.sample_cpu == pytest.approx(0.02)
+    if seconds == 0.2:  # else its bandwidth is higher than that of Feature Loading
+        assert times.load == pytest.approx(0.01)
+    there = model.stage_times(benchmark.Mapping((0, 1000), 1, (1, 1, 2)))
+    assert there.train_accelerator[0] == pytest.approx(seconds / 4)
+    assert there.transfer == pytest.approx(benchmark.transferred_bytes(benchmark.workload_of(notes)) / 1e9)
+    split = benchmark.Mapping((500, 500), 1, (1, 1, 2))
+    half = model.stage_times(split)
+    assert benchmark.predicted(model, split, 1) == max(half.iteration, half.load + half.transfer)
+    assert benchmark.predicted(model, split, 2) == half.iteration
+    alone = benchmark.Mapping((1000,), 0, (1, 1, 0))
+    assert benchmark.predicted(model, alone, 2) == pytest.approx(max(seconds / 4, there.transfer, 0.02))
+
+
+def test_the_hybrid_benchmark_waits_for_its_accelerator_and_changes_no_gradient(load, monkeypatch):
+    benchmark, waits = load("hyscale_contestants"), []
+    monkeypatch.setattr(benchmark.time, "sleep", waits.append)
+    batch = benchmark.Data(
+        x=torch.rand(6, 4), y=torch.arange(6), edge_index=torch.tensor([[3, 4, 5], [0, 1, 2]]), batch_size=3
+    )
+
+    def gradients(**options):
+        torch.manual_seed(0)
+        module = benchmark.PacedClassifier(benchmark.GraphSAGE(4, 8, 2, benchmark.CLASSES), **options)
+        module.training_step(batch, 0).backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    plain = gradients()
+    assert not waits
+    slowed = gradients(seconds_per_seed=0.02)
+    assert waits == pytest.approx([0.02, 0.04])
+    assert all(torch.equal(one, other) for one, other in zip(plain, slowed, strict=True))
+    assert any(gradient.any() for gradient in plain)
+    simulated = gradients(simulated=True)
+    assert all(gradient is not None and not gradient.any() for gradient in simulated)
+
+
+def test_the_accelerator_of_the_hybrid_benchmark_waits_and_its_cpu_trainer_works(load, monkeypatch):
+    benchmark, waits, works = load("hyscale_contestants"), {}, set()
+    seed_loss = benchmark.PacedClassifier._seed_loss
+
+    def wait(seconds):
+        name = threading.current_thread().name
+        waits[name] = waits.get(name, 0.0) + seconds
+
+    def work(module, batch):
+        works.add(threading.current_thread().name)
+        return seed_loss(module, batch)
+
+    monkeypatch.setattr(benchmark.time, "sleep", wait)
+    monkeypatch.setattr(benchmark.PacedClassifier, "_seed_loss", work)
+    spec = {"nodes": 300, "edges": 2000, "features": 4, "hidden": 8, "fanouts": [3, 2], "batch_size": 20,
+            "iterations": 4, "num_workers": 1, "device": "cpu", "accelerator": True, "seconds_per_seed": 0.5,
+            "link": 1e6, "sync_seconds": 0.25, "cpu_trainers": 1, "prefetch": 2, "shares": [0.4, 0.6],
+            "threads": [1, 1, 1], "library": "ours", "trainer": "hyscale"}  # fmt: skip
+    module, source = benchmark.make(spec)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
+    trainer = benchmark.pl.Trainer(
+        accelerator="cpu", max_epochs=1, strategy=benchmark.make_strategy(spec), enable_model_summary=False, **options
+    )
+    trainer.fit(module, **source)
+    assert works == {"hyscale-trainer-0"}
+    assert set(waits) == {"hyscale-trainer-1", "hybrid-transfer-0"}
+    assert waits["hyscale-trainer-1"] == pytest.approx(4 * (12 * 0.5 + 0.25))
+
+
+def test_the_hybrid_benchmark_needs_no_hydra():
+    check = "import sys, benchmarks.hyscale; assert 'hydra' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_figure_of_hybrid_training_is_drawn(load, tmp_path):
+    benchmark, name = load("hyscale_model"), "2x the CPU trainer"
+    study = benchmark.scaling(quick=True)
+    for points in study["accelerators"].values():
+        assert [point["accelerators"] for point in points] == [1, 4]
+    assert all(points[0]["speedup"] == 1 for points in study["nodes"].values())
+    benchmark.draw({name: {"ours, accelerator only": 1.0, "ours, + DRM": 1.4}}, study, tmp_path / "hyscale.png")
+    assert (tmp_path / "hyscale.png").stat().st_size > 1000
+
+
+def test_the_stages_of_the_sleeping_machine_give_the_epochs_they_were_solved_from(load):
+    simulated = load("collective_simulated")
+    for setting in (simulated.UK, simulated.PAPERS):
+        times = setting.times(setting.cores)
+        assert times.cpu * setting.num_batches == pytest.approx(setting.epochs["CPU-only"])
+        assert (times.gpu + times.model.mean) * setting.num_batches == pytest.approx(setting.epochs["GPU-only"])
+        assert initial_ratio(times) == pytest.approx(setting.ratio)
+    found = {cell["cores"]: cell["simulated_s"] for cell in simulated.simulated_epochs()}
+    for way in ("CPU-only", "GPU-only"):
+        assert found[simulated.UK.cores][way] == pytest.approx(simulated.UK.epochs[way], rel=0.02)
+    assert all(epochs["collective"] < min(epochs["CPU-only"], epochs["GPU-only"]) for epochs in found.values())
+    points = {point["gpu_buffer_size"]: point for point in simulated.simulated_buffers(2_000, 20_000)["points"]}
+    assert points[1]["cache_rows"] > points[128]["cache_rows"] > 0
+    assert points[10]["simulated_s"] < min(points[1]["simulated_s"], points[128]["simulated_s"])
+
+
+WAYS = {
+    "collective": lambda machine: machine.collective(4, 3),
+    "CPU-only": lambda machine: machine.cpu_only(),
+    "GPU-only": lambda machine: machine.gpu_only(),
+    "random split": lambda machine: machine.random_split(0.5),
+    "all by the GPU": lambda machine: machine.random_split(0.0),
+    "all by the CPU": lambda machine: machine.random_split(1.0),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sleeping_machine_trains_each_mini_batch_once_and_in_order(way, load):
+    times = load("collective_simulated").UK.times(4, 1 / 100)
+    before = threading.active_count()
+    machine = load("collective_scripted").SleepingMachine(times, 21)
+    timeline = WAYS[way](machine)
+    assert threading.active_count() == before
+    stages = {name: [item for item in timeline.intervals if item.stage == name and item.resource != "PCIe"]
+              for name in ("cpu_batching", "uva", "model")}  # fmt: skip
+    assert [item.batch for item in stages["model"]] == list(range(21))
+    on_cpu, on_gpu = ({item.batch for item in stages[name]} for name in ("cpu_batching", "uva"))
+    assert on_cpu | on_gpu == set(range(21))
+    assert not on_cpu & on_gpu
+    share = {"CPU-only": 1, "all by the CPU": 1, "GPU-only": 0, "all by the GPU": 0, "collective": 9 / 21}
+    if way in share:
+        assert len(on_cpu) == 21 * share[way]
+    assert {item.lane for item in stages["cpu_batching"]} <= {0, 1, 2}
+    transferred = [item.batch for item in timeline.intervals if item.stage == "dma"]
+    assert transferred == sorted(on_cpu)
+    for resource in ("PCIe", "GPU"):
+        spans = sorted((item.start, item.end) for item in timeline.intervals if item.resource == resource)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_lines_about_collective_batching_are_about_the_right_numbers_of_cores(load):
+    benchmark = load("collective")
+    figures = {2: (10.0, 90.0, 11.0), 4: (8.0, 12.0, 11.0), 8: (7.1, 7.0, 11.0)}
+    names = {cores: {way: [f"{way} {cores}"] for way in ("collective", "CPU-only", "GPU-only", "random split")}
+             for cores in figures}  # fmt: skip
+    rows = [{"name": name, "median": median} for cores, medians in figures.items()
+            for name, median in zip((f"{way} {cores}" for way in names[cores]), medians, strict=False)]  # fmt: skip
+    lines = benchmark.comparisons(rows, names, "Some")
+    assert [line["what"].split(", ")[-1] for line in lines] == ["8 cores", "4 cores", "2 cores", "8 cores"]
+    assert [line["ratio"] for line in lines] == pytest.approx([7.0 / 7.1, 11 / 8, 9.0, 11 / 7.1], rel=1e-3)
+    assert [line["peer"] for line in lines] == ["CPU-only 8", "GPU-only 4", "CPU-only 2", "GPU-only 8"]
+
+
+@pytest.mark.timeout(120)
+def test_a_cell_of_the_collective_benchmark_measures_all_ways(load, tmp_path):
+    benchmark, gpu = load("collective"), load("collective_gpu")
+    sizes = {"nodes": 400, "edges": 3000, "features": 4, "batch_size": 16, "batches": 24, "cache_rows": 0}
+    bench = gpu.Bench(sizes, torch.device("cpu"), profile_batches=2)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    threads, running = torch.get_num_threads(), threading.active_count()
+
+    with gpu.kept_on(2):
+        loader = bench.loader(bench.shared, 1)
+        loader.plan = gpu.CollectivePlan("gpu", 1, 0)
+        wanted = [batch.n_id for batch in loader]
+        for ratio in (0.0, 0.5, 1.0):
+            found = [batch.n_id for batch in bench.random_split(loader, ratio, 1)]
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert all(torch.equal(one.n_id, other) for one, other in zip(bench.cpu_only(1), wanted, strict=True))
+        assert all(torch.equal(one.n_id, other) for one, other in zip(loader.route, wanted, strict=True))
+        loader.close()
+
+    result = {"cells": [bench.cell("GCN", 2, 2)], "figure 9": {"GCN": bench.buffers("GCN", 2, 4, 1)}}
+    if cores is not None:
+        assert os.sched_getaffinity(0) == cores
+    assert torch.get_num_threads() == threads
+    assert threading.active_count() == running
+    benchmark.finish(result)
+    ways = ("collective", "CPU-only, PrefetchLoader", "CPU-only, the loader's ring", "GPU-only", "random split")
+    assert [row["name"] for row in result["rows"]] == [
+        f"{'ours, ' * (way == 'collective')}{way}, GCN, 2 cores" for way in ways
+    ]
+    assert len(result["comparisons"]) == 5
+    cell = result["cells"][0]
+    assert cell["planning"]["batches"] > 0
+    assert set(cell["utilisation"]) == {"collective", "CPU-only", "GPU-only"}
+    points = result["figure 9"]["GCN"]["points"]
+    assert points[0]["cache_rows"] > points[-1]["cache_rows"] >= 0
+    load("collective_simulated").draw(result, tmp_path / "collective.png")
+    assert (tmp_path / "collective.png").stat().st_size > 1000
+    json.dumps(result)
