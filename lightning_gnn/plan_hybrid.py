@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from lightning_gnn.planning.workload import Platform, Processor
 from lightning_gnn.platform_numbers import Numbers, complete, flat_numbers, save_numbers
 from lightning_gnn.strategies.first_mapping import accelerator_rate, describe_workload, measure_platform
 from lightning_gnn.strategies.hybrid_checks import check_training
+from lightning_gnn.strategies.hybrid_options import check_shares
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
 from lightning_gnn.strategies.sampling_share import find_sampling, wanted_sampling
-from lightning_gnn.strategies.work_share import Trainers, check_shares, default_threads, num_cores
+from lightning_gnn.strategies.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
 
 _CPU = torch.device("cpu")
 
@@ -104,10 +105,10 @@ def forecast(
     loader = datamodule.train_dataloader()
     check_training(loader, module)
     nodes = given.get("num_nodes", trainer.num_nodes)
-    total = (loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0) // nodes
+    total = seeds_of_iteration(loader) // nodes
     if total < 1:
         raise ValueError(f"the plan needs mini-batches of a known size, with a seed for each of {nodes} nodes")
-    workload, sampled_per_s = describe_workload(loader, module, total)
+    workload, sampled_per_s = describe_workload(loader, module, total, strategy.transfer_dtype)
     if workload is None:
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
     sampling_wanted = wanted_sampling(strategy.accelerator_sampling, strategy.drm)
@@ -116,7 +117,7 @@ def forecast(
     def measure() -> Platform:
         sampling = find_sampling(sampling_wanted, loader, here)
         there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
-        return _measured(strategy.accelerators, sampled_per_s, there)
+        return measure_platform(Trainers.of(1, strategy.accelerators), sampled_per_s, there)
 
     platform, origins = complete(given, measure, nodes)
     if not strategy.cpu_trainers and not platform.num_accelerators:
@@ -127,18 +128,10 @@ def forecast(
     own = sum(threads) if platform.cores == num_cores() else platform.cores
     best = model.best_mapping(strategy.cpu_trainers, max(own, 2 + strategy.cpu_trainers))
     scaling: Sequence[ScalingPoint] = ()
-    if platform.accelerator is not None and platform.cores >= 2 + strategy.cpu_trainers:  # a core for each task
+    if platform.accelerator is not None:
         scaling = scaling_study(platform, workload, plan.accelerators, plan.nodes, strategy.cpu_trainers)
     begin = _begin(strategy, platform, best, threads, sampling_wanted)
     return HybridForecast(model, best, begin, origins, scaling)
-
-
-def _measured(accelerators: Sequence[torch.device], sampled_per_s: float, sampled_there: float) -> Platform:
-    """Measure this machine as the strategy does."""
-    if accelerators:
-        return measure_platform(Trainers((_CPU, *accelerators), 1), sampled_per_s, sampled_there)
-    lone = measure_platform(Trainers((_CPU, _CPU), 1), sampled_per_s)  # the CPU stands for the accelerator
-    return replace(lone, accelerator=None, num_accelerators=0, pcie_bandwidth=inf)
 
 
 def _begin(
@@ -170,6 +163,7 @@ def stages(model: PerformanceModel, mapping: Mapping) -> list[tuple[str, float, 
     sampler, loader, trainer = mapping.threads
     reading = platform.read_bandwidth(loader)
     memory = "CPU memory" if reading >= platform.cpu.memory_bandwidth else _threads(loader)
+    travelling = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
     links = ["PCIe" if platform.num_accelerators else "", "network" if platform.num_nodes > 1 else ""]
     found: list[tuple[str, float | None, str]] = [
         (
@@ -179,7 +173,7 @@ def stages(model: PerformanceModel, mapping: Mapping) -> list[tuple[str, float, 
         ),
         ("Sampling, accelerators", times.sample_accelerator, _rate(platform.accelerator_sampling, "edges/s") + " each"),
         ("Feature Loading", times.load, f"{memory}, {_rate(reading, 'B/s')}"),
-        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}"),
+        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{travelling}"),
     ]
     cpu = model.cpu_trainer(trainer, mapping.cpu_trainers)
     groups = [("Propagation, CPU", times.train_cpu, cpu, mapping.seeds[: mapping.cpu_trainers])]
@@ -190,6 +184,8 @@ def stages(model: PerformanceModel, mapping: Mapping) -> list[tuple[str, float, 
         slowest = max((s or 0.0 for s in seconds), default=0.0)
         found.append((name, slowest or None, _propagation_bound(model, processor, max(seeds, default=0))))
     found.append(("Synchronisation", model.sync_time() or None, " and ".join(filter(None, links))))
+    turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
+    found.append(("CPU cores", model.turns_time(mapping) or None, turns))
     return [(name, seconds, bound) for name, seconds, bound in found if seconds is not None]
 
 

@@ -11,6 +11,8 @@ from lightning_gnn.planning.split import TrainerCost, whole_seeds
 from lightning_gnn.planning.workload import Platform, Processor, Workload
 
 _ROUNDS = 4
+_TURNS = 16
+"""Seeds of the CPU trainers are tried in so many steps where threads take turns."""
 
 
 class PerformanceModel:
@@ -19,7 +21,7 @@ class PerformanceModel:
     The paper's equations with these corrections: layer l aggregates ``|E^l| * f^(l-1)`` numbers and multiplies
     ``|V^l| * f^(l-1) * f^l`` times (11 and 12 are off by one); sums over trainers have n terms; the backward pass of an
     update is two products, except in layer 1, where nobody asks for the gradient of the features; a transfer carries
-    the topology too. Between nodes an all-reduce is added.
+    the topology too. Between nodes an all-reduce is added; more CPU threads than cores take turns.
 
     Args:
         platform: What it runs on.
@@ -57,13 +59,13 @@ class PerformanceModel:
         """Return the seconds of Feature Loading for all trainers: equation 7."""
         work = self.workload
         rows = sum(work.sizes(seeds).vertices[0] for seeds in mapping.seeds if seeds)
-        return rows * work.widths[0] * work.feature_bytes / self.platform.read_bandwidth(mapping.threads[1])
+        return rows * work.row_bytes / self.platform.read_bandwidth(mapping.threads[1])
 
     def transfer_time(self, seeds: float) -> float:
         """Return the seconds of the transfer to one accelerator: equation 8, and two ids per edge, one per vertex."""
         work = self.workload
         sizes = work.sizes(seeds)
-        features = sizes.vertices[0] * work.widths[0] * work.feature_bytes
+        features = sizes.vertices[0] * work.transferred_row_bytes
         topology = (2 * sizes.edges[0] + sizes.vertices[0]) * work.index_bytes
         return (features + topology) / self.platform.pcie_bandwidth
 
@@ -113,12 +115,27 @@ class PerformanceModel:
         )
         propagation = max(*train_cpu, *train_there, 0.0) + self.sync_time()
         others = (times.sample_cpu, times.sample_accelerator, times.load, times.transfer)
-        return replace(times, iteration=max(propagation, *(seconds for seconds in others if seconds is not None)))
+        busy = self._taking_turns(times, mapping.threads)
+        return replace(times, iteration=max(propagation, busy, *(seconds for seconds in others if seconds is not None)))
+
+    def turns_time(self, mapping: Mapping) -> float:
+        """Return the seconds in which the cores get all CPU tasks done, 0 where each thread has a core of its own."""
+        return self._taking_turns(self.stage_times(mapping), mapping.threads)
+
+    def _taking_turns(self, times: IterationTimes, threads: tuple[int, int, int]) -> float:
+        cores = self.platform.cores
+        if sum(threads) <= cores:
+            return 0.0
+        sampler, loader, trainer = threads
+        propagation = max((seconds or 0.0 for seconds in times.train_cpu), default=0.0)
+        work = (times.sample_cpu or 0.0) * sampler + (times.load or 0.0) * loader
+        work += propagation * min(trainer, cores)  # a trainer is taken to make use of no more
+        return work / cores
 
     def cpu_trainer(self, threads: int, trainers: int) -> Processor:
         """Return what one CPU trainer has of the CPU, when so many share so many threads."""
         cpu, count = self.platform.cpu, max(1, trainers)
-        part = max(1, threads) / self.platform.cores / count
+        part = min(max(1, threads) / self.platform.cores, 1.0) / count
         bandwidth = self.platform.read_bandwidth(max(1, threads)) / count
         return Processor(cpu.flops * part, bandwidth, cpu.pipelined)
 
@@ -139,25 +156,29 @@ class PerformanceModel:
         """Return the mapping with the shortest iteration: the initial one of section III-B.
 
         Every number of trainer threads is tried, each with the seeds that let all trainers finish together and the
-        other threads shared out best between Sampling and Feature Loading. The CPU gets no seeds where that is faster.
+        other threads shared out best between Sampling and Feature Loading. The CPU gets no seeds where
+        that is faster, and fewer where that is faster since there are more threads than cores.
 
         Args:
             cpu_trainers: CPU trainers, 0 for accelerators alone.
-            num_threads: Threads to share out; by default one per core.
+            num_threads: Threads to share out; by default one per core, but no fewer than tasks.
 
         Raises:
             ValueError: There is no trainer, or there are fewer threads than tasks.
         """
-        threads = self.platform.cores if num_threads is None else num_threads
+        least = 2 + cpu_trainers
+        threads = max(self.platform.cores, least) if num_threads is None else num_threads
         if cpu_trainers < 0 or cpu_trainers + self.platform.num_accelerators < 1:
             raise ValueError(f"cpu_trainers={cpu_trainers}, and no accelerator: there is nothing to train on")
-        least = 2 + cpu_trainers
         if threads < least:
             raise ValueError(f"num_threads={threads}, but Sampling, Feature Loading and CPU trainers need {least}")
         best, least_time = None, inf
         for trainer in range(cpu_trainers, threads - 1) if cpu_trainers else (0,):
             seeds = self._split(cpu_trainers, trainer)
-            for candidate in (seeds, self._without_cpu(seeds, cpu_trainers)):
+            # Where threads take turns, CPU trainers hold up the other tasks.
+            steps = _TURNS if threads > self.platform.cores else 1
+            for step in range(steps + 1):
+                candidate = self._with_less_on_cpu(seeds, cpu_trainers, 1 - step / steps)
                 mapping = self._with_threads(candidate, cpu_trainers, threads, trainer)
                 seconds = self.iteration_time(mapping)
                 if best is None or seconds < least_time * (1 - 1e-9):
@@ -212,12 +233,14 @@ class PerformanceModel:
             seeds = [total * speed / sum(speeds) for speed in speeds]
         return whole_seeds(total, seeds, costs)
 
-    def _without_cpu(self, seeds: tuple[int, ...], cpu_trainers: int) -> tuple[int, ...]:
+    def _with_less_on_cpu(self, seeds: tuple[int, ...], cpu_trainers: int, part: float) -> tuple[int, ...]:
+        """Leave CPU trainers a part of their seeds; accelerators share the others out evenly."""
         there = self.platform.num_accelerators
-        if not there:
+        if not there or part == 1.0:
             return seeds
-        share, rest = divmod(sum(seeds), there)
-        return (0,) * cpu_trainers + tuple(share + (index < rest) for index in range(there))
+        left = tuple(round(part * own) for own in seeds[:cpu_trainers])
+        share, rest = divmod(sum(seeds) - sum(left), there)
+        return left + tuple(share + (index < rest) for index in range(there))
 
     def _with_threads(self, seeds: tuple[int, ...], cpu_trainers: int, threads: int, trainer: int) -> Mapping:
         """Share the threads left by the trainers out between Sampling and Feature Loading, and the sampling too."""
@@ -239,4 +262,11 @@ class PerformanceModel:
         while low < high:  # sampling gets faster with its threads, loading slower: the least of the two meets between
             middle = (low + high) // 2
             low, high = (low, middle) if slower(middle) <= slower(middle + 1) else (middle + 1, high)
-        return mapping(low)
+        return self._sampled_beside_turns(mapping(low)) if there and threads > platform.cores else mapping(low)
+
+    def _sampled_beside_turns(self, mapping: Mapping) -> Mapping:
+        """Let accelerators sample so much that they and the CPU threads, which take turns, are done together."""
+        here, there = (self.stage_times(replace(mapping, accelerator_sampling=share)) for share in (0.0, 1.0))
+        most, least = (self._taking_turns(times, mapping.threads) for times in (here, there))
+        share = most / (most - least + (there.sample_accelerator or 0.0))
+        return replace(mapping, accelerator_sampling=max(mapping.accelerator_sampling, min(share, 1.0)))

@@ -105,5 +105,6 @@ def _limit(model: PerformanceModel, mapping: Mapping) -> str:
         "Feature Loading": times.load or 0.0,
         "Data Transfer": times.transfer or 0.0,
         "Propagation": propagation,
+        "CPU cores": model.turns_time(mapping),
     }
     return max(stages, key=stages.__getitem__)

@@ -313,9 +313,12 @@ class DynamicResourceManager:
             ValueError: It belongs to other trainers or another batch size.
         """
         mapping = Mapping.from_dict(state["mapping"])
-        for name in ("total", "cpu_trainers"):
-            if getattr(mapping, name) != getattr(self.mapping, name) or len(mapping.seeds) != len(self.mapping.seeds):
-                raise ValueError(f"the saved state is for {mapping}, which does not fit {self.mapping}")
+        found, expected = (
+            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
+            for each in (mapping, self.mapping)
+        )
+        if found != expected:
+            raise ValueError(f"the saved state is for {mapping}, which does not fit {self.mapping}")
         self.mapping, self._hybrid = mapping, Mapping.from_dict(state["hybrid"])
         self._in_flight.clear()
         self._in_flight.extend(map(Mapping.from_dict, state["in_flight"]))

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf
 
+_TRAVELLING = {"float16": (2, 0), "int8": (1, 4)}
+"""Bytes of one number, and of what comes with each row, of features that travel in fewer bits."""
+
 
 @dataclass(frozen=True)
 class Processor:
@@ -133,6 +136,8 @@ class Workload:
         index_bytes: Of one vertex id in a mini-batch.
         update_inputs: Vectors that the update takes in for a vertex: 1 for GCN, 2 for GraphSAGE (self and neighbours).
         measured: Sizes of a mini-batch that was measured, taken to grow with the seeds.
+        transfer_dtype: What features are on their way to accelerators: ``"float16"``, ``"int8"`` with a float32 scale
+            per row, or None for what they are.
 
     Raises:
         ValueError: A number is out of range, or fanouts, widths and measured sizes are of different depth.
@@ -148,6 +153,7 @@ class Workload:
     index_bytes: float = 8
     update_inputs: int = 1
     measured: BatchSizes | None = None
+    transfer_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_vertices, self.num_train, self.batch_size, self.update_inputs) < 1 or self.num_edges < 0:
@@ -159,6 +165,8 @@ class Workload:
             )
         if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
             raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
+        if self.transfer_dtype not in (None, *_TRAVELLING):
+            raise ValueError(f"transfer_dtype is None or one of {list(_TRAVELLING)}, but is {self.transfer_dtype!r}")
         found = self.measured
         if found is not None and (len(found.vertices), len(found.edges)) != (len(self.widths), len(self.fanouts)):
             raise ValueError(
@@ -170,6 +178,19 @@ class Workload:
     def num_layers(self) -> int:
         """L."""
         return len(self.fanouts)
+
+    @property
+    def row_bytes(self) -> float:
+        """Size of the features of one vertex in the memory of the CPU."""
+        return self.widths[0] * self.feature_bytes
+
+    @property
+    def transferred_row_bytes(self) -> float:
+        """Size of the features of one vertex on their way to an accelerator."""
+        if self.transfer_dtype is None:
+            return self.row_bytes
+        number, row = _TRAVELLING[self.transfer_dtype]
+        return self.widths[0] * number + row
 
     @property
     def model_bytes(self) -> float:

@@ -32,6 +32,7 @@ def first_mapping(
     total: int,
     threads: tuple[int, int, int],
     sampling: AcceleratorSampling | None = None,
+    transfer_dtype: str | None = None,
 ) -> Mapping | None:
     """Return the mapping that the performance model finds best, None where it cannot tell.
 
@@ -42,10 +43,11 @@ def first_mapping(
         total: Seeds of an iteration.
         threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
         sampling: What samples on accelerators; None if nothing does.
+        transfer_dtype: What features are on their way to accelerators; None for what they are.
     """
     if not trainers.num_cpu or not trainers.num_accelerators or total < 1:
         return None
-    workload, sampled_per_s = describe_workload(loader, module, total)
+    workload, sampled_per_s = describe_workload(loader, module, total, transfer_dtype)
     if workload is None:
         return None
     there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
@@ -53,13 +55,16 @@ def first_mapping(
     return model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
 
 
-def describe_workload(loader: Any, module: nn.Module, total: int) -> tuple[Workload | None, float]:
+def describe_workload(
+    loader: Any, module: nn.Module, total: int, transfer_dtype: str | None = None
+) -> tuple[Workload | None, float]:
     """Return what an iteration trains on, and the edges per second that one thread samples.
 
     Args:
         loader: A PyG node loader; of this package's, one mini-batch is sampled.
         module: Its message-passing layers tell the widths.
         total: Seeds of an iteration.
+        transfer_dtype: What floating features are on their way to accelerators; None for what they are.
     """
     data = loader.data
     fanouts = getattr(loader.node_sampler, "num_neighbors", None)
@@ -93,6 +98,7 @@ def describe_workload(loader: Any, module: nn.Module, total: int) -> tuple[Workl
         index_bytes=8,
         update_inputs=2,
         measured=measured,
+        transfer_dtype=transfer_dtype if features.is_floating_point() else None,
     )
     return workload, sampled_per_s
 
@@ -133,14 +139,14 @@ def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: fl
     """Return the numbers of this node, by measurements of some ten milliseconds.
 
     Args:
-        trainers: CPU trainers and accelerators; accelerators are taken to be equal.
+        trainers: CPU trainers and accelerators; accelerators, if there are any, are taken to be equal.
         sampled_per_s: Edges that one CPU thread samples per second.
         sampled_there: Edges that one accelerator samples per second.
     """
     cpu = torch.device("cpu")
     accelerators = trainers.devices[trainers.num_cpu :]
     pcie = float("inf")
-    if accelerators[0].type != "cpu":
+    if accelerators and accelerators[0].type != "cpu":
         rows = torch.ones(_ROWS, _WIDTH)
         pcie = rows.nbytes / _seconds(lambda: rows.to(accelerators[0])[0, 0].item())
     own_threads = torch.get_num_threads()
@@ -153,7 +159,7 @@ def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: fl
     return Platform(
         cpu=whole,
         cores=num_cores(),
-        accelerator=_processor(accelerators[0]),
+        accelerator=_processor(accelerators[0]) if accelerators else None,
         num_accelerators=len(accelerators),
         pcie_bandwidth=pcie,
         sampling=sampled_per_s,

@@ -154,7 +154,17 @@ class HybridTrainers:
         yield
 
     def _output(self, outputs: dict[int, Any]) -> Any:
-        losses = {i: out["loss"] if isinstance(out, Mapping) else out for i, out in outputs.items() if out is not None}
+        given = {i: out for i, out in outputs.items() if out is not None}
+        losses: dict[int, Any] = {i: out.get("loss") if isinstance(out, Mapping) else out for i, out in given.items()}
+        if self.main.automatic_optimization:
+            for i, loss in losses.items():
+                if not isinstance(loss, Tensor):
+                    return outputs[i]  # Lightning says what is wrong with it
+                if loss.numel() != 1:
+                    raise ValueError(
+                        f"training_step must return a loss of one number, but that of trainer {i} has the shape "
+                        f"{list(loss.shape)}"
+                    )
         weights = dict(zip(outputs, self._weights(list(outputs)), strict=True))
         if not self.main.automatic_optimization:
             losses = {i: loss for i, loss in losses.items() if isinstance(loss, Tensor)}

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.hybrid import HybridBatch, HybridLoader, PipelineSettings
 from lightning_gnn.batching.loader import ThreadedNodeLoader
-from lightning_gnn.batching.transfer import TRANSFER_DTYPES, converted
+from lightning_gnn.batching.transfer import converted
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.strategies.first_mapping import first_mapping
 from lightning_gnn.strategies.hybrid_checks import (
@@ -25,22 +25,26 @@ from lightning_gnn.strategies.hybrid_checks import (
     overrides_transfer,
     share_one_order,
 )
+from lightning_gnn.strategies.hybrid_options import (
+    check_devices,
+    check_options,
+    check_sampling,
+    check_share,
+    check_shares,
+    check_threads,
+)
 from lightning_gnn.strategies.hybrid_trainers import HybridTrainers
 from lightning_gnn.strategies.node_strategy import NodeStrategy
 from lightning_gnn.strategies.node_sums import check_same_order
 from lightning_gnn.strategies.precision import match_device
 from lightning_gnn.strategies.sampling_share import begin_sampling, find_sampling, wanted_sampling
+from lightning_gnn.strategies.transfer_hooks import TransferHooks
 from lightning_gnn.strategies.work_balance import WorkBalance
-from lightning_gnn.strategies.work_share import (
-    Trainers,
-    check_sampling,
-    check_share,
-    check_shares,
-    check_threads,
-    default_threads,
-)
+from lightning_gnn.strategies.work_share import Trainers, default_threads, seeds_of_iteration
 
 _KEY = "hyscale"
+_LONGEST = 1e8
+"""Seconds: nothing that waits takes infinity."""
 
 
 class HyScaleStrategy(NodeStrategy):
@@ -65,7 +69,8 @@ class HyScaleStrategy(NodeStrategy):
         drm: Balance the work while it runs (algorithm 1); or the path of a recorded log of decisions to replay. With
             ``False`` or a replay, a resumed run continues bit for bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
-        stall_timeout: Seconds after which a trainer, a stage or a node that shows no sign of life ends the run.
+        stall_timeout: Seconds after which a trainer, a stage or a node that shows no sign of life ends the run. With
+            ``prefetch=0`` the stages run in the main thread, and are not watched.
         transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantised ``"int8"``; None: as they are.
         shares: Part of the seeds of every trainer, CPU trainers first; wins over ``cpu_share``.
         threads: CPU threads of sampling, feature loading and CPU trainers; by default from the loader's ``num_workers``
@@ -102,14 +107,7 @@ class HyScaleStrategy(NodeStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(process_group_backend, **kwargs)
-        if cpu_trainers < 0:
-            raise ValueError(f"cpu_trainers must not be negative, but is {cpu_trainers}")
-        if prefetch not in (0, 1, 2):
-            raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
-        if stall_timeout <= 0:
-            raise ValueError(f"stall_timeout must be positive, but is {stall_timeout}")
-        if transfer_dtype not in TRANSFER_DTYPES:
-            raise ValueError(f"transfer_dtype is one of {TRANSFER_DTYPES}, but is {transfer_dtype!r}")
+        check_options(cpu_trainers, drm, prefetch, stall_timeout, transfer_dtype)
         self.cpu_trainers = cpu_trainers
         self.cpu_share = check_share(cpu_share)
         self.shares = check_shares(shares)
@@ -118,7 +116,7 @@ class HyScaleStrategy(NodeStrategy):
         self.decision_log = decision_log
         self.accelerator_sampling = check_sampling(accelerator_sampling)
         self.prefetch = prefetch
-        self.stall_timeout = stall_timeout
+        self.stall_timeout = min(stall_timeout, _LONGEST)
         self.transfer_dtype = transfer_dtype
         self.balance: WorkBalance | None = None
         """Who gets how much of the work, and the times of the last iterations, once training has begun."""
@@ -126,10 +124,10 @@ class HyScaleStrategy(NodeStrategy):
         """The training loader with its pipeline, once there is one."""
         self.trainers: Trainers | None = None
         """Who trains, once it is known."""
-        self._wanted = None if devices is None else [torch.device(device) for device in devices]
+        self._wanted = check_devices(devices)
         self._sampling: AcceleratorSampling | None = None
         self._engine: HybridTrainers | None = None
-        self._hooked = False
+        self._hooks: TransferHooks | None = None
         self._observed: HybridBatch | None = None
         self._restored: dict[str, Any] = {}
         self._random_states: list[Any] = []
@@ -162,6 +160,8 @@ class HyScaleStrategy(NodeStrategy):
         check_shares(self.shares, len(self.trainers.devices))
         if self.cpu_share != "auto" and not (self.cpu_trainers and self.trainers.num_accelerators):
             rank_zero_warn(f"cpu_share={self.cpu_share} changes nothing: there are only {self.trainers.names}")
+        if self._layer_sync is not None:
+            rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalise their own mini-batches")
         match_device(self.precision_plugin, self.root_device)
         check_precision(self.precision_plugin, self.trainers)
         super().setup_environment()
@@ -186,12 +186,19 @@ class HyScaleStrategy(NodeStrategy):
             share_one_order(dataloader)
         if self.loader is not None:
             self.loader.close()
-        self._hooked = overrides_transfer(module)
+        self._hooks = TransferHooks(module, self.trainers.devices) if overrides_transfer(module) else None
+        if self._hooks is not None and self.transfer_dtype is not None:
+            rank_zero_warn(
+                f"transfer_dtype={self.transfer_dtype!r} changes nothing: the module or DataModule overrides a hook of "
+                "the transfer of batches"
+            )
         progress = module.trainer.fit_loop.epoch_loop.batch_progress
         wanted = wanted_sampling(self.accelerator_sampling, self.drm)
         self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling)
-        if self.balance is None:
-            self.balance = self._begin_balance(dataloader, wanted)
+        start, stop = self.node_slice(seeds_of_iteration(dataloader))
+        if self.balance is None or self.balance.total != stop - start:
+            self.balance = self._begin_balance(dataloader, wanted, stop - start)
+            self._resize(self.balance.threads)
         self.loader = HybridLoader(
             dataloader,
             self._split,
@@ -217,18 +224,16 @@ class HyScaleStrategy(NodeStrategy):
         """Return where the pipeline brings each trainer's mini-batch, None where it is as it should be."""
         assert self.trainers is not None
         destinations = self.trainers.destinations(self.transfer_dtype)
-        if self._hooked:
+        if self._hooks is not None:
             return [None] * len(destinations)
         sampled_on = torch.device(getattr(dataloader.node_sampler, "device", None) or "cpu")
         return destinations if sampled_on.type == "cpu" else list(self.trainers.devices)
 
-    def _begin_balance(self, dataloader: Any, wanted: str | float) -> WorkBalance:
+    def _begin_balance(self, dataloader: Any, wanted: str | float, total: int) -> WorkBalance:
         assert self.trainers is not None
         sampling, modelled = self._sampling, None
-        size = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
-        start, stop = self.node_slice(size or 0)
         drm = self.drm
-        if drm is True and stop == start:
+        if drm is True and not total:
             rank_zero_warn("hyscale: drm=True needs mini-batches of a known size, with seeds for every node; it is off")
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
@@ -236,17 +241,23 @@ class HyScaleStrategy(NodeStrategy):
         weights = self.shares
         if weights is None and self.cpu_share == "auto":
             assert self.lightning_module is not None
-            first = first_mapping(self.trainers, dataloader, self.lightning_module, stop - start, threads, sampling)
+            first = first_mapping(
+                self.trainers,
+                dataloader,
+                self.lightning_module,
+                total,
+                threads,
+                sampling,
+                None if self._hooks is not None else self.transfer_dtype,
+            )
             if first is not None:
                 modelled = first.accelerator_sampling
                 weights, threads = list(first.shares), self.threads or first.threads
         if weights is None:
             weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
-        there = begin_sampling(wanted, sampling, dataloader, stop - start, threads[0], modelled)
+        there = begin_sampling(wanted, sampling, dataloader, total, threads[0], modelled)
         lag = 2 * (self.prefetch + 1) + (0 if sampling is None or not self.prefetch else 1 + len(sampling))
-        balance = WorkBalance(
-            self.trainers, weights, threads, stop - start, drm, self._resize, self.decision_log, lag, there
-        )
+        balance = WorkBalance(self.trainers, weights, threads, total, drm, self._resize, self.decision_log, lag, there)
         states = self._restored.pop("balance", None)
         if states is not None and self.global_rank < len(states):
             balance.load_state_dict(states[self.global_rank])
@@ -280,25 +291,7 @@ class HyScaleStrategy(NodeStrategy):
         if not isinstance(batch, HybridBatch):
             batch = converted(batch, input_dtype(self.precision_plugin))
             return super().batch_to_device(batch, device, dataloader_idx)
-        module = self.lightning_module
-        if self._hooked and module is not None and self.trainers is not None:
-            for trainer, device in enumerate(self.trainers.devices):
-                if batch.parts[trainer] is not None:
-                    part = batch.parts[trainer]
-                    batch.parts[trainer] = module._apply_batch_transfer_handler(part, device, dataloader_idx)
-        return batch
-
-    def _before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Stands for the module's method, whose hook expects a batch of PyG."""
-        module = self.lightning_module
-        assert module is not None
-        original = type(module)._on_before_batch_transfer
-        if not isinstance(batch, HybridBatch):
-            return original(module, batch, dataloader_idx)
-        for trainer, part in enumerate(batch.parts):
-            if part is not None:
-                batch.parts[trainer] = original(module, part, dataloader_idx)
-        return batch
+        return batch if self._hooks is None else self._hooks.move(batch, dataloader_idx)
 
     # -- training
 
@@ -316,8 +309,8 @@ class HyScaleStrategy(NodeStrategy):
         if (states := self._restored.pop("random", None)) is not None and self.global_rank < len(states):
             self._engine.load_state_dict(states[self.global_rank])
         self._engine.resize(self.balance.threads[2])
-        if self._hooked:
-            module.__dict__["_on_before_batch_transfer"] = self._before_transfer
+        if self._hooks is not None:
+            self._hooks.install()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -379,8 +372,8 @@ class HyScaleStrategy(NodeStrategy):
         self._observed = None
         hanging = [] if self.loader is None else self.loader.close()
         hanging += self._close_engine()
-        if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("_on_before_batch_transfer", None)
+        if self._hooks is not None:
+            self._hooks.remove()
         if hanging:
             rank_zero_warn(f"hyscale could not end {hanging}: they hang in a call that Python cannot interrupt")
 

@@ -90,14 +90,15 @@ class MetricMerger:
             main: Any = self._main[place]
             step = _merged(main, [_states(part, main.device) for part in parts])
             total = step if main._update_count == 0 else _merged(main, [_states(main, main.device), step])
-            if any(part._forward_cache is not None for part in parts):
+            called = any(part._forward_cache is not None for part in parts)
+            for part in parts:
+                part.reset()  # first: states that hang on a graph could not be copied
+            if called:
                 main._forward_cache = self._value(place, step)
             for state, value in total.items():
                 setattr(main, state, value)
             main._update_count += 1
             main._computed = None
-            for part in parts:
-                part.reset()
 
     def _value(self, place: int, states: Mapping[str, Any]) -> Any:
         """Compute the metric of one step."""

@@ -51,7 +51,10 @@ class NodeStrategy(ParallelStrategy, ABC):
     def sets_up_training(self) -> bool:
         """Whether a loader that is being set up is the one to train with."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return trainer is not None and trainer.state.stage == RunningStage.TRAINING
+        if trainer is None or trainer.state.stage != RunningStage.TRAINING:
+            return False
+        # Lightning's batch size scaler sets up the loaders of validation in this stage too, after that of training.
+        return trainer.fit_loop._combined_loader is None or trainer.fit_loop._should_reload_train_dl
 
     @property
     def num_nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ class WorkBalance:
         self.trainers = trainers
         self.weights = list(weights)
         self.threads = threads
+        self.total = total
+        """Seeds of this node in a full iteration, for which work is shared out."""
         self.accelerator_sampling = sampling
         """Share of the sampling that accelerators do in the iteration that was split last."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
@@ -178,11 +181,16 @@ class WorkBalance:
         replayed = "history" not in state["manager"]
         if replayed != isinstance(self.manager, ReplayedDecisions):
             return  # recorded by the other kind of manager: begin anew
+        loaded = copy.deepcopy(self.manager)  # not half of a state
         try:
-            self.manager.load_state_dict(state["manager"])
+            loaded.load_state_dict(state["manager"])
         except ValueError as error:
             rank_zero_warn(f"hyscale balances anew: {error}")
             return
+        except (KeyError, TypeError) as error:
+            rank_zero_warn(f"hyscale balances anew: the state is of another version ({type(error).__name__}: {error})")
+            return
+        self.manager = loaded
         if self._record is not None:
             self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
         self._resumed.extend(None if mapping is None else Mapping.from_dict(mapping) for mapping in state["issued"])

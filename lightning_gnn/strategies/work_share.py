@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,74 +66,19 @@ class Trainers:
         return cpu + [(1 - cpu_share) / self.num_accelerators] * self.num_accelerators
 
 
-def check_share(cpu_share: str | float) -> str | float:
-    """Return the share.
-
-    Raises:
-        ValueError: Neither ``"auto"`` nor in (0, 1].
-    """
-    if cpu_share == "auto":
-        return cpu_share
-    if isinstance(cpu_share, str) or not 0.0 < cpu_share <= 1.0:
-        raise ValueError(
-            f"cpu_share is 'auto' or the CPU trainers' part of the seeds, in (0, 1], but is {cpu_share!r}; "
-            f"cpu_trainers=0 leaves the CPU out"
-        )
-    return float(cpu_share)
-
-
-def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None) -> list[float] | None:
-    """Return the shares, which add up to one.
-
-    Raises:
-        ValueError: They do not, or there are not as many as trainers.
-    """
-    if shares is None:
-        return None
-    checked = [float(share) for share in shares]
-    if any(not 0.0 <= share <= 1.0 for share in checked) or abs(sum(checked) - 1.0) > 1e-6:
-        raise ValueError(f"shares must be in [0, 1] and add up to 1, but are {checked}")
-    if num_trainers is not None and len(checked) != num_trainers:
-        raise ValueError(
-            f"shares has {len(checked)} entries, but there are {num_trainers} trainers (CPU trainers first)"
-        )
-    return checked
-
-
-def check_sampling(share: str | float) -> str | float:
-    """Return the share of the sampling that accelerators do.
-
-    Raises:
-        ValueError: Neither ``"auto"`` nor in [0, 1].
-    """
-    if share == "auto":
-        return share
-    if isinstance(share, str) or not 0.0 <= share <= 1.0:
-        raise ValueError(f"accelerator_sampling is 'auto' or a share of the sampling, in [0, 1], but is {share!r}")
-    return float(share)
-
-
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_threads(threads: Sequence[int] | None) -> tuple[int, int, int] | None:
-    """Return the CPU threads of sampling, feature loading and training.
+def seeds_of_iteration(loader: Any) -> int:
+    """Return the seeds of a full mini-batch of a PyG node loader, 0 if it does not tell.
 
-    Raises:
-        ValueError: Not three positive numbers, or more than cores; one each is always allowed.
+    A batch size beyond all the seeds there are counts as so many: no mini-batch would ever be full.
     """
-    if threads is None:
-        return None
-    checked = tuple(int(number) for number in threads)
-    if len(checked) != 3 or min(checked) < 1:
-        raise ValueError(
-            f"threads are those of sampling, feature loading and CPU trainers, each at least 1, but are {list(threads)}"
-        )
-    if sum(checked) > max(num_cores(), 3):
-        raise ValueError(f"threads={list(checked)} are {sum(checked)}, but this process may use {num_cores()} cores")
-    return checked[0], checked[1], checked[2]
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return min(size, len(sampler)) if isinstance(sampler, Sized) else size
 
 
 def default_threads(num_workers: int, trains_on_cpu: bool, balanced: bool) -> tuple[int, int, int]:
@@ -144,6 +90,8 @@ def default_threads(num_workers: int, trains_on_cpu: bool, balanced: bool) -> tu
         balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise CPU trainers get
             as many as torch would use.
     """
+    if balanced:
+        num_workers = min(num_workers, num_cores() - int(trains_on_cpu))
     sampling, loading = max(1, (num_workers + 1) // 2), max(1, num_workers // 2)
     training = torch.get_num_threads() if trains_on_cpu else 1
     return sampling, loading, max(1, min(training, num_cores() - sampling - loading)) if balanced else training

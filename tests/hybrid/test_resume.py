@@ -164,6 +164,49 @@ def test_a_balanced_run_is_resumed_with_its_state(tmp_path):
     assert not left_threads()
 
 
+def sampling_there(share):
+    return HyScaleStrategy(1, 0.5, devices=["cpu"], threads=[1, 1, 1], accelerator_sampling=share)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.4), (0.4, 0.0), (0.2, 0.4)])
+def test_a_balanced_run_whose_sampling_is_elsewhere_after_it_is_resumed(before, after, tmp_path):
+    """A share of 0 could not grow, and one for accelerators that no longer sample would be kept for ever."""
+    path = tmp_path / "middle.ckpt"
+    run(sampling_there(before), [SaveAt(path, 6, stop=True)])
+    resumed = sampling_there(after)
+    run(resumed, ckpt_path=path)
+    balance = resumed.balance
+    if before and after:
+        assert balance.manager._number > 8
+        return
+    assert balance.mapping.accelerator_sampling == balance.accelerator_sampling == after
+    assert balance.manager._number <= 8
+    assert (resumed.loader.sampling is not None) == any(times.sample_accelerator for times, _ in balance.history)
+    assert not left_threads()
+
+
+def of_other_threads(state):
+    state["mapping"]["threads"] = [9, 9, 9]
+
+
+def of_another_version(state):
+    del state["costs"]
+
+
+@pytest.mark.parametrize("change", [of_other_threads, of_another_version])
+def test_a_state_that_does_not_fit_is_left_out(change, tmp_path):
+    path = tmp_path / "middle.ckpt"
+    run(balanced(), [SaveAt(path, 6, stop=True)])
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint["hyscale"]["balance"][0]["manager"])
+    torch.save(checkpoint, path)
+    resumed = balanced()
+    with pytest.warns(UserWarning, match="hyscale balances anew"):
+        run(resumed, ckpt_path=path)
+    assert resumed.balance.threads == resumed.balance.mapping.threads == (1, 1, 1)
+    assert resumed.balance.manager._number <= 8
+
+
 def test_times_of_every_stage_are_measured():
     strategy = hybrid(1, devices=["cpu"], transfer_dtype="int8")
     fit(Module(), strategy)

@@ -15,7 +15,7 @@ from lightning_gnn.planning import (
     relaxed_time,
     simulate_dual_buffer,
 )
-from lightning_gnn.planning.dispatcher import buffer_size
+from lightning_gnn.planning.dispatcher import SIMULATED_BATCHES, buffer_size
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -205,3 +205,13 @@ def test_nonsense_is_refused():
         Dispatcher(times, num_batches=0)
     with pytest.raises(ValueError, match="gpu_buffer_size must be at least 1, but is 0"):
         Dispatcher(times, 0, num_batches=5)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_long_epochs_are_planned_by_a_part_of_them(deterministic):
+    times = stage_times(2.0, 0.1, 1.0, 0.4, 4)
+    parts = Dispatcher(times, num_batches=SIMULATED_BATCHES, deterministic=deterministic).plan()
+    plan = Dispatcher(times, num_batches=3000 * SIMULATED_BATCHES, deterministic=deterministic).plan()
+    assert (plan.mode, plan.buffers, plan.rounds) == (parts.mode, parts.buffers, parts.rounds)
+    assert plan.num_batches == 3000 * SIMULATED_BATCHES
+    assert plan.epoch_s == {name: 3000 * seconds for name, seconds in parts.epoch_s.items()}

@@ -111,12 +111,53 @@ def test_sizes_of_a_mini_batch():
     assert WORK.sizes(50).edges == (4000, 750)
 
 
+@pytest.mark.parametrize(("dtype", "row"), [(None, 64 * 4), ("float16", 64 * 2), ("int8", 64 + 4)])
+def test_features_may_travel_in_fewer_bits(dtype, row):
+    work = replace(WORK, transfer_dtype=dtype)
+    model = PerformanceModel(Platform(CPU, 4, GPU, 1, pcie_bandwidth=0.5e9), work)
+    topology = (2 * 8000 + 5000) * 8
+    assert model.transfer_time(100) == pytest.approx((5000 * row + topology) / 0.5e9)
+    mapping = Mapping((0, 100), 1)
+    assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # they are read as they are
+    assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
+
+
+def test_more_threads_than_cores_take_turns():
+    platform = Platform(CPU, 2, GPU, 1, sampling=1e6, core_bandwidth=0.5e9)
+    model = PerformanceModel(platform, WORK)
+    mapping = Mapping((60, 40), 1, (1, 2, 1))
+    times = model.stage_times(mapping)
+    busy = times.sample_cpu + 2 * times.load + times.train_cpu[0]
+    assert model.turns_time(mapping) == pytest.approx(busy / 2)
+    assert times.iteration == pytest.approx(max(busy / 2, times.sample_cpu, *times.trainers, times.load))
+    assert PerformanceModel(replace(platform, cores=4), WORK).turns_time(mapping) == 0
+    # A trainer makes use of no more threads than there are cores.
+    assert model.cpu_trainer(9, 1).flops == CPU.flops
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("cpus", [0, 1, 3])
+def test_few_cores(cores, cpus):
+    platform = Platform(CPU, cores, GPU, 1, 1e9, 1e5, core_bandwidth=4e8)
+    best = PerformanceModel(platform, WORK).best_mapping(cpus)
+    assert sum(best.threads) == max(cores, 2 + cpus)
+    points = scaling_study(platform, WORK, (1, 2, 4), (1, 2), cpus)
+    assert [point.mapping.total for point in points] == [100, 200, 400] * 2
+    many = scaling_study(replace(platform, cores=64), WORK, (4,), (1,), cpus)[0]
+    assert points[2].iteration >= many.iteration
+    if cores == 1:
+        assert points[2].limit == "CPU cores"
+        model = PerformanceModel(replace(platform, num_accelerators=4), replace(WORK, batch_size=400))
+        assert points[2].iteration == pytest.approx(model.turns_time(points[2].mapping))
+
+
 def test_sampling_rates_are_interpolated():
     platform = replace(Platform(CPU, 4), sampling=((1, 10.0), (2, 16.0), (4, 20.0)))
     assert [platform.sampled_edges(n) for n in (1, 2, 3, 4, 9)] == [10, 16, 18, 20, 20]
 
 
 @given(
+    st.sampled_from([1, 2, 3, 8]),
     st.integers(1, 6),
     st.integers(0, 3),
     st.integers(0, 2),
@@ -124,16 +165,16 @@ def test_sampling_rates_are_interpolated():
     st.floats(1e4, 1e7),
     st.sampled_from([0.0, 1e5]),
 )
-def test_best_mapping_is_the_best_of_all(spare, accelerators, cpus, factor, sampling, there):
+def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, factor, sampling, there):
     if cpus + accelerators == 0:
         return
     gpu = Processor(4e9 * factor, 1e9 * factor)
     platform = Platform(
-        CPU, 8, gpu if accelerators else None, accelerators, 1e9, sampling, there if accelerators else 0.0, 4e8
+        CPU, cores, gpu if accelerators else None, accelerators, 1e9, sampling, there if accelerators else 0.0, 4e8
     )
     work = replace(WORK, batch_size=24)
     model = PerformanceModel(platform, work)
-    threads = 2 + cpus + spare
+    threads = max(2 + cpus, min(2 + cpus + spare, cores))  # of too many threads, no more than tasks
     best = model.best_mapping(cpus, threads)
     assert best.total == 24
     assert sum(best.threads) == threads or not cpus
@@ -150,8 +191,9 @@ def test_best_mapping_is_the_best_of_all(spare, accelerators, cpus, factor, samp
                 continue
             seeds = (*_even(on_cpu, cpus), *_even(24 - on_cpu, accelerators))
             least = min(least, model.iteration_time(Mapping(seeds, cpus, (sampler, loader, trainer), share)))
-    # Seeds are whole, and the split is made for the trainers: what it leaves to gain is at most one seed of 24.
-    assert model.iteration_time(best) <= least * 1.03
+    # Seeds are whole, and the split is made for the trainers: what it leaves to gain is at most one seed of 24. Where
+    # threads take turns, seeds are tried in steps.
+    assert model.iteration_time(best) <= least * (1.03 if threads <= cores else 1.1)
 
 
 def _even(total, parts):
@@ -255,6 +297,7 @@ def test_the_table_shows_every_stage():
         (lambda: replace(WORK, widths=(64, 32)), "2 fanouts need 3 widths"),
         (lambda: replace(WORK, fanouts=(15, -2)), "-1"),
         (lambda: replace(WORK, batch_size=0), "positive"),
+        (lambda: replace(WORK, transfer_dtype="int4"), "None or one of"),
         (lambda: replace(WORK, measured=BatchSizes(1, (1, 1), (1,))), "1 layers"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(0), "nothing to train on"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(1, 2), "need 3"),
