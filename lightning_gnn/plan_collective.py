@@ -79,6 +79,8 @@ def profile(
     trainer = make_trainer(
         max_epochs=-1, max_steps=-1, limit_val_batches=0, num_sanity_val_steps=0, callbacks=[profiling]
     )
+    if trainer.limit_train_batches == 0:
+        raise ValueError("trainer.limit_train_batches=0 leaves nothing to train, and so nothing to plan")
     if trainer.world_size > 1:
         raise ValueError(
             f"lgnn plan profiles one process, but there are {trainer.world_size}; give trainer.devices=1 strategy=auto "
@@ -97,7 +99,8 @@ def profile(
             signal.signal(number, handler)
         datamodule.cache_plan = kept
     plan, timeline = datamodule.plan, None
-    assert plan is not None
+    if plan is None:
+        raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
     if plan.times is not None:
         epoch = plan.num_batches or profiling.num_batches
         timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -22,9 +23,6 @@ from lightning_gnn.ops import gather_rows
 from lightning_gnn.planning.collective_plan import CollectivePlan
 from lightning_gnn.planning.dispatcher import Dispatcher
 from lightning_gnn.planning.timeline import Timeline
-
-_SIMULATED_BATCHES = 1000
-"""Training stands still while it is planned; more mini-batches would only repeat the same overlaps."""
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -151,25 +149,26 @@ class CollectiveLoader(ThreadedNodeLoader):
             )
             self.plan = CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
         else:
-            simulated = min(num_batches, _SIMULATED_BATCHES)
             dispatcher = Dispatcher(
-                times, self.gpu_buffer_size, num_batches=simulated, deterministic=self.deterministic
+                times, self.gpu_buffer_size, num_batches=num_batches, deterministic=self.deterministic
             )
-            plan = dispatcher.plan()
-            seconds = {name: value * num_batches / simulated for name, value in plan.epoch_s.items()}
-            self.plan = replace(plan, num_batches=num_batches, epoch_s=seconds)
+            self.plan = dispatcher.plan()
         if self.on_plan is not None:
             self.plan = self.on_plan(self.plan)
 
     def shrink(
-        self, buffers: tuple[int, int], on_device: bool, hopeless: bool, error: BaseException
+        self, buffers: tuple[int, int], on_device: bool, hopeless: bool, held: int, error: BaseException
     ) -> tuple[int, int]:
         """Halve the buffers, for which memory does not suffice, and return their sizes.
+
+        A buffer that could never be filled gets no larger than what it held: halving a number out of reach would run
+        out of memory again and again.
 
         Args:
             buffers: ``gbs`` and ``cbs`` as they are.
             on_device: Whether it is the device's memory.
             hopeless: Whether there was nothing to make room.
+            held: Mini-batches for which that memory did suffice.
             error: What has been raised.
 
         Raises:
@@ -182,7 +181,10 @@ class CollectiveLoader(ThreadedNodeLoader):
                 f"collective batching: the {where} does not suffice for a mini-batch beside what is there ({reason}); "
                 "lower batch_size or num_neighbors, or leave less of the graph in it"
             ) from error
-        on_gpu, on_cpu = (min(size, max(1, size // 2)) for size in buffers)
+        most = (held, inf) if on_device else (inf, held)
+        on_gpu, on_cpu = (
+            min(size, int(max(1, min(size // 2, limit)))) for size, limit in zip(buffers, most, strict=True)
+        )
         if (on_gpu, on_cpu) != buffers:
             rank_zero_warn(
                 f"collective batching: too little {where} for buffers of {buffers[0]} mini-batches on the device and "

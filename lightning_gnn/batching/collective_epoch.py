@@ -49,7 +49,11 @@ class CollectiveEpoch:
 
     def __next__(self) -> Data:
         start = time.perf_counter()
-        self._loader.routes.recorder.end_model()  # the user is back
+        recorder = self._loader.routes.recorder
+        if self._begun:
+            recorder.end_model()  # the user is back
+        else:
+            recorder.forget_model()  # the epoch before ended without a last call, and much may have been done since
         try:
             if not self._begun:
                 self._begin()
@@ -104,8 +108,10 @@ class CollectiveEpoch:
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        tasks = ((epoch, number, list(index)) for number, index in enumerate(loader.batch_sampler))
-        schedule = self._schedule(loader.buffers(self._num_batches), frozenset(loader.order))
+        done = frozenset(loader.order)
+        numbered = enumerate(loader.batch_sampler)
+        tasks = ((epoch, number, list(index)) for number, index in numbered if number not in done)
+        schedule = self._schedule(loader.buffers(self._num_batches), done)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(tasks, loader.prepare_on_host, loader.drop, schedule, threads, recorder)
 
@@ -162,7 +168,9 @@ class CollectiveEpoch:
         self._draining = deque(number for number, _ in workers.schedule.gpu_buffer if number in workers.device)
         on_device = isinstance(error, torch.OutOfMemoryError)
         hopeless = not self._draining if on_device else self._buffers[1] <= 1
-        self._changed = self._loader.shrink(self._buffers, on_device, hopeless, error)
+        ring = self._loader.ring
+        held = len(self._draining) if on_device or ring is None else ring.num_slots
+        self._changed = self._loader.shrink(self._buffers, on_device, hopeless, held, error)
 
     def _reschedule(self, workers: Workers, buffers: tuple[int, int]) -> None:
         if self._changed is not None and self._loader.device.type != "cpu":

@@ -11,6 +11,7 @@ import torch
 from lightning_gnn.batching.host_ring import HostMemoryError
 from lightning_gnn.batching.profile import Recorder
 from lightning_gnn.batching.routes import DeviceBatch, HostBatch, Task
+from lightning_gnn.batching.transfer import works
 from lightning_gnn.planning.dual_buffer import DualBuffer, Step
 
 THREAD_NAME = "lightning-gnn-collective"
@@ -146,6 +147,7 @@ class Workers:
         torch.get_num_threads()
         torch.set_num_threads(1)
         try:
+            _use(self._recorder.clock.device)
             while (claimed := self._claim()) is not None:
                 task, generation = claimed
                 start, shortage = time.perf_counter(), None
@@ -204,3 +206,9 @@ class Workers:
     def _tell(self) -> None:
         self._news += 1
         self._condition.notify_all()
+
+
+def _use(device: torch.device) -> None:
+    """Make a device this thread's own; its questions about events would otherwise begin a context on device 0 too."""
+    if device.type != "cpu" and device.index is not None:
+        works(lambda: torch.accelerator.set_device_index(device))

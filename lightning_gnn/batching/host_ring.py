@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data.data import BaseData
 
-from lightning_gnn.batching.transfer import _works
+from lightning_gnn.batching.transfer import works
 
 _SPARE = 8
 """Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
@@ -56,9 +56,13 @@ class HostSlot:
         return block[:size].view(dtype).view(tuple(shape))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers."""
+        """Whether a strided tensor lies in one of the buffers."""
         address = tensor.untyped_storage().data_ptr()
         return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
+
+    def may_own(self, value: Any) -> bool:
+        """Whether a value may lie in one of the buffers: it does not look into sparse ones and subclasses."""
+        return not _is_plain(value) or self.owns(value)
 
     def hold(self, batch: BaseData) -> BaseData:
         """Bring those tensors of a mini-batch into the buffers that are not there yet."""
@@ -66,8 +70,7 @@ class HostSlot:
 
         def held(tensor: Tensor) -> Tensor:
             number = next(numbers)
-            plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
-            if not plain or tensor.requires_grad or not tensor.numel() or self.owns(tensor):
+            if not _is_plain(tensor) or tensor.requires_grad or not tensor.numel() or self.owns(tensor):
                 return tensor
             return self.empty(f"#{number}", tensor.shape, tensor.dtype).copy_(tensor)
 
@@ -85,7 +88,7 @@ class HostRing:
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
         self.device = device
         self.capacity = capacity
-        self.pins = device.type != "cpu" and _works(lambda: torch.empty(1, pin_memory=True))
+        self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
         self._lock = threading.Lock()
         self._idle: deque[HostSlot] = deque()
         self._taken = 0
@@ -131,8 +134,9 @@ class HostRing:
             self._taken -= 1
 
     def clear(self) -> None:
-        """Free the slots that nobody has taken, once nobody reads them."""
+        """Free the slots that nobody has taken, once nobody reads them; one that is given back later is freed too."""
         with self._lock:
+            self.capacity = 0  # whoever goes on sets it
             slots, self._idle = self._idle, deque()
         for slot in slots:
             if slot.read_until is not None:
@@ -146,6 +150,10 @@ class HostRing:
                 f"page-locked memory for mini-batches, {num_bytes / 1e6:.1f} MB more, was refused "
                 f"({str(error).splitlines()[0]})"
             ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
 
 
 def _is_read(slot: HostSlot) -> bool:

@@ -210,6 +210,11 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         ValueError: A negative number of workers or no prefetching.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Lightning makes loaders anew to overfit, from the arguments of the first __init__ that it finds in a class
+        # derived from torch's DataLoader; our own would be those of PyG's.
+        super().__init__(*args, **kwargs)
+
     def sample(self, index: list[int], key: int) -> SamplerOutput:
         """Sample the neighbourhoods of some seeds."""
         return self.node_sampler.sample_from_nodes(self.input_data[index], key=key)
@@ -227,6 +232,9 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
     Takes the arguments of PyG's ``LinkLoader``, whose batches it equals attribute by attribute, and those that
     :class:`ThreadedNodeLoader` adds.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # here for Lightning, as in ThreadedNodeLoader
 
     def sample(self, index: list[int], key: int) -> SamplerOutput:
         """Sample the neighbourhoods of the ends of some edges, and of negative ones."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_gnn.batching.transfer import _works
+from lightning_gnn.batching.transfer import works
 
 Moment = Any
 """Seconds of ``time.perf_counter()``, or an event that a device has recorded or will record."""
@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._events = device.type != "cpu" and _works(self._probe)
+        self._events = device.type != "cpu" and works(self._probe)
         self._origin: tuple[Moment, float] | None = None
 
     def now(self, stream: Any = None) -> Moment:

@@ -107,8 +107,9 @@ class Recorder:
 
     def add(self, resource: Resource, stage: str, number: int, start: Moment, end: Moment, lane: int = 0) -> None:
         """Note a stage of a mini-batch; may be called from any thread."""
-        if self.profiler is not None:
-            self.profiler.add(stage, start, end)
+        profiler = self.profiler  # the training thread may take it away in between
+        if profiler is not None:
+            profiler.add(stage, start, end)
         if self.timeline is not None:
             self._queued.append((resource, stage, number, start, end, lane))
 
@@ -121,6 +122,10 @@ class Recorder:
         model, self._model = self._model, None
         if model is not None:
             self.add("GPU", "model", *model, self.clock.now())
+
+    def forget_model(self) -> None:
+        """Note nothing of it: other things have been done since."""
+        self._model = None
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Note a phase of the schedule, in seconds of the host."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.batching.host_ring import HostRing, HostSlot
 from lightning_gnn.batching.loader import PreparationTimes, ThreadedNodeLoader
 from lightning_gnn.batching.moments import Clock
 from lightning_gnn.batching.profile import Recorder
-from lightning_gnn.batching.transfer import _works
+from lightning_gnn.batching.transfer import used_on, works
 from lightning_gnn.ops import batch_key
 
 Task = tuple[int, int, list[int]]
@@ -69,7 +68,7 @@ class DeviceRoutes:
         self.ring = ring
         self.recorder = Recorder(Clock(device))
         self._stream: Any = None
-        if device.type != "cpu" and _works(lambda: torch.Stream(device).record_event().synchronize()):
+        if device.type != "cpu" and works(lambda: torch.Stream(device).record_event().synchronize()):
             self._stream = torch.Stream(device)
         self._last_read: Any = None
         self._last_transfer: Any = None
@@ -130,11 +129,11 @@ class DeviceRoutes:
         consumer = self._current()
         consumer.wait_event(entry.arrival)
         # Its memory belongs to the other stream.
-        return entry.batch.apply(lambda tensor: _used_on(tensor, consumer))
+        return entry.batch.apply(lambda tensor: used_on(tensor, consumer))
 
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":
-            return batch.apply(lambda tensor: tensor.clone() if slot.owns(tensor) else tensor)
+            return batch.apply(lambda tensor: tensor.clone() if slot.may_own(tensor) else tensor)
         return batch.apply(lambda tensor: tensor.to(self.device, non_blocking=non_blocking))
 
     def _current(self) -> Any:
@@ -146,9 +145,3 @@ class DeviceRoutes:
     def _record(self, number: int, start: Any, end: Any) -> None:
         if start is not None and end is not None:
             self.recorder.add("PCIe", "dma", number, start, end)
-
-
-def _used_on(tensor: Tensor, stream: Any) -> Tensor:
-    if not tensor.is_cpu:
-        tensor.record_stream(stream)
-    return tensor

@@ -97,8 +97,8 @@ class Transfer:
             return batch.to(self.device)
         if not self._probed:
             self._probed = True
-            self._pins = _works(lambda: torch.empty(1).pin_memory())
-            if _works(lambda: torch.Stream(self.device).record_event().synchronize()):
+            self._pins = works(lambda: torch.empty(1).pin_memory())
+            if works(lambda: torch.Stream(self.device).record_event().synchronize()):
                 self._stream = torch.Stream(self.device)
         if self._pins:
             batch = batch.apply(_pinned)
@@ -110,14 +110,18 @@ class Transfer:
         done.synchronize()
         # Its memory belongs to this stream, but is used on another one.
         consumer = torch.accelerator.current_stream(self.device)
-        return batch.apply(lambda tensor: _used_on(tensor, consumer))
+        return batch.apply(lambda tensor: used_on(tensor, consumer))
 
 
-def _works(attempt: Callable[[], Any]) -> bool:
-    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory."""
+def works(attempt: Callable[[], Any]) -> bool:
+    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory.
+
+    Args:
+        attempt: Uses it.
+    """
     try:
         attempt()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return False
     return True
 
@@ -126,10 +130,30 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.is_cpu and not tensor.is_pinned() else tensor
 
 
-def _used_on(tensor: Tensor, stream: Any) -> Tensor:
-    if not tensor.is_cpu:
+def used_on(tensor: Tensor, stream: Any) -> Tensor:
+    """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
+
+    Args:
+        tensor: Of any layout, or a sparse matrix of torch_sparse; on the CPU there is nothing to keep.
+        stream: Where it is used, if that is another one than it was allocated on.
+    """
+    if not isinstance(tensor, Tensor):
         tensor.record_stream(stream)
+    elif not tensor.is_cpu:
+        for part in _parts(tensor):
+            part.record_stream(stream)
     return tensor
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a tensor consists of; streams cannot be recorded for sparse ones."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def converted(batch: Any, dtype: torch.dtype | None) -> Any:

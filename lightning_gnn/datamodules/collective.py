@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -65,8 +66,12 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         **kwargs: Any,
     ) -> None:
         for name, value in (("gpu_buffer_size", gpu_buffer_size), ("profile_batches", profile_batches)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, but is {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, but is {value}")
+        if not isinstance(num_workers, (int, NoneType)):
+            raise ValueError(f"num_workers must be a whole number or None, but is {num_workers!r}")
         if num_workers is not None and num_workers < 0:
             raise ValueError(f"num_workers must not be negative, but is {num_workers}")
         if gpu_route not in ROUTES:
@@ -107,7 +112,12 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         super().load_state_dict(state_dict)
         by_rank, plan = state_dict.get("order"), state_dict.get("plan")
         self._handed_out[:] = by_rank[self._rank] if by_rank is not None and self._rank < len(by_rank) else []
-        self._plan = None if plan is None else CollectivePlan.from_yaml(plan)
+        self._plan = None
+        if plan is not None:
+            try:
+                self._plan = CollectivePlan.from_yaml(plan)
+            except ValueError as error:
+                rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
 
     def _loader(self, stage: str, split: str) -> Any:
         device = self._device()

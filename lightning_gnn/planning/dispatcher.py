@@ -8,6 +8,9 @@ from lightning_gnn.planning.collective_plan import CollectivePlan, Mode
 from lightning_gnn.planning.simulate import Simulation, simulate_dual_buffer
 from lightning_gnn.planning.stage_times import StageTimes
 
+SIMULATED_BATCHES = 1000
+"""Of a longer epoch only so many are simulated: the others would repeat the same overlaps."""
+
 PATIENCE = 6
 """The feedback is no longer followed after so many plans in a row that were not better than the best one."""
 
@@ -72,7 +75,8 @@ class Dispatcher:
     Args:
         times: What the stages take.
         gpu_buffer_size: ``gbs``, mini-batches in device memory.
-        num_batches: Mini-batches of an epoch.
+        num_batches: Mini-batches of an epoch; of more than :data:`SIMULATED_BATCHES` that many are simulated, and the
+            predicted seconds are scaled.
         deterministic: Whether they are to be trained in the order of the epoch.
 
     Raises:
@@ -90,6 +94,7 @@ class Dispatcher:
         self.gpu_buffer_size = gpu_buffer_size
         self.num_batches = num_batches
         self.deterministic = deterministic
+        self._simulated = min(num_batches, SIMULATED_BATCHES)
         self._seen: dict[int, float] = {}  # makespans by the CPU's buffer size
 
     def plan(self) -> CollectivePlan:
@@ -106,6 +111,8 @@ class Dispatcher:
             self._search_around()
             epochs |= {("collective", size): makespan for size, makespan in self._seen.items()}
         (mode, size), makespan = min(epochs.items(), key=lambda item: item[1])
+        scale = self.num_batches / self._simulated
+        seconds = {"collective": makespan, "cpu": cpu_only, "gpu": gpu_only}
         return CollectivePlan(
             mode=mode,  # type: ignore[arg-type]
             gpu_buffer_size=self.gpu_buffer_size,
@@ -113,7 +120,7 @@ class Dispatcher:
             num_batches=self.num_batches,
             ratio=ratio,
             times=self.times,
-            epoch_s={"collective": makespan, "cpu": cpu_only, "gpu": gpu_only},
+            epoch_s={name: value * scale for name, value in seconds.items()},
             rounds=len(self._seen),
         )
 
@@ -122,10 +129,10 @@ class Dispatcher:
         return self.times.model.mean > max(self.times.cpu, self.times.dma.mean)
 
     def _follow_feedback(self, size: int) -> None:
-        size = min(size, self.num_batches)
+        size = min(size, self._simulated)
         best, worse = inf, 0
         # Below one place the GPU prepares all, above all mini-batches the CPU does.
-        while 1 <= size <= self.num_batches and size not in self._seen and worse < PATIENCE:
+        while 1 <= size <= self._simulated and size not in self._seen and worse < PATIENCE:
             simulation = self._try(size)
             worse = 0 if simulation.makespan < best else worse + 1
             best = min(best, simulation.makespan)
@@ -138,7 +145,7 @@ class Dispatcher:
         best = None
         while best != (best := min(self._seen, key=self._seen.__getitem__)):
             for size in (best - 1, best + 1, best // 2, 3 * best // 4, 4 * best // 3, 2 * best):
-                if 1 <= size <= self.num_batches and size not in self._seen:
+                if 1 <= size <= self._simulated and size not in self._seen:
                     self._try(size)
 
     def _try(self, size: int) -> Simulation:
@@ -148,4 +155,4 @@ class Dispatcher:
 
     def _simulate(self, mode: Mode, size: int) -> Simulation:
         plan = CollectivePlan(mode, self.gpu_buffer_size, size, times=self.times)
-        return simulate_dual_buffer(self.times, plan, self.num_batches, deterministic=self.deterministic)
+        return simulate_dual_buffer(self.times, plan, self._simulated, deterministic=self.deterministic)

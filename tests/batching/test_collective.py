@@ -237,6 +237,30 @@ def test_the_timeline_tells_every_stage_of_every_batch():
     assert ends == sorted(ends)
 
 
+def test_what_happens_between_epochs_is_not_the_models_time():
+    loader = collective(None, profile_batches=3, batch_size=5, route=route(batch_size=5), num_batches=lambda: 3)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)  # as Lightning does: it does not ask again after the last one
+    time.sleep(0.3)
+    next(iter(loader))
+    assert sum(stage == "model" for stage, *_ in loader.profiler._queued) + len(loader.profiler._seconds["model"]) == 2
+    loader.close()
+
+
+def test_workers_use_the_device_of_the_training_thread(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: used.append(device))
+    loader = collective()
+    loader.routes.recorder.clock.device = torch.device("cuda", 1)
+    list(loader)
+    assert used == [torch.device("cuda", 1)] * 2
+    used.clear()
+    loader.routes.recorder.clock.device = torch.device("cpu")
+    list(loader)
+    assert used == []
+
+
 # -- faults
 
 
@@ -391,6 +415,24 @@ def test_too_little_device_memory_halves_the_buffers(where, deterministic):
     assert_all_free(loader)
 
 
+def test_buffers_out_of_reach_shrink_at_once():
+    loader = collective(CollectivePlan("collective", 10**9, 4))
+    original = loader.routes.prepare
+
+    def short(task):
+        if len(loader._epoch()._workers.device) >= 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(task)
+
+    loader.routes.prepare = short
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch, expected in zip(loader, PLAIN, strict=True):
+            assert_same(batch, expected)
+    assert sum("too little memory of cpu" in str(w.message) for w in warned) == 1
+    assert loader.plan.buffers == (3, 2)
+
+
 def test_device_memory_for_not_even_one_batch_is_a_clear_error():
     loader = collective(CollectivePlan("collective", 4, 4))
 
@@ -426,7 +468,7 @@ def test_too_little_host_memory_halves_the_buffers(mode, deterministic):
     for number, batch in zip(range(len(PLAIN)) if deterministic else loader.order, batches, strict=False):
         assert not deterministic or assert_same(batch, PLAIN[number]) is None
     assert sum("too little page-locked host memory" in str(w.message) for w in warned) <= 2
-    assert loader.most is None or loader.most[1] in (2, 4)
+    assert loader.most is None or 1 <= loader.most[1] <= 4
     assert_all_free(loader)
 
 

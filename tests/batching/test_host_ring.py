@@ -132,3 +132,21 @@ def test_memory_that_is_refused_is_named(monkeypatch):
     monkeypatch.setattr(torch, "empty", refused)
     with pytest.raises(HostMemoryError, match=r"page-locked memory .*, 9.0 MB more, was refused \(CUDA error: out of"):
         ring.take().empty("x", [8_000_000], torch.uint8)
+
+
+def test_what_comes_back_after_clearing_is_freed():
+    ring = HostRing(CPU, capacity=3)
+    late = ring.take()
+    late.empty("x", [4], torch.float32)
+    ring.clear()
+    ring.give_back(late)
+    assert ring.num_slots == ring.idle_bytes == 0
+
+
+def test_a_slot_does_not_look_into_sparse_matrices():
+    memory = slot()
+    values = memory.empty("weight", [2], torch.float32).fill_(1)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2))
+    assert memory.may_own(sparse)
+    assert memory.may_own(values[:1])
+    assert not memory.may_own(torch.ones(2))

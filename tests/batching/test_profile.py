@@ -126,3 +126,22 @@ def test_the_clock_of_the_cpu_is_the_hosts():
 def test_too_few_measurements_are_named():
     with pytest.raises(ValueError, match="profile_batches must be at least 1, but is 0"):
         Profiler(0)
+
+
+def test_a_profiler_that_is_taken_away_in_mid_call_is_no_error():
+    class Fleeting(Recorder):
+        """Has a profiler at the first look only."""
+
+        @property
+        def profiler(self):
+            found, self._found = self._found, None
+            return found
+
+        @profiler.setter
+        def profiler(self, value):
+            self._found = value
+
+    recorder, profiler = Fleeting(Clock(torch.device("cpu"))), Profiler(warm_up=0)
+    recorder.profiler = profiler
+    recorder.add("CPU", "cpu_batching", 0, 1.0, 3.0)
+    assert profiler.seconds("cpu_batching") == [2.0]

@@ -9,6 +9,7 @@ from lightning_gnn.batching import ThreadedNodeLoader
 from lightning_gnn.batching.host_ring import HostRing
 from lightning_gnn.batching.loader import PreparationTimes
 from lightning_gnn.batching.routes import DeviceRoutes, HostBatch
+from lightning_gnn.batching.transfer import used_on
 from lightning_gnn.sampling import NeighborSampler
 from tests.batching.test_loader import assert_same
 from tests.batching_data import small_data
@@ -131,3 +132,26 @@ def test_a_transfer_that_fails_leaves_the_mini_batch_as_it_was(loader, monkeypat
 def test_without_a_device_that_prepares_it_says_so():
     with pytest.raises(RuntimeError, match="no device that prepares"):
         DeviceRoutes(CPU, None, None).prepare((0, 0, [0]))
+
+
+def test_sparse_matrices_over_the_slots_memory_are_copied(loader):
+    with noted(loader) as (routes, ring, _):
+        source = on_host(loader, ring, 0)
+        memory = source.slot.empty("weight", [2], torch.float32).fill_(1)
+        source.batch.adjacency = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), memory, (2, 2))
+        batch = routes.transfer(0, source).batch
+        memory.fill_(7)
+        assert batch.adjacency.to_dense().tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("layout", ["strided", "sparse_coo", "sparse_csr", "sparse_csc"])
+def test_every_part_of_a_tensor_is_kept_for_the_stream_that_uses_it(layout, monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append((tensor.layout, stream)))
+    dense = torch.eye(3)
+    tensor = dense if layout == "strided" else dense.to_sparse(layout=getattr(torch, layout))
+    assert used_on(tensor, "main") is tensor
+    assert kept == []  # the host's memory needs no stream
+    tensor = tensor.to("meta")
+    assert used_on(tensor, "main") is tensor
+    assert kept == [(torch.strided, "main")] * {"strided": 1, "sparse_coo": 2}.get(layout, 3)

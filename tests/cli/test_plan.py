@@ -217,6 +217,8 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
         ([*COLLECTIVE, "plan.max_batches=2"], "no plan after 2 mini-batches"),
         ([*COLLECTIVE, "trainer.devices=2", "strategy=ddp"], "profiles one process"),
         ([*COLLECTIVE, "datamodule.plan=nowhere.yaml"], "nowhere.yaml"),
+        ([*COLLECTIVE, "trainer.limit_train_batches=0"], "limit_train_batches=0 leaves nothing to train"),
+        ([*COLLECTIVE, "datamodule.profile_batches=x"], "profile_batches must be a whole number, but is 'x'"),
         ([*COLLECTIVE, "+trainer.no_such_argument=1"], "no_such_argument"),
     ],
     ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",

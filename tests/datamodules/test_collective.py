@@ -1,6 +1,8 @@
 """Training with collective batching is training without it, whoever prepares the mini-batches."""
 
 import gc
+import os
+import signal
 import threading
 import warnings
 from dataclasses import replace
@@ -138,9 +140,7 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
     ids=str,
 )
 def test_lightnings_options_work_and_leave_nothing_behind(options, deterministic):
-    # To overfit Lightning makes the loaders anew, and loses the seed of the plain one.
-    plain = collective("auto") if "overfit_batches" in options else NeighborDataModule(small_data(), **SIZES)
-    expected = fitted(plain, **options)
+    expected = fitted(NeighborDataModule(small_data(), **SIZES), **options)
     data = collective(deterministic=deterministic)
     found = fitted(data, **options)
     if deterministic:
@@ -178,6 +178,32 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
         run.fit(Failing(), data)
     assert not threads()
     assert loaders[0].ring.num_slots == 0
+
+
+def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
+    waiting, release = threading.Event(), threading.Event()
+
+    def slow(batch):
+        if threading.current_thread() is not threading.main_thread():
+            waiting.set()
+            release.wait(20)
+        return batch
+
+    def interrupt():
+        waiting.wait(20)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.5, release.set).start()
+
+    data = collective(CollectivePlan("cpu", 1, 2), transform=slow)
+    before = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(SystemExit):
+            fitted(data, limit_val_batches=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not threads()
+    assert all(loader.ring.num_slots == 0 for loader in data._loaders)
 
 
 def test_a_worker_that_fails_stops_training():
@@ -303,6 +329,18 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     assert resumed.plan == data.plan
 
 
+def test_a_checkpoints_plan_that_cannot_be_read_is_made_anew():
+    data = collective("auto")
+    state = {**data.state_dict(), "plan": "mode: 7"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        data.load_state_dict(state)
+    assert len(messages(warned, "the checkpoint's plan cannot be read, measuring anew")) == 1
+    assert data.plan is None
+    assert fitted(data).history
+    assert data.plan.times is not None
+
+
 # -- machines
 
 
@@ -401,6 +439,9 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
         ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a file with one, but is 3"),
         ({"plan": None}, ValueError, "plan must be 'auto'"),
         ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
+        ({"gpu_buffer_size": 2.5}, ValueError, "gpu_buffer_size must be a whole number, but is 2.5"),
+        ({"profile_batches": "x"}, ValueError, "profile_batches must be a whole number, but is 'x'"),
+        ({"num_workers": "x"}, ValueError, "num_workers must be a whole number or None, but is 'x'"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
         ({"cache_rows": -1}, ValueError, "cache_rows must not be negative"),
     ],

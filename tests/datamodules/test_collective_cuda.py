@@ -191,3 +191,30 @@ def test_an_error_on_the_device_reaches_the_caller(data):
     loader = collective(data, transform=bad).train_dataloader()
     with pytest.raises(RuntimeError, match="the transform failed"):
         list(loader)
+
+
+def test_sparse_matrices_arrive_whole(data, plain):
+    def sparse(batch):
+        shape = (batch.num_nodes, batch.num_nodes)
+        weight = batch.edge_attr[:, 0].contiguous()
+        batch.adjacency = torch.sparse_coo_tensor(batch.edge_index, weight, shape).coalesce().to_sparse_csr()
+        return batch
+
+    expected = [sparse(batch.clone()).adjacency for batch in plain]
+    loader = collective(data, transform=sparse).train_dataloader()
+    for batch, adjacency in zip(loader, expected, strict=True):
+        assert batch.adjacency.is_cuda
+        assert torch.equal(batch.adjacency.crow_indices().cpu(), adjacency.crow_indices())
+        assert torch.equal(batch.adjacency.col_indices().cpu(), adjacency.col_indices())
+        torch.testing.assert_close(batch.adjacency.values().cpu(), adjacency.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_first_has_all_to_itself(data, plain):
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        loader = collective(data, device=device, topology="pinned", features="pinned").train_dataloader()
+        for batch, expected in zip(loader, plain, strict=True):
+            assert batch.x.device == batch.edge_index.device == device
+            assert_same_content(batch, expected)
+    assert loader.routes.recorder.clock.device == loader.routes._stream.device == device

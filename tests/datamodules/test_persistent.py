@@ -72,6 +72,26 @@ def test_training_is_the_same_as_on_the_cpu():
     assert models[0].history == models[1].history
 
 
+def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
+    found = []
+    for kind in (NeighborDataModule, PersistentSamplerDataModule):
+        pl.seed_everything(2, verbose=False)
+        gpu = kind is PersistentSamplerDataModule
+        module = kind(data(), **SIZES, **({"device": "cpu"} if gpu else {"num_workers": 2}))
+        model, run = Model(), trainer(max_epochs=2, overfit_batches=2)
+        run.fit(model, module)
+        loader = run.train_dataloader
+        assert (loader.seed, loader.num_threads, loader.first_batch) == (
+            module.seed,
+            0 if gpu else 2,
+            module._first_batch,
+        )
+        assert list(loader.tables) == (["x", "edge_attr"] if gpu else [])
+        found.append(model.history)
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_once_and_gives_the_same_batches():
     ours = PersistentSamplerDataModule(data(), **SIZES, num_workers=1)
