@@ -43,3 +43,12 @@ def test_a_package_imports_only_lower_ones(path):
 def test_files_stay_small_and_named(path):
     assert len(path.read_text().splitlines()) <= 420
     assert path.name not in ("utils.py", "helpers.py", "manager.py")
+
+
+def test_everything_but_the_command_works_without_hydra():
+    check = "\n".join(
+        ["import subprocess
+import sys", "sys.modules['hydra'] = None", "import lightning_gnn, lightning_gnn.callbacks",
+         "import lightning_gnn.datamodules, lightning_gnn.strategies, lightning_gnn.accelerators"]
+    )  # fmt: skip
+    subprocess.run([sys.executable, "-W", "ignore", "-c", check], check=True, timeout=120)

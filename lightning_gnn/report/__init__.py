@@ -1,8 +1,10 @@
-"""What a run leaves behind: metrics.json, a table on the screen, report.png; and the comparison of a sweep."""
+"""What a run leaves behind: metrics.json, a table on the screen, report.png.
 
-from lightning_gnn.report.comparison import ComparisonTable
+The comparison of a sweep, which needs Hydra, is in :mod:`~lightning_gnn.report.comparison`.
+"""
+
 from lightning_gnn.report.figure import save_figure
 from lightning_gnn.report.metrics import collect_metrics, write_metrics
 from lightning_gnn.report.table import print_table
 
-__all__ = ["ComparisonTable", "collect_metrics", "print_table", "save_figure", "write_metrics"]
+__all__ = ["collect_metrics", "print_table", "save_figure", "write_metrics"]
