@@ -231,7 +231,7 @@ def test_a_node_that_is_killed_on_another_machine_is_named_by_its_silence():
 
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_node_that_is_stopped_ends_the_others(lost):
-    """Gloo waits on, for half an hour: their processes are ended, and say why."""
+    """Gloo waits on, for half an hour: the first one's process is ended, and says why; others may see it go."""
     sent, said, rest = Signal(lost, signal.SIGSTOP), {}, {0, 1, 2} - {lost}
 
     def during(processes, folder):
@@ -240,10 +240,13 @@ def test_a_node_that_is_stopped_ends_the_others(lost):
         said.update({rank: (folder / f"{rank}.stderr").read_text() for rank in rest})
 
     found = observe(that_train_for_ever, 3, 3, 4.0, during=during, lost=[lost], limit=60)
+    assert 1 in {found.exit_codes[rank] for rank in rest}
     for rank in rest:
-        assert found.exit_codes[rank] == 1
-        assert f"rank {rank} ends, because rank {lost} (process {sent.pid} on " in said[rank]
-        assert "is stopped" in said[rank]
+        ended = found.exit_codes[rank] == 1
+        message = said[rank] if ended else found.errors[rank]
+        assert f"rank {lost} (process {sent.pid} on " in message
+        assert "is stopped" in message
+        assert not ended or f"rank {rank} ends, because rank {lost} " in message
 
 
 class Slow(pl.Callback):
