@@ -31,7 +31,7 @@ from lightning_gnn.planning.plan import divisors
 from lightning_gnn.strategies.batch_cache import BatchCache
 from lightning_gnn.strategies.global_logs import log_globally, log_locally
 from lightning_gnn.strategies.gradients import average_gradients
-from lightning_gnn.strategies.heartbeat import Heartbeats, is_communication_error
+from lightning_gnn.strategies.heartbeat import Heartbeats
 from lightning_gnn.strategies.precision import match_device
 from lightning_gnn.strategies.row_norms import refuse_norms_over_nodes
 from lightning_gnn.strategies.shard_batch import ShardedBatch
@@ -195,13 +195,8 @@ class AscendHybridParallelStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost; or tell the other ranks that it is this one."""
         self._failed = True
-        if self._heartbeats is None:
-            return
-        text = next(iter(str(exception).splitlines()), "")
-        if not is_communication_error(exception):
-            self._heartbeats.fail(f"{type(exception).__name__}: {text}")
-        elif (found := self._heartbeats.explain()) is not None:
-            exception.args = (f"{found} (noticed on rank {self.global_rank}: {text})",)
+        if self._heartbeats is not None:
+            self._heartbeats.answer(exception)
 
     @override
     def teardown(self) -> None:

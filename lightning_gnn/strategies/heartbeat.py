@@ -142,6 +142,18 @@ class Heartbeats:
         self._say(done=True)
         self._threads.clear()
 
+    def answer(self, exception: BaseException) -> None:
+        """Say in an exception's message which rank was lost; or tell the other ranks that it is this one.
+
+        Args:
+            exception: What ends this rank's run.
+        """
+        text = next(iter(str(exception).splitlines()), "")
+        if not is_communication_error(exception):
+            self.fail(f"{type(exception).__name__}: {text}")
+        elif (found := self.explain()) is not None:
+            exception.args = (f"{found} (noticed on rank {self.rank}: {text})",)
+
     def fail(self, message: str) -> None:
         """Tell the others that this rank ends by an error of its own, and wait until they can have read it."""
         self._handled = True

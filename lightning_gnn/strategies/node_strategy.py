@@ -22,7 +22,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.strategies.heartbeat import Heartbeats, is_communication_error
+from lightning_gnn.strategies.heartbeat import Heartbeats
 
 _RUNS = itertools.count()
 
@@ -166,13 +166,8 @@ class NodeStrategy(ParallelStrategy, ABC):
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which node was lost; or tell the other nodes that it is this one."""
         self._failed = True
-        if self._heartbeats is None:
-            return
-        text = next(iter(str(exception).splitlines()), "")
-        if not is_communication_error(exception):
-            self._heartbeats.fail(f"{type(exception).__name__}: {text}")
-        elif (found := self._heartbeats.explain()) is not None:
-            exception.args = (f"{found} (noticed on rank {self.global_rank}: {text})",)
+        if self._heartbeats is not None:
+            self._heartbeats.answer(exception)
 
     @override
     def teardown(self) -> None:
