@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,11 +34,17 @@ class HybridTrainers:
         devices: Of the trainers.
         names: Of the trainers, for messages.
         stall_timeout: Seconds for which a trainer may be silent.
-        seed: Start of the trainers' random streams.
+        seed: Start of the trainers' random streams; None lets a lone trainer draw from torch's own, as without this
+            strategy, where nobody else draws from it meanwhile.
     """
 
     def __init__(
-        self, strategy: Any, devices: Sequence[torch.device], names: Sequence[str], stall_timeout: float, seed: int
+        self,
+        strategy: Any,
+        devices: Sequence[torch.device],
+        names: Sequence[str],
+        stall_timeout: float,
+        seed: int | None,
     ) -> None:
         self.strategy = strategy
         self.main: pl.LightningModule = strategy.lightning_module
@@ -52,7 +58,7 @@ class HybridTrainers:
                     child.__dict__["log"] = self.recorders[replica]
             if not self.main.automatic_optimization:
                 let_meet(self, replica, module)
-        self.randoms = [ThreadRandom(mix(seed + trainer) >> 2) for trainer in range(len(devices))]
+        self.randoms = [] if seed is None else [ThreadRandom(mix(seed + i) >> 2) for i in range(len(devices))]
         self.threads = TrainerThreads(names, stall_timeout)
         self._clocks = [None if device.type == "cpu" else _DeviceClock(device) for device in devices]
         self._batch: HybridBatch | None = None
@@ -67,13 +73,17 @@ class HybridTrainers:
 
     def state_dict(self) -> list[Tensor]:
         """Return the state of each trainer's random stream."""
-        return [random.generator.get_state() for random in self.randoms]
+        return [generator.get_state() for generator in self._generators()]
 
     def load_state_dict(self, states: Sequence[Tensor]) -> None:
         """Take the random streams up again; with another number of trainers they begin anew."""
-        if len(states) == len(self.randoms):
-            for random, state in zip(self.randoms, states, strict=True):
-                random.generator.set_state(state)
+        generators = self._generators()
+        if len(states) == len(generators):
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        return [random.generator for random in self.randoms] or [torch.default_generator]
 
     def resize(self, num_threads: int) -> None:
         """Share out CPU threads among the trainers that run on the CPU."""
@@ -146,7 +156,7 @@ class HybridTrainers:
         clock = self._clocks[trainer]
         if clock is None:
             # A trainer on an accelerator draws there, from its generator, and is spared the look at every operator.
-            with self.randoms[trainer]:
+            with self.randoms[trainer] if self.randoms else nullcontext():
                 yield
             return
         torch.accelerator.set_device_index(self.devices[trainer])
@@ -215,6 +225,15 @@ class HybridTrainers:
         # A trainer that returned no loss contributes a gradient of zero, but keeps its share.
         return torch.stack([weights[i] * leaf for i, leaf in self._leaves.items()]).sum(0)
 
+    def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """Run a step of Lightning's loop: its closure of forward and backward pass, then the optimizer's own.
+
+        A lone trainer does all of it in its thread, whose core has the gradients in its cache.
+        """
+        if len(self.devices) == 1 and self.strategy.num_nodes == 1 and self.threads.current() is None:
+            return self.threads.lend(0, step)
+        return step()
+
     # -- backward
 
     @property
@@ -233,7 +252,7 @@ class HybridTrainers:
             **kwargs: Lightning's; those of ``Tensor.backward`` reach the trainers.
         """
         if self._alone is not None:
-            if self.threads.current() is not None:  # manual optimisation
+            if not self.main.automatic_optimization:  # in the trainer's thread already
                 return plain(closure_loss, optimizer, *args, **kwargs)
             trainer = self._alone
             job = partial(self._backward_alone, trainer, plain, closure_loss, optimizer, args, kwargs)

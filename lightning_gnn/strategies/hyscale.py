@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +305,19 @@ class HyScaleStrategy(NodeStrategy):
         if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
             raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         self._close_engine()
-        seed = mix(torch.initial_seed() + self.global_rank * 1_000_003)
+        alone = len(self.trainers.devices) == 1 and self._num_nodes == 1
+        seed = None if alone and self._draws_nothing() else mix(torch.initial_seed() + self.global_rank * 1_000_003)
         self._engine = HybridTrainers(self, self.trainers.devices, self.trainers.names, self.stall_timeout, seed)
         if (states := self._restored.pop("random", None)) is not None and self.global_rank < len(states):
             self._engine.load_state_dict(states[self.global_rank])
         self._engine.resize(self.balance.threads[2])
         if self._hooks is not None:
             self._hooks.install()
+
+    def _draws_nothing(self) -> bool:
+        """Whether preparing mini-batches leaves torch's generator alone."""
+        loader = None if self.loader is None else self.loader.loader
+        return isinstance(loader, ThreadedNodeLoader) and not (loader.transform or loader.transform_sampler_output)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,9 +335,14 @@ class HyScaleStrategy(NodeStrategy):
         if self._engine is None or not self._engine.waits_for_backward:
             return plain(closure_loss, optimizer, *args, **kwargs)
         loss = self._engine.backward(closure_loss, optimizer, plain, *args, **kwargs)
-        if self._engine.threads.current() is None:
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             self._observe()
         return loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return step() if self._engine is None else self._engine.optimizer_step(step)
 
     def _observe(self) -> None:
         """Once per iteration, before callbacks may write a checkpoint: tell the balance what it took."""

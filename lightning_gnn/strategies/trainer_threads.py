@@ -8,10 +8,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+_PATIENCE = 3.0
+"""Seconds for which a trainer may end what it does."""
 Serve = Callable[[str, Any, dict[int, Any]], Mapping[int, Any] | Any]
 """Called in the main thread when all trainers at work have met: what for, its tag, and what each brings."""
 
@@ -38,21 +41,27 @@ class _Trainer(threading.Thread):
         torch.get_num_threads()  # torch takes a number over only where it has been asked for before
         now = None
         while True:
-            job = self.jobs.get()
+            job, counts = self.jobs.get()
             if job is None:
                 return
             if self.num_threads is not None and now != self.num_threads:
                 now = self.num_threads
                 torch.set_num_threads(now)
-            start = time.perf_counter()
             try:
-                message = ("done", self.number, None, job())
+                message = ("done", self.number, None, self.work(job) if counts else job())
             except BaseException as error:
                 message = ("error", self.number, None, error)
-            self.seconds += time.perf_counter() - start
             job = None
             self.inbox.put(message)
             del message
+
+    def work(self, job: Callable[[], Any]) -> Any:
+        """Run a function and add to the seconds of work."""
+        start = time.perf_counter()
+        try:
+            return job()
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 class TrainerThreads:
@@ -90,14 +99,34 @@ class TrainerThreads:
     def run(self, jobs: Mapping[int, Callable[[], Any]], serve: Serve | None = None) -> dict[int, Any]:
         """Run a function in each of some trainers and return their results.
 
+        A function that was :meth:`lent <lend>` to a trainer may use this for that trainer, whose thread it is in.
+
         Raises:
             BaseException: What a trainer raised, with its traceback; the others are told to stop.
             TimeoutError: A trainer was silent for too long; shows where it is.
             RuntimeError: Trainers do not do the same.
         """
+        if (here := self.current()) is not None:
+            return {here: self._threads[here].work(jobs[here])}
         for trainer, job in jobs.items():
-            self._threads[trainer].jobs.put(job)
+            self._threads[trainer].jobs.put((job, True))
         return self._gather(set(jobs), "done", serve)
+
+    def lend(self, trainer: int, job: Callable[[], Any]) -> Any:
+        """Run what the main thread would do in the thread of a trainer; only what it does by :meth:`run` is work.
+
+        A ``KeyboardInterrupt`` waits until it is done, if that does not take long.
+
+        Raises:
+            BaseException: As :meth:`run`.
+        """
+        self._threads[trainer].jobs.put((job, False))
+        try:
+            return self._gather({trainer}, "done", None)[trainer]
+        except KeyboardInterrupt:
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=_PATIENCE)
+            raise
 
     def meet(self, kind: str, tag: Any = None, value: Any = None, routine: Callable[[], Any] | None = None) -> Any:
         """Called in a trainer: wait for the others, let the main thread act, return its answer.
@@ -125,11 +154,11 @@ class TrainerThreads:
             self._threads[trainer].answers.put(("routine", None))
         return self._gather(set(trainers), "returned", serve)
 
-    def close(self, patience: float = 3.0) -> list[str]:
+    def close(self, patience: float = _PATIENCE) -> list[str]:
         """End the threads; return the names of those that hang, which Python cannot end."""
         self._abort()
         for thread in self._threads:
-            thread.jobs.put(None)
+            thread.jobs.put((None, False))
         deadline = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
