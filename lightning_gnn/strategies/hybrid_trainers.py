@@ -10,16 +10,19 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_gnn.batching.hybrid import HybridBatch
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.strategies.gradients import sum_gradients
+from lightning_gnn.strategies.joined_outputs import joined_entry, weighted_mean
 from lightning_gnn.strategies.manual_steps import let_meet
 from lightning_gnn.strategies.metric_merge import MetricMerger
 from lightning_gnn.strategies.node_sums import average_statistics
 from lightning_gnn.strategies.replayed_log import LogRecorder, replay
 from lightning_gnn.strategies.replicas import Replicas
+from lightning_gnn.strategies.step_clock import StepClock
 from lightning_gnn.strategies.thread_random import ThreadRandom
 from lightning_gnn.strategies.trainer_threads import EachIts, TrainerThreads
 
@@ -60,12 +63,13 @@ class HybridTrainers:
                 let_meet(self, replica, module)
         self.randoms = [] if seed is None else [ThreadRandom(mix(seed + i) >> 2) for i in range(len(devices))]
         self.threads = TrainerThreads(names, stall_timeout)
-        self._clocks = [None if device.type == "cpu" else _DeviceClock(device) for device in devices]
+        self._clocks = [None if device.type == "cpu" else StepClock(device) for device in devices]
         self._batch: HybridBatch | None = None
         self._done: HybridBatch | None = None
         self._alone: int | None = None
         self._losses: dict[int, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
+        self._through = False
         self._unsynced = False
         self._closure_loss: Tensor | None = None
 
@@ -123,7 +127,10 @@ class HybridTrainers:
             return self.threads.run({active[0]: step})[active[0]]
         self._alone = None
         self.replicas.push(active)
+        self._through = self._goes_through()
         jobs = {i: partial(self._forward, i, batch.parts[i], args, kwargs) for i in active}
+        if self._through:
+            jobs = {i: partial(self._forward_backward, i, job) for i, job in jobs.items()}
         precision = self.strategy.precision_plugin
         # Default dtypes belong to the process, autocast to the thread.
         whole = nullcontext() if isinstance(precision, MixedPrecision) else precision.train_step_context()
@@ -151,6 +158,25 @@ class HybridTrainers:
                 stack.enter_context(torch.autocast(self.devices[trainer].type, dtype=dtype, cache_enabled=False))
             return self.replicas.modules[trainer].training_step(part, *args, **kwargs)
 
+    def _goes_through(self) -> bool:
+        """Whether trainers need not wait for each other between forward and backward pass.
+
+        The gradient of a trainer's loss is known before, but for what Lightning and the precision may multiply in.
+        That comes afterwards, unless it has to be in the half precision of the backward pass, as a loss scale has.
+        """
+        return (
+            self.main.automatic_optimization
+            and not is_overridden("backward", self.main)
+            and getattr(self.strategy.precision_plugin, "scaler", None) is None
+        )
+
+    def _forward_backward(self, trainer: int, forward: Callable[[], Any]) -> Any:
+        output = forward()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            self._backward(trainer, loss, self._seed_gradient(trainer, loss) * self._fraction, {})
+        return output
+
     @contextmanager
     def _device_context(self, trainer: int) -> Iterator[None]:
         clock = self._clocks[trainer]
@@ -176,31 +202,21 @@ class HybridTrainers:
                         f"{list(loss.shape)}"
                     )
         weights = dict(zip(outputs, self._weights(list(outputs)), strict=True))
+        root = self.strategy.root_device
         if not self.main.automatic_optimization:
             losses = {i: loss for i, loss in losses.items() if isinstance(loss, Tensor)}
-            total = self._mean(losses, weights) if losses else None
+            total = weighted_mean(list(losses.values()), [weights[i] for i in losses], root) if losses else None
         else:
             total = self._join(losses) if losses else None
         first = next(iter(outputs.values()))
         if not isinstance(first, Mapping):
             return total
         joined = {
-            name: self._joined([out[name] for out in outputs.values()], weights) for name in first if name != "loss"
+            name: joined_entry([out[name] for out in outputs.values()], list(weights.values()), root)
+            for name in first
+            if name != "loss"
         }
         return {**joined, "loss": total} if total is not None else joined
-
-    def _mean(self, values: dict[int, Tensor], weights: dict[int, float]) -> Tensor:
-        root = self.strategy.root_device
-        return torch.stack([value.detach().to(root) * weights[i] for i, value in values.items()]).sum(0)
-
-    def _joined(self, values: list[Any], weights: dict[int, float]) -> Any:
-        if not all(isinstance(value, Tensor) for value in values):
-            return values[0]
-        if all(value.dim() == 0 and value.is_floating_point() for value in values):
-            return self._mean(dict(zip(weights, values, strict=True)), weights)
-        if all(value.dim() and value.shape[1:] == values[0].shape[1:] for value in values):
-            return torch.cat([value.detach().to(self.strategy.root_device) for value in values])
-        return values[0]
 
     def _weights(self, active: Sequence[int]) -> list[float]:
         """Shares of this node's seeds."""
@@ -219,11 +235,17 @@ class HybridTrainers:
         root = self.strategy.root_device
         self._losses = losses
         self._leaves = {i: loss.detach().to(root).requires_grad_() for i, loss in losses.items()}
+        # A trainer that returned no loss contributes a gradient of zero, but keeps its share.
+        return torch.stack([self._share(i) * leaf for i, leaf in self._leaves.items()]).sum(0)
+
+    def _share(self, trainer: int) -> float:
+        """A trainer's share of this node's seeds; where there are none, all count the same."""
         assert self._batch is not None
         whole = self._batch.batch_size
-        weights = {i: self._batch.seeds[i] / whole if whole else 1 / len(losses) for i in losses}
-        # A trainer that returned no loss contributes a gradient of zero, but keeps its share.
-        return torch.stack([weights[i] * leaf for i, leaf in self._leaves.items()]).sum(0)
+        return self._batch.seeds[trainer] / whole if whole else 1 / len(self._batch.active)
+
+    def _seed_gradient(self, trainer: int, loss: Tensor) -> Tensor:
+        return torch.full_like(loss, self._share(trainer))
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         """Run a step of Lightning's loop: its closure of forward and backward pass, then the optimizer's own.
@@ -262,13 +284,14 @@ class HybridTrainers:
         closure_loss = precision.pre_backward(closure_loss, self.main)
         # On the small graph: what is multiplied in, such as a loss scale, ends up in the leaves.
         precision.backward(closure_loss, self.main, optimizer, *args, **kwargs)
-        factors = self._factors()
         losses, self._losses = self._losses, {}
-        jobs = {
-            i: partial(self._backward, i, loss, factors[i], kwargs) for i, loss in losses.items() if loss.requires_grad
-        }
-        self.threads.run(jobs)
-        self._collect(list(losses))
+        if self._through:
+            self._collect(list(losses), factor=self._multiplied(losses))
+        else:
+            factors = self._factors()
+            wanted = {i: loss for i, loss in losses.items() if loss.requires_grad}
+            self.threads.run({i: partial(self._backward, i, loss, factors[i], kwargs) for i, loss in wanted.items()})
+            self._collect(list(losses))
         closure_loss = precision.post_backward(closure_loss, self.main)
         self.strategy.post_backward(closure_loss)
         return closure_loss
@@ -295,8 +318,26 @@ class HybridTrainers:
             i: (leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)) * fraction for i, leaf in leaves.items()
         }
 
-    def _collect(self, active: Sequence[int], weights: Sequence[float] | None = None) -> None:
-        """Add the replicas' gradients to the main module's."""
+    def _multiplied(self, losses: dict[int, Tensor]) -> Tensor | None:
+        """Return by what the loss was multiplied after it was joined, None for by nothing."""
+        leaves, self._leaves = self._leaves, {}
+        most = max(leaves, key=self._share)
+        gradient = leaves[most].grad
+        if gradient is None:
+            return torch.zeros_like(leaves[most])
+        factor = gradient / self._seed_gradient(most, leaves[most])
+        return None if factor.is_cpu and factor.item() == 1.0 else factor
+
+    def _collect(
+        self, active: Sequence[int], weights: Sequence[float] | None = None, factor: Tensor | None = None
+    ) -> None:
+        """Add the replicas' gradients to the main module's.
+
+        Args:
+            active: The trainers.
+            weights: Of their gradients, 1 by default.
+            factor: Of the sum.
+        """
         if weights is not None:
             for i, weight in zip(active, weights, strict=True):
                 for parameter in self.replicas.modules[i].parameters():
@@ -304,6 +345,8 @@ class HybridTrainers:
                         parameter.grad.mul_(weight)
         parameters = list(self.main.parameters())
         more = self.replicas.take_gradients(active)
+        if factor is not None:
+            more = [None if gradient is None else gradient.mul_(factor) for gradient in more]
         if self.strategy.num_nodes > 1:
             if not self.strategy.sync_gradients:
                 self._unsynced = True
@@ -372,45 +415,3 @@ class HybridTrainers:
                 )
         elif stray:
             self._collect(active, self._weights(active))
-
-
-class _DeviceClock:
-    """Times an accelerator's steps by events, which are read once they are done, so that nothing waits for them.
-
-    Where a backend has no events, the time is that of the thread.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pairs: list[tuple[Any, Any]] = []
-        self._started: Any = None
-        self._last: float | None = None
-        try:
-            self._event().synchronize()
-            self._works = True
-        except (NotImplementedError, RuntimeError):
-            self._works = False
-
-    def _event(self) -> Any:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-    def start(self) -> None:
-        self._started = self._event() if self._works else None
-
-    def stop(self) -> None:
-        if self._started is not None:
-            self._pairs.append((self._started, self._event()))
-            self._started = None
-
-    def read(self, own: float) -> float:
-        """Return the seconds of the latest step that is known to be done.
-
-        Args:
-            own: What the thread took, for as long as nothing is known.
-        """
-        while self._pairs and self._pairs[0][1].query():
-            start, stop = self._pairs.pop(0)
-            self._last = start.elapsed_time(stop) / 1000
-        return own if self._last is None else self._last

@@ -1,0 +1,214 @@
+"""How the trainers take a step: without waiting for each other in its middle; a lone one in its thread as a whole."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch_geometric.typing
+from torch_geometric.loader import NeighborLoader
+
+from tests.hybrid.models import Module, data_module, fit, graph, hybrid, left_threads, trainer, worst_difference
+
+
+def weights(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Told(torch.autograd.Function):
+    """Tells when its backward pass has begun."""
+
+    @staticmethod
+    def forward(ctx, x, event):
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.event.set()
+        return gradient, None
+
+
+class SlowForward(Module):
+    """Trainer 1 ends its forward pass when trainer 0 has begun with its backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if threading.current_thread().name.endswith("-0"):
+            return Told.apply(loss, EVENTS.setdefault(batch_idx, threading.Event()))
+        self.waited.append(EVENTS.setdefault(batch_idx, threading.Event()).wait(10))
+        return loss
+
+
+EVENTS = {}
+
+
+@pytest.mark.timeout(120)
+def test_no_trainer_waits_for_the_forward_pass_of_another():
+    EVENTS.clear()
+    module = SlowForward()
+    found, _ = fit(module, hybrid(shares=[0.6, 0.4]), max_epochs=1)
+    assert module.waited
+    assert all(module.waited)
+    alone, _ = fit(Module(), max_epochs=1)
+    assert worst_difference(found.gradients, alone.gradients) < 1e-12
+    EVENTS.clear()
+
+
+class OwnBackward(Module):
+    """Lightning asks this hook for the backward pass, so that it cannot come before."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def backward(self, loss, *args, **kwargs):
+        self.asked += 1
+        loss.backward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.9, 0.1], [0.5, 0.3, 0.2]])
+def test_gradients_with_and_without_waiting_for_lightnings_backward(shares, accumulated):
+    options = {"accumulate_grad_batches": accumulated, "max_epochs": 1}
+    alone, _ = fit(Module(), **options)
+    own = OwnBackward()
+    asked, _ = fit(own, hybrid(len(shares), shares=shares), **options)
+    found, _ = fit(Module(), hybrid(len(shares), shares=shares), **options)
+    assert own.asked
+    assert worst_difference(asked.gradients, alone.gradients) < 1e-12
+    assert worst_difference(found.gradients, asked.gradients) < 1e-14
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_lone_trainer_equals_the_plain_trainer_bit_for_bit_with_dropout(prefetch, optimizer):
+    runs = []
+    for strategy in ("auto", hybrid(1, prefetch=prefetch)):
+        torch.manual_seed(3)
+        module = Module(optimizer, dropout=0.5)
+        fit(module, strategy, data_module(fanouts=(3, 2), num_workers=2))
+        runs.append((weights(module), torch.get_rng_state()))
+    assert equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_lone_trainer_keeps_its_own_random_numbers_where_preparing_draws_some():
+    """PyG's sampler, and a transform, draw from torch's generator at times of their own."""
+
+    def transform(batch):
+        time.sleep(0.002 * float(torch.rand(())))
+        return batch
+
+    class Loader(pl.LightningDataModule):
+        def train_dataloader(self):
+            data = graph()
+            return NeighborLoader(data, [-1, -1], input_nodes=data.train_mask, batch_size=20)
+
+    makers = [lambda: data_module(transform=transform, num_workers=1)]
+    if torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE:
+        makers.append(Loader)
+    for make in makers:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            module = Module(dropout=0.5)
+            fit(module, hybrid(1), make(), limit_val_batches=0)
+            found.append(weights(module))
+        assert equal(*found)
+
+
+def test_a_lone_trainer_takes_the_whole_step_in_its_thread():
+    where = {}
+
+    def note(what):
+        where.setdefault(what, set()).add(threading.current_thread().name)
+
+    class Noting(Module):
+        def training_step(self, batch, batch_idx):
+            note("forward")
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self):
+            note("backward")
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda *args: note("step"))
+            return optimizer
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            note("end")
+
+    fit(Noting(), hybrid(1))
+    assert where.pop("end") == {threading.main_thread().name}
+    assert where == {what: {"hyscale-trainer-0"} for what in ("forward", "backward", "step")}
+    where.clear()
+    fit(Noting(), hybrid(2))
+    assert where["step"] == {threading.main_thread().name}
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_waits_for_the_end_of_the_optimizer_step():
+    seen = []
+
+    class Interrupted(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(self.begin)
+            optimizer.register_step_post_hook(lambda *args: seen.append("stepped"))
+            return optimizer
+
+        def begin(self, *args):
+            if self.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+                seen.append("interrupted")
+
+    class Told(pl.Callback):
+        def on_exception(self, trainer, module, exception):
+            seen.append(type(exception).__name__)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer(hybrid(1), [Told()]).fit(Interrupted().double(), datamodule=data_module())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["stepped", "interrupted", "stepped", "KeyboardInterrupt"]
+    assert not left_threads()
+
+
+@pytest.mark.timeout(120)
+def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
+    release = threading.Event()
+
+    def wait_for_nothing(*args):
+        release.wait(60)
+
+    class Stalling(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(wait_for_nothing)
+            return optimizer
+
+    try:
+        with pytest.raises(TimeoutError, match="wait_for_nothing"):
+            fit(Stalling(), hybrid(1, stall_timeout=1.0))
+    finally:
+        release.set()
+    deadline = time.monotonic() + 10
+    while left_threads() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left_threads()
