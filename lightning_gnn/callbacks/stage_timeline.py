@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,7 @@ class StageTimeline(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         self._mark = time.perf_counter()
-        last = (trainer.max_epochs or 0) - 1 if (trainer.max_epochs or -1) > 0 else self.epoch
-        begun = trainer.current_epoch >= min(self.epoch, last)
+        begun = trainer.current_epoch >= min(self.epoch, _last_epoch(trainer))
         if not trainer.is_global_zero or self.timelines or self._moments or not begun:
             return
         self._timeline = Timeline()
@@ -185,6 +185,15 @@ class StageTimeline(pl.Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         save_trace(self.timelines, f"{self.path}.json", self.decisions, self.counters)
         save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
+
+
+def _last_epoch(trainer: pl.Trainer) -> float:
+    """Return the number of the last epoch that a run may reach."""
+    epochs = float(trainer.max_epochs) if (trainer.max_epochs or -1) > 0 else inf
+    if trainer.max_steps > 0:
+        steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+        epochs = min(epochs, max(1, ceil(trainer.max_steps / ceil(steps)) if isfinite(steps) and steps else 1))
+    return epochs - 1
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:

@@ -36,6 +36,7 @@ class _Trainer(threading.Thread):
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.num_threads: int | None = None
         self.seconds = 0.0
+        self.alive = time.monotonic()
 
     def run(self) -> None:
         torch.get_num_threads()  # torch takes a number over only where it has been asked for before
@@ -56,12 +57,14 @@ class _Trainer(threading.Thread):
             del message
 
     def work(self, job: Callable[[], Any]) -> Any:
-        """Run a function and add to the seconds of work."""
+        """Run a function and add to the seconds of work; its begin and its end are signs of life."""
+        self.alive = time.monotonic()
         start = time.perf_counter()
         try:
             return job()
         finally:
             self.seconds += time.perf_counter() - start
+            self.alive = time.monotonic()
 
 
 class TrainerThreads:
@@ -167,12 +170,18 @@ class TrainerThreads:
     def _gather(self, wanted: set[int], last: str, serve: Serve | None) -> dict[int, Any]:
         results: dict[int, Any] = {}
         waiting: dict[int, tuple[str, Any, Any]] = {}
+        patience = self.stall_timeout
         while len(results) < len(wanted):
             try:
-                kind, trainer, tag, value = self._inbox.get(timeout=self.stall_timeout)
+                kind, trainer, tag, value = self._inbox.get(timeout=patience)
             except queue.Empty:
+                late = sorted(wanted - results.keys() - waiting.keys())
+                patience = max(self._threads[i].alive for i in late) + self.stall_timeout - time.monotonic()
+                if patience > 0:  # one that was lent something has shown signs of life meanwhile
+                    continue
                 self._abort()
-                raise self._stalled(sorted(wanted - results.keys() - waiting.keys())) from None
+                raise self._stalled(late) from None
+            patience = self.stall_timeout
             if kind == "error":
                 self._abort()
                 if isinstance(value, Aborted):

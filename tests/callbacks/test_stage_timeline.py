@@ -82,6 +82,17 @@ def test_which_epoch_and_how_much_of_it(tmp_path, options, epochs, epoch, batche
     assert len(numbers(recorded.timelines["measured"], "model")) == batches
 
 
+@pytest.mark.parametrize(
+    ("steps", "accumulated", "epoch", "batches"), [(3, 1, 0, 3), (5, 1, 0, 5), (6, 1, 1, 1), (3, 2, 0, 5), (4, 2, 1, 2)]
+)
+def test_a_run_that_ends_by_steps_records_its_last_epoch_at_the_latest(tmp_path, steps, accumulated, epoch, batches):
+    recorded = StageTimeline(tmp_path / "timeline")
+    trained(neighbours(), recorded, epochs=-1, max_steps=steps, accumulate_grad_batches=accumulated)
+    assert f"epoch {epoch}" in recorded._title
+    assert len(numbers(recorded.timelines["measured"], "model")) == batches
+    assert (tmp_path / "timeline.png").exists()
+
+
 def test_prediction_and_measurement_of_the_collective_loader_lie_side_by_side(tmp_path):
     plan = CollectivePlan("collective", 2, 1, times=TIMES)
     datamodule = CollectiveDataModule(

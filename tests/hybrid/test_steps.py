@@ -212,3 +212,25 @@ def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
     while left_threads() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left_threads()
+
+
+@pytest.mark.timeout(120)
+def test_a_long_step_of_a_lone_trainer_is_no_stall_as_long_as_its_passes_show_life():
+    class Slow(Module):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.6)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return Thrice(self.parameters(), 0.05)
+
+    class Thrice(torch.optim.SGD):
+        def step(self, closure=None):
+            for _ in range(3):
+                loss = super().step(closure)
+            return loss
+
+    found, plain = Slow(), Slow()
+    fit(found, hybrid(1, stall_timeout=1.0), max_steps=1, limit_val_batches=0)
+    fit(plain, max_steps=1, limit_val_batches=0)
+    assert equal(weights(found), weights(plain))
