@@ -55,17 +55,33 @@ class MiniBatchDataModule(pl.LightningDataModule):
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
         self._graph: CompressedGraph | None = None
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
+        _check_batch_size(batch_size)
         if "shuffle" in loader_kwargs:
             rank_zero_warn(f"'shuffle={loader_kwargs.pop('shuffle')}' is ignored: training shuffles, the others do not")
         self.seed = torch.initial_seed() if seed is None else seed
         self.loader_kwargs = {"batch_size": batch_size, **loader_kwargs}
         self.eval_loader_kwargs = {**self.loader_kwargs, **(eval_loader_kwargs or {})}
+        self._own_eval_batch_size = "batch_size" in (eval_loader_kwargs or {})
         for key in ("sampler", "batch_sampler", "drop_last"):
             if key not in (eval_loader_kwargs or {}):
                 self.eval_loader_kwargs.pop(key, None)
         self._resumed_rng: list[dict[str, Any]] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Seeds (or labelled edges) per mini-batch; Lightning's ``Tuner.scale_batch_size`` sets it.
+
+        Validation, testing and prediction follow, unless ``eval_loader_kwargs`` gave them a size of their own.
+        """
+        size: int = self.loader_kwargs["batch_size"]
+        return size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        _check_batch_size(batch_size)
+        if not self._own_eval_batch_size:
+            self.eval_loader_kwargs["batch_size"] = batch_size
+        self.loader_kwargs["batch_size"] = batch_size
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
         """Return the arguments of one loader.
@@ -162,6 +178,11 @@ class MiniBatchDataModule(pl.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
 
 
 class _EvaluationOrder(UnrepeatedDistributedSampler):

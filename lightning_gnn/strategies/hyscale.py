@@ -59,9 +59,9 @@ class HyScaleStrategy(NodeStrategy):
     inside the mini-batch (``GCNConv``). Normalisation layers see the trainer's own mini-batch, and their running
     statistics become the trainers' weighted mean.
 
-    ``training_step`` runs once per trainer; ``self.log`` logs once. Each trainer goes on to the backward pass by itself,
-    so that ``on_before_backward`` comes after it; not where the module has its own ``backward`` or optimises manually.
-    A lone trainer does all that a plain Trainer's step does, in its thread. Batches must come through a DataModule or
+    ``training_step`` runs once per trainer; ``self.log`` logs once. Trainers go on to the backward pass by themselves:
+    ``on_before_backward`` comes after it, except where the module has its own ``backward`` or optimises manually. A
+    lone trainer does all that a plain Trainer's step does, in its thread. Batches must come through a DataModule or
     ``train_dataloader``. With several nodes, start one process on each (torchrun, SLURM): all go through the same order
     of seeds, each takes an equal part of every mini-batch, so ``batch_size`` counts the seeds of all nodes.
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.tuner import Tuner
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphSAGE
 
@@ -226,3 +227,29 @@ def test_two_processes_share_the_seeds_and_resume_exactly(tmp_path):
     for rank in (0, 1):
         assert resumed[rank][0] == whole[rank][0][2:]
         assert all(torch.equal(a, b) for a, b in zip(resumed[rank][2], whole[rank][2], strict=True))
+
+
+@pytest.mark.parametrize("own", [None, 7])
+def test_lightnings_tuner_scales_the_batch_size(own, tmp_path):
+    datamodule = NeighborDataModule(
+        small_data(),
+        num_neighbors=[3, 2],
+        batch_size=2,
+        seed=1,
+        eval_loader_kwargs={} if own is None else {"batch_size": own},
+    )
+    model = Model()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    found = Tuner(trainer).scale_batch_size(model, datamodule=datamodule, max_trials=2, steps_per_trial=1)
+    assert found == datamodule.batch_size == 4
+    assert datamodule.train_dataloader().batch_size == 4
+    assert datamodule.val_dataloader().batch_size == (own or 4)
+    model.history.clear()
+    trainer.fit(model, datamodule=datamodule)
+    assert len(model.history[0][1]) == 4
+    with pytest.raises(ValueError, match="at least 1"):
+        datamodule.batch_size = 0
+    assert datamodule.batch_size == 4
