@@ -189,7 +189,7 @@ class StageTimeline(pl.Callback):
 
 def _last_epoch(trainer: pl.Trainer) -> float:
     """Return the number of the last epoch that a run may reach."""
-    epochs = float(trainer.max_epochs) if (trainer.max_epochs or -1) > 0 else inf
+    epochs = inf if trainer.max_epochs is None or trainer.max_epochs < 0 else float(trainer.max_epochs)
     if trainer.max_steps > 0:
         steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         epochs = min(epochs, max(1, ceil(trainer.max_steps / ceil(steps)) if isfinite(steps) and steps else 1))
