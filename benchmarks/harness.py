@@ -196,8 +196,19 @@ def compare(
     peers: Sequence[str],
     higher_is_better: bool,
     target: float | None = None,
+    by_rounds: bool = False,
 ) -> dict[str, Any]:
     """Set the best of our rows against the best of the peer's rows, by their medians.
+
+    Args:
+        rows: Of all contestants.
+        what: Is compared.
+        ours: Names of our rows.
+        peers: Names of the peer's rows.
+        higher_is_better: Whether rows are speeds rather than times.
+        target: Of the ratio.
+        by_rounds: The ratio is the median of the rounds' own ratios. Contestants take turns, so that this shows small
+            differences although the machine gets slower and faster.
 
     Returns:
         The names, the medians and ``ratio``, above 1 where ours is faster; ``missing`` where a side did not run.
@@ -212,7 +223,8 @@ def compare(
         reasons = [row["missing"] for row in rows if row["name"] in (*ours, *peers) and "missing" in row]
         return {**result, "missing": reasons[0] if reasons else "not run"}
     left, right = sides[0]["median"], sides[1]["median"]
-    ratio = _rounded(left / right if higher_is_better else right / left)
+    rounds = list(zip(sides[0]["values"], sides[1]["values"], strict=True)) if by_rounds else [(left, right)]
+    ratio = _rounded(statistics.median(mine / other if higher_is_better else other / mine for mine, other in rounds))
     return {**result, "ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
 
 

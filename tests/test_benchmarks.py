@@ -106,6 +106,21 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(load):
     assert harness.compare(rows, "", ["a"], ["b"], higher_is_better=False)["ratio"] == 2.0
     assert harness.compare(rows, "", ["a"], ["b"], higher_is_better=True)["ratio"] == 0.5
     assert harness.compare(rows, "", ["a"], ["c"], higher_is_better=True)["missing"] == "not installed"
+    drifting = [
+        {"name": "a", "median": 20.0, "values": [11.0, 22.0, 20.0]},
+        {"name": "b", "median": 21.0, "values": [10.0, 21.0, 40.0]},
+    ]
+    assert harness.compare(drifting, "", ["a"], ["b"], False, by_rounds=True)["ratio"] == pytest.approx(
+        21 / 22, rel=1e-3
+    )
+    assert harness.compare(drifting, "", ["a"], ["b"], True, by_rounds=True)["ratio"] == pytest.approx(
+        22 / 21, rel=1e-3
+    )
+
+
+def test_what_four_stages_add_is_the_difference_of_the_rounds(load):
+    found = load("hyscale").added([10.0, 20.0, 40.0], [11.0, 21.0, 38.0])
+    assert found == pytest.approx({"plain_ms": 20.0, "four_stages_ms": 21.0, "added_ms": 1.0, "added": 0.05})
 
 
 def _fail(spec, gate):
