@@ -87,11 +87,25 @@ class HostRing:
 
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
         self.device = device
-        self.capacity = capacity
+        self._capacity = capacity
         self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
         self._lock = threading.Lock()
         self._idle: deque[HostSlot] = deque()
         self._taken = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots beyond which no more are made; where it gets smaller, idle ones are freed once nobody reads them."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        with self._lock:
+            self._capacity = capacity
+            surplus = [self._idle.popleft() for _ in range(min(len(self._idle), self.num_slots - capacity))]
+        for slot in surplus:
+            if slot.read_until is not None:
+                slot.read_until.synchronize()
 
     @property
     def num_slots(self) -> int:
@@ -135,12 +149,7 @@ class HostRing:
 
     def clear(self) -> None:
         """Free the slots that nobody has taken, once nobody reads them; one that is given back later is freed too."""
-        with self._lock:
-            self.capacity = 0  # whoever goes on sets it
-            slots, self._idle = self._idle, deque()
-        for slot in slots:
-            if slot.read_until is not None:
-                slot.read_until.synchronize()
+        self.capacity = 0  # whoever goes on sets it
 
     def _allocate(self, num_bytes: int) -> Tensor:
         try:

@@ -123,6 +123,24 @@ def test_clearing_waits_for_the_device():
     assert ring.num_slots == ring.idle_bytes == 0
 
 
+def test_a_smaller_capacity_frees_idle_slots_once_they_have_been_read():
+    ring, read = HostRing(CPU, 4), Read()
+    slots = [ring.take() for _ in range(4)]
+    ring.give_back(slots[0], read)
+    for taken in slots[1:3]:
+        ring.give_back(taken)
+    timer = threading.Timer(0.05, read.done.set)
+    timer.start()
+    ring.capacity = 2  # one of them is taken
+    assert read.done.is_set()
+    assert (ring.num_slots, list(ring._idle)) == (2, [slots[2]])
+    ring.give_back(slots[3])
+    assert (ring.num_slots, list(ring._idle)) == (2, slots[2:])
+    ring.capacity = 5
+    assert list(ring._idle) == slots[2:]
+    timer.join()
+
+
 def test_memory_that_is_refused_is_named(monkeypatch):
     ring = HostRing(CPU)
 
