@@ -356,8 +356,8 @@ class _HybridIterator:
         """Yield the seeds of each iteration, in the caller's thread, since it may draw from torch's generator."""
         owner = self._owner
         resumed, owner.resumed = owner.resumed, None
-        if resumed is not None and first:
-            torch.set_rng_state(resumed[0])
+        if resumed is not None:
+            torch.set_rng_state(resumed[0] if first else resumed[1])
         owner.order_state = torch.get_rng_state()
         if not isinstance(owner.loader, ThreadedNodeLoader):
             torch.empty((), dtype=torch.int64).random_(
@@ -365,7 +365,7 @@ class _HybridIterator:
             )  # as torch's loaders draw first
         order = iter(owner.loader.batch_sampler)
         seeds = next(order, None)
-        if resumed is not None:
+        if resumed is not None and first:
             torch.set_rng_state(resumed[1])
         if owner.on_epoch is not None:
             owner.on_epoch(list(seeds or []))

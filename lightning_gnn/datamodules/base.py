@@ -79,6 +79,8 @@ class MiniBatchDataModule(pl.LightningDataModule):
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         _check_batch_size(batch_size)
+        if "loader_kwargs" not in self.__dict__:
+            return  # a class of the user's own has such an attribute, before __init__ is told
         if not self._own_eval_batch_size:
             self.eval_loader_kwargs["batch_size"] = batch_size
         self.loader_kwargs["batch_size"] = batch_size

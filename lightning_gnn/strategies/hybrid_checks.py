@@ -12,7 +12,9 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DistributedSampler
 
 from lightning_gnn.batching.hybrid import check_loader
+from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.datamodules.full_batch import FullBatch
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
 from lightning_gnn.strategies.work_share import Trainers
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -89,3 +91,11 @@ def check_precision(precision: Precision, trainers: Trainers) -> None:
             reason = "which this GPU does not have; use '32-true'"
         if reason is not None:
             raise ValueError(f"precision={name!r} does not fit trainer {trainer} of hyscale: {reason}")
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Whether preparing mini-batches leaves torch's generator alone: known only of what is this package's own."""
+    if type(loader) is not ThreadedNodeLoader or loader.transform or loader.transform_sampler_output:
+        return False
+    own = type(loader.node_sampler) in (NeighborSampler, PersistentNeighborSampler)
+    return own and isinstance(loader.sampler, DistributedSampler)

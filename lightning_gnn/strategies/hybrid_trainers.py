@@ -163,11 +163,15 @@ class HybridTrainers:
 
         The gradient of a trainer's loss is known before, but for what Lightning and the precision may multiply in.
         That comes afterwards, unless it has to be in the half precision of the backward pass, as a loss scale has.
+        Parameters that an optimizer has from elsewhere get their gradients from the replicas directly: not too early.
         """
+        own = {id(parameter) for parameter in self.main.parameters()}
+        groups = (group for optimizer in self.strategy.optimizers for group in optimizer.param_groups)
         return (
             self.main.automatic_optimization
             and not is_overridden("backward", self.main)
             and getattr(self.strategy.precision_plugin, "scaler", None) is None
+            and all(id(parameter) in own for group in groups for parameter in group["params"])
         )
 
     def _forward_backward(self, trainer: int, forward: Callable[[], Any]) -> Any:
@@ -208,14 +212,13 @@ class HybridTrainers:
             total = weighted_mean(list(losses.values()), [weights[i] for i in losses], root) if losses else None
         else:
             total = self._join(losses) if losses else None
-        first = next(iter(outputs.values()))
+        first = next(iter(given.values()), None)
         if not isinstance(first, Mapping):
             return total
-        joined = {
-            name: joined_entry([out[name] for out in outputs.values()], list(weights.values()), root)
-            for name in first
-            if name != "loss"
-        }
+        entries = [out for out in given.values() if isinstance(out, Mapping)]
+        shares = self._weights([i for i, out in given.items() if isinstance(out, Mapping)])
+        names = [name for name in first if name != "loss"]
+        joined = {name: joined_entry([out.get(name) for out in entries], shares, root) for name in names}
         return {**joined, "loss": total} if total is not None else joined
 
     def _weights(self, active: Sequence[int]) -> list[float]:
@@ -324,8 +327,8 @@ class HybridTrainers:
         most = max(leaves, key=self._share)
         gradient = leaves[most].grad
         if gradient is None:
-            return torch.zeros_like(leaves[most])
-        factor = gradient / self._seed_gradient(most, leaves[most])
+            return torch.zeros_like(leaves[most]).reshape(())
+        factor = (gradient / self._seed_gradient(most, leaves[most])).reshape(())
         return None if factor.is_cpu and factor.item() == 1.0 else factor
 
     def _collect(
@@ -346,7 +349,7 @@ class HybridTrainers:
         parameters = list(self.main.parameters())
         more = self.replicas.take_gradients(active)
         if factor is not None:
-            more = [None if gradient is None else gradient.mul_(factor) for gradient in more]
+            more = [None if gradient is None else gradient * factor for gradient in more]
         if self.strategy.num_nodes > 1:
             if not self.strategy.sync_gradients:
                 self._unsynced = True

@@ -11,17 +11,18 @@ import torch
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.hybrid import HybridBatch, HybridLoader, PipelineSettings
-from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.batching.transfer import converted
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.strategies.first_mapping import first_mapping
 from lightning_gnn.strategies.hybrid_checks import (
     check_precision,
     check_training,
+    draws_nothing,
     input_dtype,
     overrides_transfer,
     share_one_order,
@@ -219,7 +220,7 @@ class HyScaleStrategy(NodeStrategy):
             sampling=self._sampling,
             share=self._share,
         )
-        if not isinstance(dataloader, ThreadedNodeLoader):  # whose DataModule has it in its own state
+        if not isinstance(dataloader.sampler, DistributedSampler):  # which draws from a generator of its own
             self.loader.resumed = self._restored.pop("order", None)
         return self.loader
 
@@ -307,19 +308,15 @@ class HyScaleStrategy(NodeStrategy):
         if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
             raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         self._close_engine()
-        alone = len(self.trainers.devices) == 1 and self._num_nodes == 1
-        seed = None if alone and self._draws_nothing() else mix(torch.initial_seed() + self.global_rank * 1_000_003)
+        seed: int | None = mix(torch.initial_seed() + self.global_rank * 1_000_003)
+        if len(self.trainers.devices) == self._num_nodes == 1 and self.loader and draws_nothing(self.loader.loader):
+            seed = None
         self._engine = HybridTrainers(self, self.trainers.devices, self.trainers.names, self.stall_timeout, seed)
         if (states := self._restored.pop("random", None)) is not None and self.global_rank < len(states):
             self._engine.load_state_dict(states[self.global_rank])
         self._engine.resize(self.balance.threads[2])
         if self._hooks is not None:
             self._hooks.install()
-
-    def _draws_nothing(self) -> bool:
-        """Whether preparing mini-batches leaves torch's generator alone."""
-        loader = None if self.loader is None else self.loader.loader
-        return isinstance(loader, ThreadedNodeLoader) and not (loader.transform or loader.transform_sampler_output)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -233,12 +233,8 @@ def _add_into(total: list[Tensor | None], more: Sequence[Tensor | None]) -> None
         if value is None:
             continue
         before = total[place]
-        if before is None:
-            total[place] = value
-        elif before.layout != torch.strided or value.layout != torch.strided:
-            total[place] = before + value
-        else:
-            before.add_(value)
+        # Not in place: torch lets the gradients of two parameters share their memory.
+        total[place] = value if before is None else before + value
 
 
 def _holds_modules(value: Any, depth: int = 0) -> bool:

@@ -253,3 +253,12 @@ def test_lightnings_tuner_scales_the_batch_size(own, tmp_path):
     with pytest.raises(ValueError, match="at least 1"):
         datamodule.batch_size = 0
     assert datamodule.batch_size == 4
+
+
+def test_a_class_of_the_users_own_may_have_a_batch_size_before_ours_knows_it():
+    class Own(NeighborDataModule):
+        def __init__(self, batch_size):
+            self.batch_size = batch_size
+            super().__init__(small_data(), num_neighbors=[2], batch_size=batch_size)
+
+    assert Own(5).batch_size == 5

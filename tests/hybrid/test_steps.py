@@ -11,6 +11,9 @@ import torch
 import torch_geometric.typing
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.strategies.hybrid_checks import draws_nothing
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, left_threads, trainer, worst_difference
 
 
@@ -89,6 +92,86 @@ def test_gradients_with_and_without_waiting_for_lightnings_backward(shares, accu
     assert own.asked
     assert worst_difference(asked.gradients, alone.gradients) < 1e-12
     assert worst_difference(found.gradients, asked.gradients) < 1e-14
+
+
+class Elsewhere(Module):
+    """Optimises a tensor that is none of its parameters, which all replicas share."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch.x, batch.edge_index)[: batch.batch_size] * self.scale
+        return torch.nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), self.scale], 0.05)
+
+
+class RowLoss(Module):
+    """Returns a loss of one row, and has a parameter without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch.x, batch.edge_index)[: batch.batch_size] * self.scale
+        return torch.nn.functional.cross_entropy(out, batch.y[: batch.batch_size]).view(1)
+
+
+class SharedMemory(Module):
+    """Torch lets the gradients of these two parameters be one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.row, self.square = torch.nn.Parameter(torch.ones(1, 4)), torch.nn.Parameter(torch.ones(2, 2))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + ((self.row.squeeze(0) + self.square.view(4)) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulated"), [(Elsewhere, 1), (Elsewhere, 2), (RowLoss, 1), (RowLoss, 2), (SharedMemory, 1)]
+)
+def test_weights_of_unusual_modules_equal_those_of_the_plain_trainer(kind, accumulated):
+    found, plain = kind(), kind()
+    for module, strategy in ((found, hybrid()), (plain, "auto")):
+        fit(module, strategy, accumulate_grad_batches=accumulated)
+    assert worst_difference([weights(found)], [weights(plain)]) < 1e-12
+    if kind is Elsewhere:
+        assert worst_difference([[found.scale.detach()]], [[plain.scale.detach()]]) < 1e-12
+
+
+def test_a_trainer_that_returns_nothing_beside_one_that_returns_a_dict():
+    seen = []
+
+    class Some(Module):
+        def training_step(self, batch, batch_idx):
+            if threading.current_thread().name.endswith("-0") and batch_idx == 1:
+                return None
+            return {"loss": self.loss(batch), "rows": batch.y[: batch.batch_size]}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append((len(outputs["rows"]), batch.seeds))
+
+    fit(Some(), hybrid(), max_epochs=1)
+    assert [rows for rows, _ in seen] == [sum(seeds[1:] if i == 1 else seeds) for i, (_, seeds) in enumerate(seen)]
+
+
+def test_only_what_is_known_to_draw_nothing_shares_torchs_generator():
+    class Drawing(NeighborSampler):
+        def sample_from_nodes(self, index, **kwargs):
+            torch.rand(())
+            return super().sample_from_nodes(index, **kwargs)
+
+    data = data_module()
+    assert draws_nothing(data.train_dataloader())
+    assert not draws_nothing(data_module(transform=lambda batch: batch).train_dataloader())
+    assert not draws_nothing(data_module(node_sampler=Drawing(graph(), [2, 2])).train_dataloader())
+    shuffled = ThreadedNodeLoader(graph(), NeighborSampler(graph(), [2, 2]), input_nodes=None, shuffle=True)
+    assert not draws_nothing(shuffled)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
