@@ -5,8 +5,11 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.strategies.first_mapping import describe_workload, first_mapping
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
 from lightning_gnn.strategies.work_balance import WorkBalance
@@ -49,6 +52,37 @@ def test_an_interrupted_run_goes_on_bit_for_bit(batch, options, tmp_path):
     assert len(rest.gradients) == len(steps.gradients) - batch - 1
     assert same(resumed, whole)
     assert not left_threads()
+
+
+@pytest.mark.parametrize("cpu_trainers", [1, 2])
+@pytest.mark.parametrize("batch", [1, 4, 6], ids=lambda batch: f"after {batch}")
+@pytest.mark.parametrize("own_data_module", [False, True])
+def test_orders_drawn_from_torchs_generator_go_on(own_data_module, batch, cpu_trainers, tmp_path):
+    """Those of a loader that shuffles by itself, or of a sampler of the user's own."""
+
+    class Shuffling(pl.LightningDataModule):
+        def train_dataloader(self):
+            data = graph()
+            sampler = NeighborSampler(data, [3, 2], seed=5)
+            return ThreadedNodeLoader(data, sampler, input_nodes=data.train_mask, batch_size=20, shuffle=True)
+
+    def train(seed, callbacks=(), ckpt_path=None):
+        torch.manual_seed(seed)
+        module = Module("adam", dropout=0.5).double()
+        torch.manual_seed(seed)
+        data = Shuffling()
+        if own_data_module:
+            count = int(graph().train_mask.sum())
+            data = data_module(fanouts=[3, 2], sampler=WeightedRandomSampler(torch.ones(count), count))
+        fit_with = trainer(hybrid(cpu_trainers), callbacks, max_epochs=3, limit_val_batches=0)
+        fit_with.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        return module
+
+    path = tmp_path / "middle.ckpt"
+    whole = train(11)
+    train(11, [SaveAt(path, batch, stop=True)])
+    assert same(train(11, ckpt_path=path), whole)
+    assert same(train(12, ckpt_path=path), whole)
 
 
 @pytest.mark.usefixtures("pyg_sampling")
