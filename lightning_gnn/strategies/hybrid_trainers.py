@@ -289,7 +289,7 @@ class HybridTrainers:
         precision.backward(closure_loss, self.main, optimizer, *args, **kwargs)
         losses, self._losses = self._losses, {}
         if self._through:
-            self._collect(list(losses), factor=self._multiplied(losses))
+            self._collect(list(losses), factor=self._multiplied())
         else:
             factors = self._factors()
             wanted = {i: loss for i, loss in losses.items() if loss.requires_grad}
@@ -321,7 +321,7 @@ class HybridTrainers:
             i: (leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)) * fraction for i, leaf in leaves.items()
         }
 
-    def _multiplied(self, losses: dict[int, Tensor]) -> Tensor | None:
+    def _multiplied(self) -> Tensor | None:
         """Return by what the loss was multiplied after it was joined, None for by nothing."""
         leaves, self._leaves = self._leaves, {}
         most = max(leaves, key=self._share)

@@ -1,6 +1,7 @@
 """A small graph and LightningModules for the tests of hybrid training."""
 
 import threading
+import time
 
 import pytorch_lightning as pl
 import torch
@@ -174,6 +175,11 @@ def worst_difference(ours, theirs):
     return max(difference(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def left_threads():
-    """Names of the threads of hybrid training that still run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hy")]
+def left_threads(patience=0.0):
+    """Names of the threads of hybrid training that still run, after at most so many seconds."""
+    deadline = time.monotonic() + patience
+    while (names := [thread.name for thread in threading.enumerate() if thread.name.startswith("hy")]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    return names

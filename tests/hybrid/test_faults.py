@@ -99,10 +99,7 @@ def test_a_trainer_that_stalls_is_shown():
         assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("hy"))
     finally:
         release.set()
-    deadline = time.monotonic() + 10
-    while left_threads() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left_threads()
+    assert not left_threads(patience=10)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -133,10 +130,7 @@ def test_a_stage_that_stalls_is_shown():
             fit(Module(), hybrid(stall_timeout=1.0), data)
     finally:
         release.set()
-    deadline = time.monotonic() + 10
-    while left_threads() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left_threads()
+    assert not left_threads(patience=10)
 
 
 def test_an_interrupted_run_leaves_nothing():

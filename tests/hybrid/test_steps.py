@@ -8,7 +8,6 @@ import time
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch_geometric.typing
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.batching import ThreadedNodeLoader
@@ -187,6 +186,7 @@ def test_a_lone_trainer_equals_the_plain_trainer_bit_for_bit_with_dropout(prefet
     assert torch.equal(runs[0][1], runs[1][1])
 
 
+@pytest.mark.usefixtures("pyg_sampling")
 def test_a_lone_trainer_keeps_its_own_random_numbers_where_preparing_draws_some():
     """PyG's sampler, and a transform, draw from torch's generator at times of their own."""
 
@@ -199,10 +199,7 @@ def test_a_lone_trainer_keeps_its_own_random_numbers_where_preparing_draws_some(
             data = graph()
             return NeighborLoader(data, [-1, -1], input_nodes=data.train_mask, batch_size=20)
 
-    makers = [lambda: data_module(transform=transform, num_workers=1)]
-    if torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE:
-        makers.append(Loader)
-    for make in makers:
+    for make in (lambda: data_module(transform=transform, num_workers=1), Loader):
         found = []
         for _ in range(2):
             torch.manual_seed(3)
@@ -291,10 +288,7 @@ def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
             fit(Stalling(), hybrid(1, stall_timeout=1.0))
     finally:
         release.set()
-    deadline = time.monotonic() + 10
-    while left_threads() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left_threads()
+    assert not left_threads(patience=10)
 
 
 @pytest.mark.timeout(120)
