@@ -151,9 +151,9 @@ class Bench:
                     prepared[following[1]] = pool.submit(loader.prepare_on_host, following)
                 if taken:
                     entry = loader.routes.transfer(task[1], prepared.pop(task[1]).result())
-                    yield loader.routes.arrive(entry)
+                    yield loader.routes.arrive(entry).batch
                 else:
-                    yield loader.route.prepare(task)[0]
+                    yield loader.route.prepare(task).batch
 
     def cell(self, model: str, cores: int, runs: int, only: str = "") -> dict[str, Any]:
         """Measure all ways with one model and one number of cores, one of which is the main thread's.

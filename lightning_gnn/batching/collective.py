@@ -203,11 +203,11 @@ class CollectiveLoader(ThreadedNodeLoader):
             HostMemoryError: The system refused it.
         """
         if self.ring is None:
-            return HostBatch(*self.prepare(task))
+            return HostBatch(self.prepare(task))
         slot = self._slot.value = self.ring.take()
         try:
-            batch, cost = self.prepare(task)
-            return HostBatch(slot.hold(batch), cost, slot)
+            prepared = self.prepare(task)
+            return HostBatch(replace(prepared, batch=slot.hold(prepared.batch)), slot)
         except BaseException:
             self.ring.discard(slot)
             raise

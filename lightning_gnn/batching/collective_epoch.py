@@ -89,7 +89,7 @@ class CollectiveEpoch:
     def _begin(self) -> None:
         loader = self._loader
         self._begun = True
-        epoch = getattr(loader.sampler, "epoch", 0)
+        epoch = loader.begin_epoch()
         first = 0 if loader.first_batch is None else loader.first_batch()
         limit = len(loader) if loader.num_batches is None else min(len(loader), loader.num_batches())
         self._num_batches = int(limit)
@@ -180,16 +180,16 @@ class CollectiveEpoch:
 
     def _train(self, workers: Workers, number: int) -> Data:
         loader = self._loader
-        entry = workers.train(number)
-        batch = loader.routes.arrive(entry)
+        prepared = loader.routes.arrive(workers.train(number))
+        batch = loader.finish(prepared)
         loader.order.append(number)
         self._left -= 1
         times = loader.times
         times.batches += 1
-        times.nodes += entry.cost.nodes
-        times.edges += entry.cost.edges
-        times.sampling_s += entry.cost.sampling_s
-        times.features_s += entry.cost.features_s
+        times.nodes += prepared.cost.nodes
+        times.edges += prepared.cost.edges
+        times.sampling_s += prepared.cost.sampling_s
+        times.features_s += prepared.cost.features_s
         if not self._left:
             self.close()
         loader.routes.recorder.begin_model(number)

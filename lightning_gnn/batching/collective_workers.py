@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lightning_gnn.batching.host_ring import HostMemoryError
+from lightning_gnn.batching.pipeline import check_process
 from lightning_gnn.batching.profile import Recorder
 from lightning_gnn.batching.routes import DeviceBatch, HostBatch, Task
 from lightning_gnn.batching.transfer import works
@@ -55,6 +57,7 @@ class Workers:
         self._generation = 0
         self._news = self._seen = self._busy = 0
         self._condition = threading.Condition()
+        self._process = os.getpid()
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"{THREAD_NAME}-{lane}", daemon=True)
             for lane in range(num_threads)
@@ -68,6 +71,7 @@ class Workers:
         Raises:
             BaseException: What a worker has raised, with its traceback.
         """
+        check_process(self._process)
         with self._condition:
             if self._error is not None:
                 raise self._error
@@ -118,6 +122,8 @@ class Workers:
         Args:
             patience: Seconds to wait for threads that are in the middle of a mini-batch.
         """
+        if self._process != os.getpid():
+            return  # a fork: the threads are the parent's, and one of them may have held the lock
         with self._condition:
             self._stopped = True
             self._condition.notify_all()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.batching.loader import PreparationTimes, ThreadedNodeLoader
+from lightning_gnn.batching.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.batching.stages import Item, StagePipeline, Step
 from lightning_gnn.batching.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
@@ -182,7 +182,12 @@ class HybridLoader:
         """State of torch's generator from which the order of the present epoch was drawn."""
         self.resumed: tuple[Tensor, Tensor] | None = None
         """From which the order of a resumed epoch is to be drawn, and the generator's state with which to go on."""
+        self.epoch = 0
         self._iterator: _HybridIterator | None = None
+        ours = isinstance(loader, ThreadedNodeLoader)
+        self._finishes = ours and loader.finishes
+        if ours and loader.in_training_thread:
+            settings.prefetch = 0
         self._transfers = [
             None if device is None else Transfer(device, settings.transfer_dtype) for device in settings.devices
         ]
@@ -218,6 +223,8 @@ class HybridLoader:
         if self.sampling is not None:
             # In front of the CPU's, which sees other iterations meanwhile: side by side in effect.
             stages.insert(0, [("sample_accelerator", self._sample_there)])
+        if self._finishes:
+            return stages  # the training thread does the rest
         if any(transfer is not None for transfer in self._transfers):
             transfer: tuple[str, Step] = ("transfer", self._transfer)
             if self.settings.prefetch >= 2:
@@ -238,8 +245,7 @@ class HybridLoader:
         loader = self.loader
         key = 0
         if isinstance(loader, ThreadedNodeLoader):
-            epoch = getattr(loader.sampler, "epoch", 0)
-            key = batch_key(loader.seed, loader.rank, loader.loader_id, epoch, number)
+            key = batch_key(loader.seed, loader.rank, loader.loader_id, self.epoch, number)
         ranges = self.split(len(index), number)
         note = _Note(number, key, [stop - start for start, stop in ranges], len(index))
         parts: list[Any] = [index[start:stop] or None for start, stop in ranges]
@@ -252,6 +258,10 @@ class HybridLoader:
     def batch(self, item: Item) -> HybridBatch:
         """Finish an iteration."""
         note, there = item.note, None
+        for part, prepared in enumerate(item.parts):
+            if isinstance(prepared, Prepared):
+                batch = converted(self.loader.finish(prepared, part), self.settings.dtype)
+                item.parts[part] = self._transfer(part, batch, note)
         if self.sampling is not None:
             there = sum(n for n, place in zip(note.seeds, note.places, strict=True) if place is not None)
             item.seconds["sample_accelerator"] = sum(note.sampled)  # without waiting for a turn
@@ -269,16 +279,18 @@ class HybridLoader:
         if note.places is not None and note.places[part] is not None:
             return index  # accelerators have done it
         if isinstance(self.loader, ThreadedNodeLoader):
-            return self.loader.sample(index, note.key)
+            return self.loader.sample(index, note.key, part)
         if self.stage_threads()[0] == 1:
             with GLOBAL_RANDOM:
                 return self.loader.collate_fn(index)
         return self.loader.collate_fn(index)
 
     def _load(self, part: int, out: Any, note: _Note) -> Any:
+        if isinstance(self.loader, ThreadedNodeLoader):
+            prepared = self.loader.load(out, note.key, part)
+            return prepared if self._finishes else converted(prepared.batch, self.settings.dtype)
         # With filter_per_worker PyG's collate_fn has loaded the features already.
-        done = self.loader.filter_per_worker and not isinstance(self.loader, ThreadedNodeLoader)
-        batch = out if done else self.loader.filter_fn(out)
+        batch = out if self.loader.filter_per_worker else self.loader.filter_fn(out)
         return converted(batch, self.settings.dtype)
 
     def _transfer(self, part: int, batch: Any, note: _Note) -> Any:
@@ -343,6 +355,8 @@ class _HybridIterator:
     def _begin(self) -> None:
         owner = self._owner
         self._begun = True
+        if isinstance(owner.loader, ThreadedNodeLoader):
+            owner.epoch = owner.loader.begin_epoch()
         first = 0 if owner.first_batch is None else owner.first_batch()
         self._last = float("inf") if owner.num_batches is None else owner.num_batches()
         self._order = self._seeds(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ class OrderedPipeline(Generic[Task, Item]):
         self._prepare = prepare
         self._waiting: deque[Future[Item]] = deque()
         self._pool = ThreadPoolExecutor(num_threads, "lightning-gnn-batch") if num_threads else None
+        self._process = os.getpid()
         for _ in range(max(ahead, num_threads)):
             self._submit()
 
@@ -40,6 +42,7 @@ class OrderedPipeline(Generic[Task, Item]):
     def __next__(self) -> Item:
         if self._pool is None:
             return self._prepare(next(self._tasks))
+        check_process(self._process)
         if not self._waiting:
             self.close()
             raise StopIteration
@@ -56,7 +59,7 @@ class OrderedPipeline(Generic[Task, Item]):
         """Cancel what has not begun and wait for the threads to end."""
         self._tasks = iter(())
         self._waiting.clear()
-        if self._pool is not None:
+        if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __del__(self) -> None:
@@ -70,3 +73,19 @@ class OrderedPipeline(Generic[Task, Item]):
         except StopIteration:
             return
         self._waiting.append(self._pool.submit(self._prepare, task))
+
+
+def check_process(process: int) -> None:
+    """Refuse to wait for threads that another process has.
+
+    Args:
+        process: The id of the process that started them.
+
+    Raises:
+        RuntimeError: This process is a fork of it.
+    """
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"this iterator belongs to process {process}, whose threads prepare its mini-batches; process "
+            f"{os.getpid()} is a fork of it, which has no threads: begin a new iterator there, iter(loader)"
+        )

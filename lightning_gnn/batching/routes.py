@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch_geometric.data import Data
 
 from lightning_gnn.batching.host_ring import HostRing, HostSlot
-from lightning_gnn.batching.loader import PreparationTimes, ThreadedNodeLoader
+from lightning_gnn.batching.loader import Prepared, ThreadedNodeLoader
 from lightning_gnn.batching.moments import Clock
 from lightning_gnn.batching.profile import Recorder
 from lightning_gnn.batching.transfer import used_on, works
-from lightning_gnn.ops import batch_key
 
 Task = tuple[int, int, list[int]]
 """Epoch, number of the mini-batch, positions of its seeds."""
@@ -25,13 +24,11 @@ class HostBatch:
     """A mini-batch that a CPU worker has prepared.
 
     Args:
-        batch: In host memory.
-        cost: What it took.
+        prepared: In host memory.
         slot: The memory that it lies in; None if it is its own.
     """
 
-    batch: Data
-    cost: PreparationTimes
+    prepared: Prepared
     slot: HostSlot | None = None
 
 
@@ -40,13 +37,11 @@ class DeviceBatch:
     """A mini-batch that is on the device, or on its way.
 
     Args:
-        batch: Where it is trained.
-        cost: What it took.
+        prepared: Where it is trained.
         arrival: Event after which it has come; None where nothing is to be waited for.
     """
 
-    batch: Data
-    cost: PreparationTimes
+    prepared: Prepared
     arrival: Any = None
 
 
@@ -80,36 +75,29 @@ class DeviceRoutes:
         if self._last_transfer is not None:
             self._current().wait_event(self._last_transfer)
             self._last_transfer = None
-        route, clock = self.route, self.recorder.clock
-        epoch, number, index = task
-        key = batch_key(route.seed, route.rank, route.loader_id, epoch, number)
-        host, measures = Clock(torch.device("cpu")), self.recorder.active
-        start, begun = (clock.now() if measures else None), host.now()
-        out = route.sample(index, key)
-        middle, sampled = (clock.now() if measures else None), host.now()
-        batch = route.filter_fn(out)
-        if measures:
-            self.recorder.add("GPU", "gpu_batching", number, start, middle)
-            self.recorder.add("GPU", "uva", number, middle, clock.now())
+        moments: list[Any] = []
+        prepared = self.route.prepare(task, lambda: moments.append(self._moment()))
+        if None not in moments:
+            self.recorder.add("GPU", "gpu_batching", task[1], moments[0], moments[1])
+            self.recorder.add("GPU", "uva", task[1], moments[1], moments[2])
         if self._stream is not None:
             self._last_read = self._current().record_event()
-        cost = PreparationTimes(1, out.node.numel(), out.row.numel(), sampled - begun, host.now() - sampled)
-        return DeviceBatch(batch, cost)
+        return DeviceBatch(prepared)
 
     def transfer(self, number: int, source: HostBatch) -> DeviceBatch:
         """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
         slot, ring = source.slot, self.ring
         if slot is None or ring is None:
-            batch = source.batch if self.device.type == "cpu" else source.batch.to(self.device)
-            return DeviceBatch(batch, source.cost)
+            batch = source.prepared.batch if self.device.type == "cpu" else source.prepared.batch.to(self.device)
+            return DeviceBatch(replace(source.prepared, batch=batch))
         # A batch of PyG changes in place, and this one is still needed if the device has no room.
-        batch = copy.copy(source.batch)
+        batch = copy.copy(source.prepared.batch)
         if self._stream is None:
             start = self._moment()
             batch = self._moved(batch, slot, non_blocking=False)
             self._record(number, start, self._moment())
             ring.give_back(slot)
-            return DeviceBatch(batch, source.cost)
+            return DeviceBatch(replace(source.prepared, batch=batch))
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
@@ -120,16 +108,16 @@ class DeviceRoutes:
             arrival = self._stream.record_event()
         self._last_transfer = arrival
         ring.give_back(slot, arrival)
-        return DeviceBatch(batch, source.cost, arrival)
+        return DeviceBatch(replace(source.prepared, batch=batch), arrival)
 
-    def arrive(self, entry: DeviceBatch) -> Data:
+    def arrive(self, entry: DeviceBatch) -> Prepared:
         """Return a mini-batch for use on the current stream."""
         if entry.arrival is None:
-            return entry.batch
+            return entry.prepared
         consumer = self._current()
         consumer.wait_event(entry.arrival)
         # Its memory belongs to the other stream.
-        return entry.batch.apply(lambda tensor: used_on(tensor, consumer))
+        return replace(entry.prepared, batch=entry.prepared.batch.apply(lambda tensor: used_on(tensor, consumer)))
 
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from lightning_gnn.batching.pipeline import check_process
 
 Step = Callable[[int, Any, Any], Any]
 """Called with the number of a part, the part's value and the item's note; returns the part's next value."""
@@ -87,6 +90,7 @@ class StagePipeline:
         self._num_threads = [0] * len(self.stages)
         self._threads: list[list[threading.Thread]] = [[] for _ in self.stages]
         self._busy: dict[int, str] = {}
+        self._process = os.getpid()
         self.resize(num_threads)
 
     @property
@@ -114,6 +118,7 @@ class StagePipeline:
 
     def submit(self, item: Item) -> None:
         """Send an item on its way."""
+        check_process(self._process)
         with self._lock:
             item.number = self._submitted
             self._submitted += 1
@@ -127,6 +132,7 @@ class StagePipeline:
         Raises:
             TimeoutError: Nothing has moved for ``stall_timeout`` seconds; it shows where the threads are.
         """
+        check_process(self._process)
         with self._lock:
             item = self._items.popleft()
             since = time.monotonic()
@@ -146,6 +152,8 @@ class StagePipeline:
 
     def close(self, patience: float = 3.0) -> list[str]:
         """Stop, and return the names of threads that have not ended in time."""
+        if self._process != os.getpid():
+            return []  # a fork: the threads are the parent's, and one of them may have held the lock
         with self._lock:
             self._closed = True
             for condition in (*self._work, self._ready):

@@ -66,6 +66,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
             if key not in (eval_loader_kwargs or {}):
                 self.eval_loader_kwargs.pop(key, None)
         self._resumed_rng: list[dict[str, Any]] | None = None
+        self._passes = 0
 
     @property
     def batch_size(self) -> int:
@@ -101,6 +102,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
         training = stage == "train"
         kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
         kwargs.update(seed=self.seed, rank=self._rank, loader_id=LOADER_IDS[stage])
+        kwargs["epoch"] = self._training_epoch if training else _evaluation_epoch
         if training:
             kwargs["first_batch"] = self._first_batch
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
@@ -161,6 +163,13 @@ class MiniBatchDataModule(pl.LightningDataModule):
                 torch.set_rng_state(state) if device == "cpu" else getattr(torch, device).set_rng_state(state)
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
+    def _training_epoch(self) -> int:
+        """Called when a pass over the training set begins: the Trainer's epoch, or else one that counts passes."""
+        if self.trainer is not None and self.trainer.training:
+            return self.trainer.current_epoch
+        self._passes += 1
+        return self._passes - 1
+
     def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
         kind = DistributedSampler if training else _EvaluationOrder
@@ -185,6 +194,10 @@ class MiniBatchDataModule(pl.LightningDataModule):
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
+
+
+def _evaluation_epoch() -> int:
+    return 0
 
 
 class _EvaluationOrder(UnrepeatedDistributedSampler):

@@ -15,6 +15,7 @@ from lightning_gnn.datamodules.neighbor import NeighborDataModule
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.placement import check_place, choose_place, pinned
+from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.sampling.hotness import count_accesses
 from lightning_gnn.sampling.persistent import PersistentNeighborSampler, find_gpu
 
@@ -71,6 +72,11 @@ class PersistentSamplerDataModule(NeighborDataModule):
         if fetch_size < 1:
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
         super().__init__(*args, **kwargs)
+        if not isinstance(self.graph_sampler, NeighborSampler):
+            raise TypeError(
+                f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
+                f"{type(self.graph_sampler).__name__}; use NeighborDataModule with it"
+            )
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
         self.mode, self.fetch_size = mode, fetch_size
@@ -115,7 +121,9 @@ class PersistentSamplerDataModule(NeighborDataModule):
         sampler = self.graph_sampler
         store = self.data._store
         keys = [key for key in store if key != "num_nodes" and (store.is_node_attr(key) or store.is_edge_attr(key))]
+        # What is trained stays the user's own tensor; so do attributes that are no tensors.
         keys = [key for key in keys if isinstance(store[key], Tensor) and key not in ("edge_index", "adj_t")]
+        keys = [key for key in keys if not store[key].requires_grad]
         tables = {key: FeatureTable(store[key]) for key in keys if _is_table(store[key]) and key != "y"}
         if self.quantize and "x" in tables:
             tables["x"] = tables["x"].quantized()

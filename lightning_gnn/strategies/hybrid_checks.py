@@ -95,7 +95,8 @@ def check_precision(precision: Precision, trainers: Trainers) -> None:
 
 def draws_nothing(loader: Any) -> bool:
     """Whether preparing mini-batches leaves torch's generator alone: known only of what is this package's own."""
-    if type(loader) is not ThreadedNodeLoader or loader.transform or loader.transform_sampler_output:
+    if type(loader) is not ThreadedNodeLoader or not isinstance(loader.sampler, DistributedSampler):
         return False
     own = type(loader.node_sampler) in (NeighborSampler, PersistentNeighborSampler)
-    return own and isinstance(loader.sampler, DistributedSampler)
+    # What the user's own code draws is put back, unless it runs in worker threads.
+    return not loader.thread_safe or (own and not loader.transform and not loader.transform_sampler_output)

@@ -7,7 +7,6 @@ import torch
 
 from lightning_gnn.batching import ThreadedNodeLoader
 from lightning_gnn.batching.host_ring import HostRing
-from lightning_gnn.batching.loader import PreparationTimes
 from lightning_gnn.batching.routes import DeviceRoutes, HostBatch
 from lightning_gnn.batching.transfer import used_on
 from lightning_gnn.sampling import NeighborSampler
@@ -63,8 +62,9 @@ def noted(loader):
 
 def on_host(loader, ring, number):
     slot = ring.take()
-    batch = loader.prepare((0, number, list(range(number, number + 20))))[0]
-    return HostBatch(slot.hold(batch), PreparationTimes(1), slot)
+    prepared = loader.prepare((0, number, list(range(number, number + 20))))
+    prepared.batch = slot.hold(prepared.batch)
+    return HostBatch(prepared, slot)
 
 
 def test_reads_and_transfers_wait_for_one_another_and_nothing_else(loader):
@@ -106,8 +106,9 @@ def test_the_memory_of_a_transfer_goes_back_with_its_event(loader):
         assert entry.arrival == "bus 1"
         assert list(ring._idle) == [source.slot]
         assert source.slot.read_until == "bus 1"
-        assert_same(entry.batch, loader.prepare((0, 0, list(range(20))))[0])
-        assert not any(source.slot.owns(value) for value in (entry.batch.x, entry.batch.edge_index, entry.batch.n_id))
+        assert_same(entry.prepared.batch, loader.prepare((0, 0, list(range(20)))).batch)
+        batch = entry.prepared.batch
+        assert not any(source.slot.owns(value) for value in (batch.x, batch.edge_index, batch.n_id))
 
 
 def test_a_transfer_that_fails_leaves_the_mini_batch_as_it_was(loader, monkeypatch):
@@ -125,7 +126,7 @@ def test_a_transfer_that_fails_leaves_the_mini_batch_as_it_was(loader, monkeypat
         assert ring.num_slots == 1
         assert not ring._idle
         monkeypatch.setattr(routes, "_moved", moved)
-        assert_same(routes.transfer(0, source).batch, loader.prepare((0, 0, list(range(20))))[0])
+        assert_same(routes.transfer(0, source).prepared.batch, loader.prepare((0, 0, list(range(20)))).batch)
         assert len(ring._idle) == 1
 
 
@@ -138,8 +139,8 @@ def test_sparse_matrices_over_the_slots_memory_are_copied(loader):
     with noted(loader) as (routes, ring, _):
         source = on_host(loader, ring, 0)
         memory = source.slot.empty("weight", [2], torch.float32).fill_(1)
-        source.batch.adjacency = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), memory, (2, 2))
-        batch = routes.transfer(0, source).batch
+        source.prepared.batch.adjacency = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), memory, (2, 2))
+        batch = routes.transfer(0, source).prepared.batch
         memory.fill_(7)
         assert batch.adjacency.to_dense().tolist() == [[0, 1], [1, 0]]
 

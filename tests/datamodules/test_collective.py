@@ -194,7 +194,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         threading.Timer(0.5, release.set).start()
 
-    data = collective(CollectivePlan("cpu", 1, 2), transform=slow)
+    data = collective(CollectivePlan("cpu", 1, 2), transform=slow, thread_safe=True)
     before = signal.getsignal(signal.SIGINT)
     threading.Thread(target=interrupt).start()
     try:
@@ -213,7 +213,7 @@ def test_a_worker_that_fails_stops_training():
         return batch
 
     with pytest.raises(RuntimeError, match="the transform failed") as caught:
-        fitted(collective(transform=bad))
+        fitted(collective(transform=bad, thread_safe=True))
     assert any(entry.name == "bad" for entry in caught.traceback)
 
 
