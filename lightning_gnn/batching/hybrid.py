@@ -73,6 +73,12 @@ class HybridBatch:
         """The trainers that have a mini-batch."""
         return [trainer for trainer, part in enumerate(self.parts) if part is not None]
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether an attribute requires gradients."""
+        stores = (store for part in self.parts if part is not None for store in part.stores)
+        return any(isinstance(value, Tensor) and value.requires_grad for store in stores for value in store.values())
+
     def __len__(self) -> int:
         return len(self.parts)
 

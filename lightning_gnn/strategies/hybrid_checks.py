@@ -54,6 +54,18 @@ def share_one_order(loader: Any) -> None:
         loader.rank = 0  # part of the key of each mini-batch, which is the nodes' common one
 
 
+def refuse_trained_features(loader: Any) -> None:
+    """Refuse features that are trained, whose gradients do not pass through the replicas, which nodes exchange.
+
+    Raises:
+        ValueError: Names one.
+    """
+    store = getattr(getattr(loader, "data", None), "_store", {})
+    for key, value in store.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(f"hyscale on several nodes cannot train data.{key}; use one node, or strategy='ddp'")
+
+
 def overrides_transfer(module: pl.LightningModule) -> bool:
     """Whether the user has a hook around the transfer of batches, which is then left to Lightning."""
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]

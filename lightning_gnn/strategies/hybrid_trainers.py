@@ -127,7 +127,7 @@ class HybridTrainers:
             return self.threads.run({active[0]: step})[active[0]]
         self._alone = None
         self.replicas.push(active)
-        self._through = self._goes_through()
+        self._through = self._goes_through() and not batch.is_trained
         jobs = {i: partial(self._forward, i, batch.parts[i], args, kwargs) for i in active}
         if self._through:
             jobs = {i: partial(self._forward_backward, i, job) for i, job in jobs.items()}
@@ -163,7 +163,8 @@ class HybridTrainers:
 
         The gradient of a trainer's loss is known before, but for what Lightning and the precision may multiply in.
         That comes afterwards, unless it has to be in the half precision of the backward pass, as a loss scale has.
-        Parameters that an optimizer has from elsewhere get their gradients from the replicas directly: not too early.
+        Parameters that an optimizer has from elsewhere get their gradients from the replicas directly: not too early;
+        so do features that are trained.
         """
         own = {id(parameter) for parameter in self.main.parameters()}
         groups = (group for optimizer in self.strategy.optimizers for group in optimizer.param_groups)

@@ -25,6 +25,7 @@ from lightning_gnn.strategies.hybrid_checks import (
     draws_nothing,
     input_dtype,
     overrides_transfer,
+    refuse_trained_features,
     share_one_order,
 )
 from lightning_gnn.strategies.hybrid_options import (
@@ -187,6 +188,7 @@ class HyScaleStrategy(NodeStrategy):
         assert self.trainers is not None
         check_training(dataloader, module)
         if self._num_nodes > 1:
+            refuse_trained_features(dataloader)
             share_one_order(dataloader)
         if self.loader is not None:
             self.loader.close()
