@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from itertools import islice
 from typing import Any
@@ -123,7 +124,10 @@ class _ThreadedLoader:
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data):
             raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
-        self._takes_key = _takes_key(self._graph_sampler, self._sample_from)
+        self._takes_key, self._keyed = _takes_key(self._graph_sampler, self._sample_from)
+        if not hasattr(self.sampler, "set_epoch"):
+            with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
+                self.sampler.set_epoch = partial(setattr, self.sampler, "epoch")
         self._check_trained()
         if num_workers and self.in_training_thread:
             self.num_threads = 0
@@ -156,7 +160,7 @@ class _ThreadedLoader:
     @property
     def in_training_thread(self) -> bool:
         """Whether all of a mini-batch must be made there: the user's own code comes before Feature Loading."""
-        return not self.thread_safe and not (self._takes_key and self.transform_sampler_output is None)
+        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None)
 
     @property
     def finishes(self) -> bool:
@@ -171,9 +175,8 @@ class _ThreadedLoader:
             key: The key of the mini-batch.
             part: Which part of it, where it has been shared out; for samplers that take no key.
         """
-        if self._takes_key:
-            return self._sample(index, key=key)
-        return self._run_theirs(self._sample, index, key, _SAMPLING, part)
+        draw = partial(self._sample, key=key) if self._takes_key else self._sample
+        return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
 
     @property
     def _graph_sampler(self) -> Any:
@@ -228,7 +231,7 @@ class _ThreadedLoader:
                 del batch[key]
         batch.edge_index = _joined(out.row, out.col)
         store, trained, left = self.data._store, self.trained(), {}
-        for key, value in store.items():
+        for key in store:
             if key in ("edge_index", "adj_t", "graph"):
                 continue
             if key == "num_nodes":
@@ -334,8 +337,8 @@ class _ThreadedLoader:
     def _check_trained(self) -> None:
         if self.trained() and not hasattr(self.batch_sampler, "__len__"):
             raise ValueError(
-                f"data.{self.trained()[0]} requires gradients, but the batch_sampler has no __len__: without it Lightning "
-                "fetches each mini-batch before the step that changes its rows"
+                f"data.{self.trained()[0]} requires gradients, but the batch_sampler has no __len__: without it "
+                "Lightning fetches each mini-batch before the step that changes its rows"
             )
         for key in self.trained():
             value = self.data[key]
@@ -410,8 +413,8 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         rank: Which process of a distributed run.
         loader_id: Which loader of the run.
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
-        epoch: Called before it; tells which epoch begins. By default a number that someone sets on the sampler (as
-            Lightning does where it has a ``set_epoch``), or else passes are counted.
+        epoch: Called before it; tells which epoch begins. By default the one that has been set on the sampler since
+            the last pass, as Lightning does, or else passes are counted.
         tables: Where to gather some attributes from instead of ``data``, such as device memory.
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
@@ -477,9 +480,12 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
                     del batch[key]
 
 
-def _takes_key(sampler: Any, method: str) -> bool:
-    """Whether a sampler draws from the key of a mini-batch, and not from the process's random stream."""
-    return "key" in signature(getattr(sampler, method)).parameters and getattr(sampler, "backend", None) != "pyg_lib"
+def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:
+    """Whether a sampler takes the key of a mini-batch, and whether it draws from it alone: one that names it does."""
+    parameters = signature(getattr(sampler, method)).parameters
+    named = "key" in parameters
+    passed_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return named or passed_on, named and getattr(sampler, "backend", None) != "pyg_lib"
 
 
 def _joined(row: Tensor, col: Tensor) -> Tensor:

@@ -170,6 +170,23 @@ def test_a_sampler_without_keys_and_with_an_edge_permutation_equals_pygs(num_wor
         assert_same(a, b)
 
 
+class Passing(NeighborSampler):
+    """Draws beside what it passes on."""
+
+    def sample_from_nodes(self, inputs, **kwargs):
+        torch.rand(3)
+        return super().sample_from_nodes(inputs, **kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_passes_the_key_on_gives_the_same_samples_and_disturbs_nothing(num_workers):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for a, b in zip(loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), loader(), strict=True):
+        assert_same(a, b)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_transform_sampler_output_may_drop_the_edge_ids(num_workers):
     def without(out: SamplerOutput) -> SamplerOutput:
