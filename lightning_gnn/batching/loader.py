@@ -96,7 +96,7 @@ class _ThreadedLoader:
         rank: int = 0,
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
-        epoch: Callable[[], int] | None = None,
+        epoch: Callable[[int], int] | None = None,
         tables: Mapping[str, FeatureTable] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
@@ -140,21 +140,18 @@ class _ThreadedLoader:
         return _ThreadedIterator(self)
 
     def begin_epoch(self) -> int:
-        """Return the number of a pass that begins: what ``epoch`` says, or what someone has set on the sampler.
+        """Return the number of a pass that begins: what has been set on the sampler since the last one, or the next.
 
-        Without either, passes are counted.
+        The ``epoch`` that the loader was made with has the last word.
         """
+        told = getattr(self.sampler, "epoch", None)
+        self._pass = told if isinstance(told, int) and told != self._told else self._pass + 1
         if self.epoch is not None:
-            self._pass = self.epoch()
+            self._pass = self.epoch(self._pass)
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None), self.batch_sampler):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self._pass)
-            return self._pass
-        told = getattr(self.sampler, "epoch", None)
-        if isinstance(told, int) and told != self._told:
-            self._pass = self._told = told
-        else:
-            self._pass += 1
+        self._told = getattr(self.sampler, "epoch", None)
         return self._pass
 
     @property
@@ -413,8 +410,8 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         rank: Which process of a distributed run.
         loader_id: Which loader of the run.
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
-        epoch: Called before it; tells which epoch begins. By default the one that has been set on the sampler since
-            the last pass, as Lightning does, or else passes are counted.
+        epoch: Called before it, with the number of the pass; tells which epoch it is. The number is the one that has
+            been set on the sampler since the last pass, as Lightning does, or else passes are counted.
         tables: Where to gather some attributes from instead of ``data``, such as device memory.
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key

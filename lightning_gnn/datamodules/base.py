@@ -107,6 +107,8 @@ class MiniBatchDataModule(pl.LightningDataModule):
             kwargs["first_batch"] = self._first_batch
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
             kwargs["sampler"] = self._order(num_seeds, training, kwargs.get("drop_last", False))
+        if training and hasattr(kwargs.get("sampler"), "set_epoch"):
+            kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
             kwargs.pop("batch_size")
         return kwargs
@@ -163,12 +165,12 @@ class MiniBatchDataModule(pl.LightningDataModule):
                 torch.set_rng_state(state) if device == "cpu" else getattr(torch, device).set_rng_state(state)
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _training_epoch(self) -> int:
-        """Called when a pass over the training set begins: the Trainer's epoch, or else one that counts passes."""
+    def _training_epoch(self, number: int) -> int:
+        """Called when a pass over the training set begins: the Trainer's epoch goes before its number."""
         if self.trainer is not None and self.trainer.training:
             return self.trainer.current_epoch
-        self._passes += 1
-        return self._passes - 1
+        self._passes = number + 1
+        return number
 
     def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
@@ -196,7 +198,7 @@ def _check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
 
 
-def _evaluation_epoch() -> int:
+def _evaluation_epoch(number: int) -> int:
     return 0
 
 

@@ -81,7 +81,7 @@ def test_each_batch_comes_once_in_any_order(plan, num_workers, before, epochs):
 
 
 def test_epochs_follow_one_another_in_the_same_memory():
-    loader = collective(epoch=lambda: 0)
+    loader = collective(epoch=lambda number: 0)
     for _ in range(3):
         for a, b in zip(loader, PLAIN, strict=True):
             assert_same(a, b)
@@ -169,7 +169,7 @@ def test_it_measures_while_training_and_then_plans_once(deterministic):
         gpu_buffer_size=4,
         deterministic=deterministic,
         on_plan=lambda plan: made.append(plan) or plan,
-        epoch=lambda: 0,
+        epoch=lambda number: 0,
     )
     plain = list(ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, "batch_size": 5}))
     for _ in range(3):
@@ -286,7 +286,7 @@ def test_an_error_reaches_the_caller_with_its_traceback(where, deterministic):
     if not deterministic:  # whoever takes it
         options = {"transform": failing(6, error), "thread_safe": True}
         options["route"] = route(**options)
-    loader = collective(deterministic=deterministic, epoch=lambda: 0, **options)
+    loader = collective(deterministic=deterministic, epoch=lambda number: 0, **options)
     with pytest.raises(RuntimeError, match="the transform failed") as caught:
         list(loader)
     assert any(entry.name == "transform" for entry in caught.traceback)
@@ -393,7 +393,7 @@ def test_a_batch_sampler_that_lies_about_its_length_is_named():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("where", ["prepare", "transfer"])
 def test_too_little_device_memory_halves_the_buffers(where, deterministic):
-    loader = collective(CollectivePlan("collective", 8, 4), deterministic=deterministic, epoch=lambda: 0)
+    loader = collective(CollectivePlan("collective", 8, 4), deterministic=deterministic, epoch=lambda number: 0)
     original, held = getattr(loader.routes, where), []
 
     def short(*args):

@@ -265,7 +265,14 @@ def test_so_it_does_in_collective_batching_under_any_plan():
         route = loader(transform=noisy)
         for _ in range(2):
             ours = CollectiveLoader(
-                DATA, SAMPLER, batch_size=50, num_workers=2, route=route, plan=plan, transform=noisy, epoch=lambda: 0
+                DATA,
+                SAMPLER,
+                batch_size=50,
+                num_workers=2,
+                route=route,
+                plan=plan,
+                transform=noisy,
+                epoch=lambda number: 0,
             )
             for a, b in zip(ours, plain, strict=True):
                 assert_same(a, b)

@@ -111,7 +111,7 @@ def test_a_stage_that_raises(prefetch):
         fit(
             Module(),
             hybrid(prefetch=prefetch),
-            data_module(transform=transform, eval_loader_kwargs={"transform": None}),
+            data_module(transform=transform, thread_safe=prefetch == 1, eval_loader_kwargs={"transform": None}),
         )
     assert any(frame.name == "raise_it" for frame in traceback.extract_tb(caught.value.__traceback__))
     assert not left_threads()
@@ -124,7 +124,7 @@ def test_a_stage_that_stalls_is_shown():
         release.wait(60)
         return batch
 
-    data = data_module(transform=wait_for_nothing, eval_loader_kwargs={"transform": None})
+    data = data_module(transform=wait_for_nothing, thread_safe=True, eval_loader_kwargs={"transform": None})
     try:
         with pytest.raises(TimeoutError, match="wait_for_nothing"):
             fit(Module(), hybrid(stall_timeout=1.0), data)
