@@ -84,7 +84,7 @@ def checked_options(kwargs: Mapping[str, Any], kind: str, known: Collection[str]
     return options
 
 
-def whole_number(value: Any, name: str, least: int) -> int:
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
     """Return a number as ``int``.
 
     Args:
@@ -97,10 +97,21 @@ def whole_number(value: Any, name: str, least: int) -> int:
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, but is {value!r}")
-    if value < least:
+    if least is not None and value < least:
         rule = "must not be negative" if least == 0 else f"must be at least {least}"
         raise ValueError(f"{name} {rule}, but is {value}")
     return int(value)
+
+
+def true_or_false(value: Any, name: str) -> bool:
+    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true.
+
+    Raises:
+        ValueError: Another value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, but is {value!r}")
+    return value
 
 
 def keywords_of(kind: type) -> set[str]:
@@ -124,9 +135,8 @@ def _checked(name: str, value: Any) -> Any:
     if name == "prefetch_factor":
         return None if value is None else whole_number(value, name, 1)
     if name in ("shuffle", "drop_last", "pin_memory", "replace", "disjoint"):
-        if not isinstance(value, bool) and (name, value) != ("shuffle", None):
-            raise ValueError(f"{name} must be True or False, but is {value!r}")
-    elif name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
+        return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
+    if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     return value
 
