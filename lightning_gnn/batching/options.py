@@ -134,7 +134,7 @@ def _checked(name: str, value: Any) -> Any:
         return whole_number(value, name, 0)
     if name == "prefetch_factor":
         return None if value is None else whole_number(value, name, 1)
-    if name in ("shuffle", "drop_last", "pin_memory", "replace", "disjoint"):
+    if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
         return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")

@@ -113,7 +113,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
-        """Refuse an empty split.
+        """Refuse an empty split, and one of which ``drop_last`` leaves nothing.
 
         Raises:
             ValueError: Says how to fill it.
@@ -121,6 +121,13 @@ class MiniBatchDataModule(pl.LightningDataModule):
         if num_seeds == 0:
             raise ValueError(
                 f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
+            )
+        options = self.loader_kwargs if stage == "train" else self.eval_loader_kwargs
+        own = "sampler" in options or "batch_sampler" in options
+        if options.get("drop_last") and not own and num_seeds // self._world_size < options["batch_size"]:
+            raise ValueError(
+                f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {self._world_size} "
+                f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
     def full_loader(self, name: str, **more: Any) -> DataLoader:

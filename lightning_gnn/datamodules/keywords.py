@@ -15,7 +15,7 @@ _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint")
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
-    "loader_id", "first_batch", "loader_kwargs",
+    "loader_id", "first_batch", "epoch", "loader_kwargs",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ _HUGE = 0.5
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def check_node_data(data: Data, check_features: bool = True, dense: bool = True) -> None:
+def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
     """Check the attributes that training rests on; the topology is checked when it is converted.
 
     Args:

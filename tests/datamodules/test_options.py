@@ -18,9 +18,12 @@ from lightning_gnn.datamodules import (
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
+from lightning_gnn.graph.folder import save_folder
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.sampling import NeighborSampler
 from tests.batching.test_loader import assert_same
 from tests.batching_data import small_data
+from tests.cli.command import NODE, lgnn
 from tests.datamodules.test_link import Fixed
 
 SAMPLED = [NeighborDataModule, PersistentSamplerDataModule, CollectiveDataModule, LinkDataModule]
@@ -191,6 +194,18 @@ def test_nan_is_found_before_training(kind):
     build(kind, data, check_features=False)
 
 
+def test_the_command_refuses_nan(tmp_path, capfd):
+    data = small_data()
+    data.x[5, 3] = math.nan
+    del data.edge_attr, data.edge_weight
+    save_folder(data, tmp_path / "graph")
+    options = [item for item in NODE if not item.startswith("data.")]
+    assert lgnn(tmp_path / "out", "data=custom", f"data.root={tmp_path / 'graph'}", base=options) == 2
+    assert capfd.readouterr().err.startswith(
+        "error: datamodule: data.x holds NaN or infinity in 1 of 400 rows (node 5)"
+    )
+
+
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 def test_unlabelled_nodes_may_have_nan_where_they_are_no_seeds(kind):
     data = small_data()
@@ -306,3 +321,25 @@ def test_nodes_without_edges_and_features_without_floats():
     del data.x
     data.num_nodes = 400
     assert next(iter(build(NeighborDataModule, data).train_dataloader())).num_nodes > 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
+def test_features_of_another_dtype_than_the_weights_are_named(kind, dtype):
+    data = small_data()
+    data.x = data.x.to(dtype)
+    module = NodeClassifier(GraphSAGE(12, 8, 2, 4), 4)
+    (batch, *_) = build(kind, data).train_dataloader()
+    with pytest.raises(
+        TypeError,
+        match=f"x is {dtype}, but the model.s weights are torch.float32: use x.to|x must be floating, but is torch.int64",
+    ):
+        module(batch)
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_an_epoch_without_a_mini_batch_is_an_error(kind):
+    with pytest.raises(
+        ValueError, match=r"drop_last=True leaves no mini-batch: the train split has .* batch_size=5000"
+    ):
+        build(kind, drop_last=True, batch_size=5000).train_dataloader()

@@ -43,8 +43,8 @@ def test_nan_is_found_unless_it_may_be_there(key):
     data[key][7] = math.nan
     kind = "node" if key == "x" else "edge"
     with pytest.raises(ValueError, match=rf"data.{key} holds NaN .* 1 of \d+ rows \({kind} 7\).*check_features=False"):
-        check_node_data(data)
-    check_node_data(data, check_features=False)
+        check_node_data(data, check_features=True)
+    check_node_data(data)
 
 
 def test_tables_that_cannot_be_in_memory_are_left_out_with_a_note(monkeypatch):
@@ -54,7 +54,7 @@ def test_tables_that_cannot_be_in_memory_are_left_out_with_a_note(monkeypatch):
     notes = []
     monkeypatch.setattr("lightning_gnn.graph.checks.rank_zero_info", notes.append)
     del data.edge_attr, data.edge_weight
-    check_node_data(data)
+    check_node_data(data, check_features=True)
     assert len(notes) == 1
     assert "data.x takes 0.0 GB: it is not searched" in notes[0]
 
