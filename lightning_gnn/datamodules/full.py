@@ -42,8 +42,8 @@ class FullGraphDataModule(pl.LightningDataModule):
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
             where outputs do not fit into memory; by default as in training.
         compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
-        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, where they do not
-            take more than half of the memory, and in ``y`` where a mask is true.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
         **kwargs: None; a wrong one is told the closest there is.
 
     Raises:

@@ -48,8 +48,8 @@ class LinkDataModule(MiniBatchDataModule):
         disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed.
         link_sampler: A sampler of your own.
-        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, where they do not
-            take more than half of the memory.
+        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
+            memory-mapped and of more than a gigabyte.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or

@@ -42,8 +42,8 @@ class NeighborDataModule(MiniBatchDataModule):
         disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         node_sampler: A sampler of your own instead of the one made from these arguments.
-        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, where they do not
-            take more than half of the memory, and in ``y`` of the seeds.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,8 +14,10 @@ from torch_geometric.utils import is_sparse
 
 from lightning_gnn.graph.features import check_finite_rows
 
-_HUGE = 0.5
-"""Features of a larger share of the memory than this must be memory-mapped, and are not read only to be checked."""
+_MAPPED = 1 << 30
+"""Bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds."""
+_MEMORY = ("/dev/", "/memfd:", "/SYSV")
+"""Names of what is mapped as a file and is memory."""
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -67,11 +70,30 @@ def check_edge_data(data: Data) -> None:
 
 
 def _check_finite(values: Tensor, name: str, kind: str) -> None:
-    if values.nbytes > _HUGE * psutil.virtual_memory().total:
-        rank_zero_info(f"{name} takes {values.nbytes / 1e9:.1f} GB: it is not searched for NaN and infinity")
+    if _is_on_disk(values):
+        size = f"{values.nbytes / 2**30:.1f} GiB"
+        rank_zero_info(f"{name} is memory-mapped and takes {size}: it is not searched for NaN and infinity")
         return
     fix = "clean them, or give check_features=False where the model or a transform expects them"
     check_finite_rows(values, name, kind=kind, fix=fix)
+
+
+def _is_on_disk(values: Tensor) -> bool:
+    """Whether reading all of a table would mean to read much from a file."""
+    if not values.is_cpu or values.nbytes <= _MAPPED:
+        return False
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux: what takes most of the memory is hardly in it
+        return values.nbytes > psutil.virtual_memory().total // 2
+    # The middle, since the first page can share its line with what lies before.
+    middle = values.data_ptr() + values.nbytes // 2
+    for line in lines:
+        start, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
+        if start <= middle < end:
+            path = "".join(line.split(maxsplit=5)[5:])
+            return path.startswith("/") and not path.startswith(_MEMORY)
+    return False
 
 
 def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -47,16 +48,37 @@ def test_nan_is_found_unless_it_may_be_there(key):
     check_node_data(data)
 
 
-def test_tables_that_cannot_be_in_memory_are_left_out_with_a_note(monkeypatch):
+def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
     data = small_data()
     data.x[7] = math.nan
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": data.x.nbytes})())
+    del data.edge_attr, data.edge_weight
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes - 1)
     notes = []
     monkeypatch.setattr("lightning_gnn.graph.checks.rank_zero_info", notes.append)
-    del data.edge_attr, data.edge_weight
+    shared = data.x.clone().share_memory_()
+    for in_memory in (data.x.clone(), shared):
+        data.x = in_memory
+        with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+            check_node_data(data, check_features=True)
+    assert not notes
+    np.save(tmp_path / "x.npy", data.x.numpy())
+    data.x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
     check_node_data(data, check_features=True)
-    assert len(notes) == 1
-    assert "data.x takes 0.0 GB: it is not searched" in notes[0]
+    assert notes == ["data.x is memory-mapped and takes 0.0 GiB: it is not searched for NaN and infinity"]
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes)
+    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+        check_node_data(data, check_features=True)
+
+
+def test_without_a_list_of_mappings_the_size_decides(monkeypatch):
+    data = small_data()
+    data.x[7] = math.nan
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", 0)
+    monkeypatch.setattr("lightning_gnn.graph.checks.Path", lambda name: Path("/nowhere"))
+    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+        check_node_data(data, check_features=True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": data.edge_weight.nbytes})())
+    check_node_data(data, check_features=True)
 
 
 def test_labels_count_at_the_seeds_alone():
