@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningNodeData
@@ -72,14 +76,23 @@ class FullGraphDataModule(pl.LightningDataModule):
         check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
         topology = CSCGraph.from_data(data)
         check_edge_data(data)
-        for split in ("train", "val", "test"):
-            mask = data.get(f"{split}_mask")
-            if mask is None and split == "train":
-                raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
-            if mask is not None:
-                chosen = check_nodes(mask, data.num_nodes, f"data.{split}_mask")
-                if check_features:
-                    check_labels(data, chosen, f"data.{split}_mask")
+        made: dict[str, Tensor] = {}
+        for key in ("x", "y", "edge_attr", "edge_weight"):
+            if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
+                made[key] = torch.as_tensor(value)
+        for name in ("train_mask", "val_mask", "test_mask"):
+            if data.get(name) is None:
+                continue
+            chosen = check_nodes(data[name], data.num_nodes, f"data.{name}")
+            if chosen is not data[name]:
+                made[name] = chosen
+            if check_features:
+                check_labels(data, chosen, f"data.{name}")
+        if made:
+            data = copy.copy(data)  # the user's own stays as it is
+            data.update(made)
+        if data.get("train_mask") is None:
+            raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
         if not bool(data.train_mask.any()):
             raise ValueError("the training split is empty: data.train_mask has no true entry")
         if inference == "sampled":

@@ -15,6 +15,7 @@ from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.datamodules.keywords import check_sampler, with_overrides
 from lightning_gnn.datamodules.negatives import negatives
 from lightning_gnn.graph.checks import check_edge_data, check_edge_labels, check_edges, check_node_data
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling import NeighborSampler
 
@@ -111,8 +112,10 @@ class LinkDataModule(MiniBatchDataModule):
         self.data = data
         self.graph_sampler = link_sampler
         self.eval_graph_sampler = with_overrides(link_sampler, self.sampler_overrides)
+        if input_train_edges is None:
+            input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {
-            "train": (data.edge_index if input_train_edges is None else input_train_edges, input_train_labels),
+            "train": (input_train_edges, input_train_labels),
             "val": (input_val_edges, input_val_labels),
             "test": (input_test_edges, input_test_labels),
             "predict": (input_pred_edges, input_pred_labels),
@@ -121,7 +124,7 @@ class LinkDataModule(MiniBatchDataModule):
         for stage in ("val", "test"):
             if self._edges[stage][0] is None:
                 setattr(self, f"{stage}_dataloader", None)
-        if self._edges["train"][0] is None or self._edges["train"][0].size(1) == 0:
+        if not self._edges["train"][0].numel():  # type: ignore[union-attr]
             raise ValueError("the training split is empty; give input_train_edges with at least one edge")
         self.neg_sampling = self.eval_neg_sampling = negatives(neg_sampling, neg_sampling_ratio, data.num_nodes)
         own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from pytorch_lightning.utilities import rank_zero_info
@@ -30,7 +33,7 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
         dense: Refuse sparse attributes.
 
     Raises:
-        TypeError: The graph is not homogeneous.
+        TypeError: The graph is not homogeneous, or an attribute is a list of numbers.
         ValueError: ``x``, ``y`` or a mask does not have one row per node; an attribute is sparse, or holds NaN or
             infinity.
     """
@@ -38,21 +41,37 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
         fix = "; data.to_homogeneous() makes one" if isinstance(data, HeteroData) else ""
         raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}{fix}")
     num_nodes = data.num_nodes
-    sizes = dict.fromkeys(("x", "y", "train_mask", "val_mask", "test_mask"), num_nodes)
-    for key in (*sizes, "edge_attr", "edge_weight"):
-        if dense and data.get(key) is not None and is_sparse(data[key]):
-            raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
-    for key, size in sizes.items():
+    if not isinstance(num_nodes, (Integral, NoneType)):
+        raise TypeError(f"data.num_nodes must be a whole number, but is {num_nodes!r}")
+    for key in ("x", "y", "edge_attr", "edge_weight"):
         value = data.get(key)
-        if isinstance(value, Tensor) and (value.dim() == 0 or value.size(0) != size):
+        if dense and value is not None and is_sparse(value):
+            raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
+        if _holds_numbers(value):
+            raise TypeError(
+                f"data.{key} is a {type(value).__name__} of numbers, but must be a tensor; use torch.tensor"
+            )
+    for key in ("x", "y", "train_mask", "val_mask", "test_mask"):
+        value = data.get(key)
+        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != num_nodes):
             guessed = "num_nodes" not in data and data.get("x") is None
             fix = "; set data.num_nodes, which else is guessed from the edges" if guessed else ""
-            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {size} nodes{fix}")
+            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes{fix}")
     if check_features:
         for key, kind in (("x", "node"), ("edge_attr", "edge"), ("edge_weight", "edge")):
             value = data.get(key)
+            if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+                value = torch.as_tensor(value)
             if isinstance(value, Tensor) and value.is_floating_point() and not is_sparse(value):
                 _check_finite(value, f"data.{key}", kind)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether these are lists of numbers, which would stay lists; texts and other objects do so rightly."""
+    inner = value
+    while isinstance(inner, (list, tuple)) and inner:
+        inner = inner[0]
+    return isinstance(value, (list, tuple)) and isinstance(inner, (Real, Tensor, np.ndarray))
 
 
 def check_edge_data(data: Data) -> None:
@@ -65,7 +84,7 @@ def check_edge_data(data: Data) -> None:
         return
     for key in ("edge_attr", "edge_weight"):
         value = data.get(key)
-        if isinstance(value, Tensor) and (value.dim() == 0 or value.size(0) != data.num_edges):
+        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != data.num_edges):
             raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {data.num_edges} edges")
 
 
@@ -146,7 +165,9 @@ def check_labels(data: Data, nodes: Tensor, name: str) -> None:
         ValueError: Says at which.
     """
     y = data.get("y")
-    if not isinstance(y, Tensor) or not y.is_floating_point() or y.dim() == 0:
+    if isinstance(y, np.ndarray) and y.dtype.kind == "f":
+        y = torch.as_tensor(y)
+    if not isinstance(y, Tensor) or not y.is_floating_point():
         return
     ids = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
     fix = f"leave these nodes out of {name}"

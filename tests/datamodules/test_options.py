@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningLinkData, LightningNodeData
 from torch_geometric.loader import LinkLoader
 from torch_geometric.sampler import NegativeSampling
@@ -18,6 +19,7 @@ from lightning_gnn.datamodules import (
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.sampling import NeighborSampler
@@ -340,3 +342,56 @@ def test_an_epoch_without_a_mini_batch_is_an_error(kind):
         ValueError, match=r"drop_last=True leaves no mini-batch: the train split has .* batch_size=5000"
     ):
         build(kind, drop_last=True, batch_size=5000).train_dataloader()
+
+
+@pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
+@pytest.mark.parametrize("form", [list, np.asarray, lambda mask: mask.view(-1, 1)])
+def test_masks_in_any_form(kind, form):
+    data = small_data()
+    expected = next(iter(build(kind, data, **({} if kind is FullGraphDataModule else {"seed": 1})).train_dataloader()))
+    data.train_mask = form(data.train_mask)
+    found = next(iter(build(kind, data, **({} if kind is FullGraphDataModule else {"seed": 1})).train_dataloader()))
+    if kind is FullGraphDataModule:
+        assert torch.equal(found.train_mask, expected.train_mask)
+        assert data.train_mask is not found.train_mask
+    else:
+        assert found.input_id.tolist() == expected.input_id.tolist()
+
+
+def test_arrays_of_numpy_are_the_full_graphs_tensors():
+    data = small_data()
+    data.x, data.y = data.x.numpy(), data.y.numpy()
+    for compress in (True, False):
+        (batch,) = build(FullGraphDataModule, data, compress=compress).train_dataloader()
+        assert torch.equal(batch.x, small_data().x)
+        assert torch.equal(batch.y, small_data().y)
+    data.x = data.x.copy()
+    data.x[3] = math.nan
+    for kind in (NeighborDataModule, FullGraphDataModule):
+        with pytest.raises(ValueError, match=r"data.x holds NaN or infinity in 1 of 400 rows \(node 3\)"):
+            build(kind, data)
+
+
+@pytest.mark.parametrize("key", ["x", "y", "edge_attr", "edge_weight"])
+def test_lists_of_numbers_are_no_tensors_and_texts_are_kept(key):
+    data = small_data()
+    data[key] = data[key].tolist()
+    with pytest.raises(TypeError, match=rf"data.{key} is a list of numbers, but must be a tensor; use torch.tensor"):
+        build(NeighborDataModule, data)
+    data = small_data()
+    data.x = [str(node) for node in range(400)]
+    batch = next(iter(build(NeighborDataModule, data).train_dataloader()))
+    assert batch.x == [str(node) for node in batch.n_id.tolist()]
+
+
+def test_links_of_a_graph_without_edge_index():
+    data = small_data()
+    stored = Data(x=data.x, graph=CSCGraph.from_data(data))
+    assert sorted(torch.cat([b.input_id for b in build(LinkDataModule, stored).train_dataloader()]).tolist()) == list(
+        range(4000)
+    )
+
+
+def test_a_number_of_nodes_that_is_none_is_named():
+    with pytest.raises(TypeError, match=r"data.num_nodes must be a whole number, but is 400.0"):
+        build(NeighborDataModule, Data(edge_index=EDGES, num_nodes=400.0))
