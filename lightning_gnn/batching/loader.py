@@ -23,6 +23,7 @@ from torch_geometric.sampler import SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.batching.keyed_random import keyed_random
+from lightning_gnn.batching.options import checked_options, keywords_of, whole_number
 from lightning_gnn.batching.pipeline import OrderedPipeline
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
@@ -102,12 +103,11 @@ class _ThreadedLoader:
         sparse_grad: bool = False,
         **kwargs: Any,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must not be negative, but is {num_workers}")
-        if prefetch_factor is not None and prefetch_factor < 1:
-            raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
-        for option in ("persistent_workers", "multiprocessing_context", "worker_init_fn", "filter_per_worker"):
-            kwargs.pop(option, None)
+        num_workers = whole_number(num_workers, "num_workers", 0)
+        if prefetch_factor is not None:
+            prefetch_factor = whole_number(prefetch_factor, "prefetch_factor", 1)
+        kind = "node" if isinstance(self, NodeLoader) else "link"
+        kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
         self.seed = seed
         self.rank = rank
         self.loader_id = loader_id

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
-from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_gnn.batching.options import whole_number
 from lightning_gnn.datamodules.compressed import compressed_graph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.datamodules.keywords import evaluation_keywords, training_keywords
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
@@ -31,17 +32,20 @@ class MiniBatchDataModule(pl.LightningDataModule):
     Args:
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         batch_size: Seeds per mini-batch.
-        loader_kwargs: Further arguments of the training loader.
-        eval_loader_kwargs: What the other loaders take instead.
+        loader_kwargs: Further arguments of the training loader; ``shuffle=False`` trains in the order of the seeds.
+        eval_loader_kwargs: What the other loaders, and their sampler, take instead.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
 
     Raises:
-        ValueError: ``batch_size`` or ``inference`` is out of range.
+        TypeError: An option that nobody knows.
+        ValueError: An argument is out of range, or an option cannot work.
     """
 
     data: Any
     graph_sampler: Any
+    kind: ClassVar[str] = "node"
+    """What the loaders go over: ``"node"`` or ``"link"``."""
 
     def __init__(
         self,
@@ -55,15 +59,14 @@ class MiniBatchDataModule(pl.LightningDataModule):
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
         self._graph: CompressedGraph | None = None
-        _check_batch_size(batch_size)
-        if "shuffle" in loader_kwargs:
-            rank_zero_warn(f"'shuffle={loader_kwargs.pop('shuffle')}' is ignored: training shuffles, the others do not")
-        self.seed = torch.initial_seed() if seed is None else seed
-        self.loader_kwargs = {"batch_size": batch_size, **loader_kwargs}
-        self.eval_loader_kwargs = {**self.loader_kwargs, **(eval_loader_kwargs or {})}
-        self._own_eval_batch_size = "batch_size" in (eval_loader_kwargs or {})
+        self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
+        self.loader_kwargs = training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
+        self.shuffle: bool = self.loader_kwargs.pop("shuffle", True)
+        own, self.sampler_overrides = evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
+        self.eval_loader_kwargs = {**self.loader_kwargs, **own}
+        self._own_eval_batch_size = "batch_size" in own
         for key in ("sampler", "batch_sampler", "drop_last"):
-            if key not in (eval_loader_kwargs or {}):
+            if key not in own:
                 self.eval_loader_kwargs.pop(key, None)
         self._resumed_rng: list[dict[str, Any]] | None = None
         self._passes = 0
@@ -79,7 +82,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        _check_batch_size(batch_size)
+        batch_size = whole_number(batch_size, "batch_size", 1)
         if "loader_kwargs" not in self.__dict__:
             return  # a class of the user's own has such an attribute, before __init__ is told
         if not self._own_eval_batch_size:
@@ -114,7 +117,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
-        """Refuse an empty split.
+        """Refuse an empty split, and one of which ``drop_last`` leaves nothing.
 
         Raises:
             ValueError: Says how to fill it.
@@ -122,6 +125,13 @@ class MiniBatchDataModule(pl.LightningDataModule):
         if num_seeds == 0:
             raise ValueError(
                 f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
+            )
+        options = self.loader_kwargs if stage == "train" else self.eval_loader_kwargs
+        own = "sampler" in options or "batch_sampler" in options
+        if options.get("drop_last") and not own and num_seeds // self._world_size < options["batch_size"]:
+            raise ValueError(
+                f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {self._world_size} "
+                f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
     def full_loader(self, name: str, **more: Any) -> DataLoader:
@@ -179,7 +189,7 @@ class MiniBatchDataModule(pl.LightningDataModule):
             range(num_seeds),  # type: ignore[arg-type]
             num_replicas=self._world_size,
             rank=self._rank,
-            shuffle=training,
+            shuffle=training and self.shuffle,
             seed=self.seed % 2**62,
             drop_last=drop_last and training and self._world_size > 1,
         )
@@ -191,11 +201,6 @@ class MiniBatchDataModule(pl.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
 
 
 def _evaluation_epoch(number: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +12,7 @@ from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch import Tensor
 
 from lightning_gnn.batching import CollectiveLoader, ThreadedNodeLoader
+from lightning_gnn.batching.options import true_or_false, whole_number
 from lightning_gnn.datamodules.persistent import PersistentSamplerDataModule
 from lightning_gnn.datamodules.plan_files import configuration_name, cores_of_process, machine_name, plan_file
 from lightning_gnn.graph.features import FeatureTable
@@ -65,15 +65,11 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         gpu_route: str = "auto",
         **kwargs: Any,
     ) -> None:
-        for name, value in (("gpu_buffer_size", gpu_buffer_size), ("profile_batches", profile_batches)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, but is {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, but is {value}")
-        if not isinstance(num_workers, (int, NoneType)):
-            raise ValueError(f"num_workers must be a whole number or None, but is {num_workers!r}")
-        if num_workers is not None and num_workers < 0:
-            raise ValueError(f"num_workers must not be negative, but is {num_workers}")
+        gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
+        profile_batches = whole_number(profile_batches, "profile_batches", 1)
+        num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
+        true_or_false(deterministic, "deterministic")
+        true_or_false(cache_plan, "cache_plan")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
         self._given = _read_plan(plan)

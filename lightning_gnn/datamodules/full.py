@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
+from torch_geometric.data.lightning import LightningNodeData
+from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.batching.options import closest, keywords_of, true_or_false
 from lightning_gnn.datamodules.compressed import compressed_graph, summary
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
-from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.conv import check_takes_graph
@@ -36,12 +46,14 @@ class FullGraphDataModule(pl.LightningDataModule):
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
             where outputs do not fit into memory; by default as in training.
         compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
-        check_features: Look for NaN and infinity in ``data.x`` first.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
+        **kwargs: None; a wrong one is told the closest there is.
 
     Raises:
-        TypeError: The graph is not homogeneous.
-        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, an
-            argument is out of range.
+        TypeError: The graph is not homogeneous, a mask is not bool, an option is unknown.
+        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, NaN,
+            an argument is out of range.
     """
 
     def __init__(
@@ -52,17 +64,35 @@ class FullGraphDataModule(pl.LightningDataModule):
         cache_dir: str | Path | None = None,
         inference: str | FullInference | None = None,
         compress: bool = True,
-        check_features: bool = False,
+        check_features: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
-        check_node_data(data, check_features)
+        if kwargs:
+            raise TypeError(_unknown(next(iter(kwargs)), keywords_of(type(self))))
+        true_or_false(compress, "compress")
+        if not isinstance(cache_dir, (str, Path, NoneType)):
+            raise TypeError(f"cache_dir must be a path, but is {cache_dir!r}")
+        check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
         topology = CSCGraph.from_data(data)
-        for split in ("train", "val", "test"):
-            mask = data.get(f"{split}_mask")
-            if mask is None and split == "train":
-                raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
-            if mask is not None:
-                check_nodes(mask, data.num_nodes, f"data.{split}_mask")
+        check_edge_data(data)
+        made: dict[str, Tensor] = {}
+        for key in ("x", "y", "edge_attr", "edge_weight"):
+            if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
+                made[key] = torch.as_tensor(value)
+        for name in ("train_mask", "val_mask", "test_mask"):
+            if data.get(name) is None:
+                continue
+            chosen = check_nodes(data[name], data.num_nodes, f"data.{name}")
+            if chosen is not data[name]:
+                made[name] = chosen
+            if check_features:
+                check_labels(data, chosen, f"data.{name}")
+        if made:
+            data = copy.copy(data)  # the user's own stays as it is
+            data.update(made)
+        if data.get("train_mask") is None:
+            raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
         if not bool(data.train_mask.any()):
             raise ValueError("the training split is empty: data.train_mask has no true entry")
         if inference == "sampled":
@@ -119,3 +149,10 @@ class FullGraphDataModule(pl.LightningDataModule):
 
 def _reads_graphs(model: pl.LightningModule) -> bool:
     return any(getattr(layer, "takes_graph", False) for layer in model.modules())
+
+
+def _unknown(name: str, options: Collection[str]) -> str:
+    loaders = keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
+    if name in loaders and name not in options:
+        return f"there is no option {name}: the whole graph is the only batch, and the masks of data tell the splits"
+    return f"there is no option {name}{closest(name, options)}"

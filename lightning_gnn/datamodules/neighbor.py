@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
-from torch_geometric.data.lightning.datamodule import infer_input_nodes
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.batching.options import true_or_false
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.datamodules.full_batch import mask_of
-from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.datamodules.keywords import check_sampler, with_overrides
+from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling import NeighborSampler
 
@@ -27,9 +28,13 @@ class NeighborDataModule(MiniBatchDataModule):
     Args:
         data: The graph; ``x``, ``y`` and any other attribute of nodes or edges come with each batch.
         input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
-        input_val_nodes: Likewise for validation; no validation loader without.
-        input_test_nodes: Likewise for testing.
-        input_pred_nodes: Likewise for prediction; all nodes by default.
+        input_train_time: In PyG's place; times are not supported.
+        input_val_nodes: Seeds for validation; no validation loader without.
+        input_val_time: As ``input_train_time``.
+        input_test_nodes: Seeds for testing.
+        input_test_time: As ``input_train_time``.
+        input_pred_nodes: Seeds for prediction; all nodes by default.
+        input_pred_time: As ``input_train_time``.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         batch_size: Seeds per mini-batch.
         num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
@@ -37,24 +42,32 @@ class NeighborDataModule(MiniBatchDataModule):
         disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         node_sampler: A sampler of your own instead of the one made from these arguments.
-        check_features: Look for NaN and infinity in ``data.x`` first.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
-        **kwargs: Further arguments of :class:`~lightning_gnn.batching.ThreadedNodeLoader`.
+        **kwargs: Further arguments of :class:`~lightning_gnn.batching.ThreadedNodeLoader`, such as ``shuffle=False``,
+            ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
+            :data:`~lightning_gnn.batching.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError: The graph is not homogeneous, or a tensor is not of an integer or bool dtype.
-        ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN features.
+        TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.
+        ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
+            that cannot work.
     """
 
     def __init__(
         self,
         data: Data,
         input_train_nodes: Tensor | None = None,
+        input_train_time: None = None,
         input_val_nodes: Tensor | None = None,
+        input_val_time: None = None,
         input_test_nodes: Tensor | None = None,
+        input_test_time: None = None,
         input_pred_nodes: Tensor | None = None,
+        input_pred_time: None = None,
         *,
         num_neighbors: Sequence[int] | None = None,
         batch_size: int = 1,
@@ -63,41 +76,39 @@ class NeighborDataModule(MiniBatchDataModule):
         disjoint: bool = False,
         seed: int | None = None,
         node_sampler: BaseSampler | None = None,
-        check_features: bool = False,
+        check_features: bool = True,
         inference: str | FullInference = "sampled",
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_unsupported(kwargs)
-        eval_loader_kwargs = dict(eval_loader_kwargs or {})
-        sampler_overrides = {
-            key: eval_loader_kwargs.pop(key)
-            for key in ("num_neighbors", "replace", "disjoint")
-            if key in eval_loader_kwargs
-        }
+        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
+        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
         super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        for name, value in (("replace", replace), ("disjoint", disjoint), ("check_features", check_features)):
+            true_or_false(value, name)
         check_node_data(data, check_features)
         if node_sampler is None:
             if num_neighbors is None:
                 raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
             node_sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
+        else:
+            check_sampler(node_sampler, "node", num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
+        check_edge_data(data)
         self.data = data
         self.graph_sampler = node_sampler
-        self.eval_graph_sampler = node_sampler.with_options(**sampler_overrides) if sampler_overrides else node_sampler
+        self.eval_graph_sampler = with_overrides(node_sampler, self.sampler_overrides)
         given = {
             "train": input_train_nodes,
             "val": input_val_nodes,
             "test": input_test_nodes,
             "pred": input_pred_nodes,
         }
-        self._nodes = {
-            split: infer_input_nodes(data, split) if nodes is None else nodes for split, nodes in given.items()
-        }
-        if self._nodes["val"] is None:
-            self._nodes["val"] = infer_input_nodes(data, "valid")
-        for split, nodes in self._nodes.items():
-            if nodes is not None:
-                self._nodes[split] = check_nodes(nodes, data.num_nodes, f"input_{split}_nodes")
+        self._nodes: dict[str, Any] = {}
+        for split, nodes in given.items():
+            name, nodes = (f"input_{split}_nodes", nodes) if nodes is not None else _found_in(data, split)
+            self._nodes[split] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
+            if check_features and nodes is not None and split != "pred":
+                check_labels(data, self._nodes[split], name)
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
         for split, name in (("val", "val_dataloader"), ("test", "test_dataloader")):
@@ -156,30 +167,10 @@ class NeighborDataModule(MiniBatchDataModule):
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-_UNSUPPORTED = {
-    "time_attr": "temporal sampling",
-    "input_train_time": "temporal sampling",
-    "input_val_time": "temporal sampling",
-    "input_test_time": "temporal sampling",
-    "input_pred_time": "temporal sampling",
-    "weight_attr": "weighted sampling",
-}
-
-
-def refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    """Drop PyG options that ask for what is done anyway, and refuse those that would ask for another sample.
-
-    Raises:
-        ValueError: Names the option and what it would need.
-    """
-    for option, feature in _UNSUPPORTED.items():
-        if kwargs.pop(option, None) is not None:
-            raise ValueError(f"{option}: {feature} is not supported; leave the option out")
-    if str(getattr(subgraph := kwargs.pop("subgraph_type", "directional"), "value", subgraph)) != "directional":
-        raise ValueError(f"subgraph_type={subgraph!r} is not supported; only 'directional' subgraphs are sampled")
-    if kwargs.pop("directed", True) is not True:
-        raise ValueError("directed=False (induced subgraphs) is not supported")
-    if (loader := kwargs.pop("loader", "neighbor")) not in ("neighbor", "link_neighbor"):
-        raise ValueError(f"loader={loader!r} is not supported here; FullGraphDataModule trains on the full graph")
-    for option in ("temporal_strategy", "is_sorted", "share_memory"):
-        kwargs.pop(option, None)
+def _found_in(data: Data, split: str) -> tuple[str, Any]:
+    """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
+    for prefix in (split, "valid") if split == "val" else (split,):
+        for suffix in ("mask", "idx", "index"):
+            if data.get(name := f"{prefix}_{suffix}") is not None:
+                return f"data.{name}", data[name]
+    return "", None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.batching import ThreadedNodeLoader
+from lightning_gnn.batching.options import true_or_false, whole_number
 from lightning_gnn.datamodules.neighbor import NeighborDataModule
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.features import FeatureTable
@@ -20,6 +21,7 @@ from lightning_gnn.sampling.hotness import count_accesses
 from lightning_gnn.sampling.persistent import PersistentNeighborSampler, find_gpu
 
 _PRESAMPLED_BATCHES = 8
+_MODES = ("fused", "persistent", "no_queue", "hop_by_hop", "launches")
 
 
 class PersistentSamplerDataModule(NeighborDataModule):
@@ -62,15 +64,21 @@ class PersistentSamplerDataModule(NeighborDataModule):
     ) -> None:
         check_place(topology, "topology")
         check_place(features, "features")
-        for name, value in (("cache_rows", cache_rows), ("cache_bytes", cache_bytes)):
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, but is {value}")
+        cache_rows, cache_bytes = whole_number(cache_rows, "cache_rows", 0), whole_number(cache_bytes, "cache_bytes", 0)
         if cache_rows and cache_bytes:
             raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
         if features == "device" and cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
-        if fetch_size < 1:
-            raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
+        fetch_size = whole_number(fetch_size, "fetch_size", 1)
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(_MODES)}")
+        try:
+            device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r} is none: {error}") from None
+        true_or_false(quantize, "quantize")
+        if "tables" in kwargs:
+            raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
         super().__init__(*args, **kwargs)
         if not isinstance(self.graph_sampler, NeighborSampler):
             raise TypeError(

@@ -2,61 +2,252 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import psutil
 import torch
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import is_sparse
 
 from lightning_gnn.graph.features import check_finite_rows
 
+_MAPPED = 1 << 30
+"""Bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds."""
+_MEMORY = ("/dev/", "/memfd:", "/SYSV")
+"""Names of what is mapped as a file and is memory."""
+_INTEGERS = (torch.int32, torch.int64)
 
-def check_node_data(data: Data, check_features: bool = False) -> None:
-    """Check the attributes that training on nodes rests on; the topology is checked when it is converted.
+
+def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
+    """Check the attributes that training rests on; the topology is checked when it is converted.
 
     Args:
         data: A homogeneous graph.
-        check_features: Look for NaN and infinity in ``x``.
+        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight``.
+        dense: Refuse sparse attributes.
 
     Raises:
-        TypeError: The graph is not homogeneous.
-        ValueError: ``x``, ``y`` or a mask does not have one row per node, or ``x`` holds NaN.
+        TypeError: The graph is not homogeneous, or an attribute is a list of numbers.
+        ValueError: ``x``, ``y`` or a mask does not have one row per node; an attribute is sparse, or holds NaN or
+            infinity.
     """
     if not isinstance(data, Data):
-        raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}")
+        fix = "; data.to_homogeneous() makes one" if isinstance(data, HeteroData) else ""
+        raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}{fix}")
     num_nodes = data.num_nodes
+    if not isinstance(num_nodes, (Integral, NoneType)):
+        raise TypeError(f"data.num_nodes must be a whole number, but is {num_nodes!r}")
+    for key in ("x", "y", "edge_attr", "edge_weight"):
+        value = data.get(key)
+        if dense and value is not None and is_sparse(value):
+            raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
+        if _holds_numbers(value):
+            raise TypeError(
+                f"data.{key} is a {type(value).__name__} of numbers, but must be a tensor; use torch.tensor"
+            )
     for key in ("x", "y", "train_mask", "val_mask", "test_mask"):
         value = data.get(key)
-        if isinstance(value, Tensor) and (value.dim() == 0 or value.size(0) != num_nodes):
-            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes")
-    if check_features and isinstance(data.get("x"), Tensor):
-        check_finite_rows(data.x)
+        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != num_nodes):
+            guessed = "num_nodes" not in data and data.get("x") is None
+            fix = "; set data.num_nodes, which else is guessed from the edges" if guessed else ""
+            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes{fix}")
+    if check_features:
+        for key, kind in (("x", "node"), ("edge_attr", "edge"), ("edge_weight", "edge")):
+            value = data.get(key)
+            if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+                value = torch.as_tensor(value)
+            if isinstance(value, Tensor) and value.is_floating_point() and not is_sparse(value):
+                _check_finite(value, f"data.{key}", kind)
 
 
-def check_nodes(nodes: Tensor, num_nodes: int, name: str) -> Tensor:
+def _holds_numbers(value: Any) -> bool:
+    """Whether these are lists of numbers, which would stay lists; texts and other objects do so rightly."""
+    inner = value
+    while isinstance(inner, (list, tuple)) and inner:
+        inner = inner[0]
+    return isinstance(value, (list, tuple)) and isinstance(inner, (Real, Tensor, np.ndarray))
+
+
+def check_edge_data(data: Data) -> None:
+    """Check the attributes of edges; with another number of rows they would go into mini-batches as they are.
+
+    Raises:
+        ValueError: ``edge_attr`` or ``edge_weight`` does not have one row per edge.
+    """
+    if data.get("edge_index") is None:
+        return
+    for key in ("edge_attr", "edge_weight"):
+        value = data.get(key)
+        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != data.num_edges):
+            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {data.num_edges} edges")
+
+
+def _check_finite(values: Tensor, name: str, kind: str) -> None:
+    if _is_on_disk(values):
+        size = f"{values.nbytes / 2**30:.1f} GiB"
+        rank_zero_info(f"{name} is memory-mapped and takes {size}: it is not searched for NaN and infinity")
+        return
+    fix = "clean them, or give check_features=False where the model or a transform expects them"
+    check_finite_rows(values, name, kind=kind, fix=fix)
+
+
+def _is_on_disk(values: Tensor) -> bool:
+    """Whether reading all of a table would mean to read much from a file."""
+    if not values.is_cpu or values.nbytes <= _MAPPED:
+        return False
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux: what takes most of the memory is hardly in it
+        return values.nbytes > psutil.virtual_memory().total // 2
+    # The middle, since the first page can share its line with what lies before.
+    middle = values.data_ptr() + values.nbytes // 2
+    for line in lines:
+        start, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
+        if start <= middle < end:
+            path = "".join(line.split(maxsplit=5)[5:])
+            return path.startswith("/") and not path.startswith(_MEMORY)
+    return False
+
+
+def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
     """Check a choice of nodes.
 
     Args:
-        nodes: A bool mask ``[num_nodes]``, or ids, int32 or int64 ``[n]``.
+        nodes: A bool mask ``[num_nodes]`` (or ``[num_nodes, 1]``), or ids, int32 or int64 ``[n]``; or a sequence of
+            either.
         num_nodes: How many nodes there are.
-        name: What to call it in the message.
+        name: What to call it in the message; what ends in ``mask`` must be one.
 
     Returns:
         The mask, or the ids as int64.
 
     Raises:
         TypeError: Neither bool nor integers.
-        ValueError: A mask of the wrong length, or an id out of range.
+        ValueError: A mask of the wrong length or number of columns, or an id out of range.
     """
-    nodes = nodes if isinstance(nodes, Tensor) else torch.as_tensor(nodes)
+    _refuse_type(nodes, name, "node")
+    nodes = _as_tensor(nodes, name, "a bool mask or int64 ids")
+    if nodes.dim() == 2 and nodes.shape == (num_nodes, 1):
+        nodes = nodes.view(-1)
     if nodes.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, but has the shape {list(nodes.shape)}")
+        several = nodes.dim() == 2 and nodes.size(0) == num_nodes
+        fix = f": it holds {nodes.size(1)} splits; choose one of its columns, as in {name}[:, 0]" if several else ""
+        raise ValueError(f"{name} must have one dimension, but has the shape {list(nodes.shape)}{fix}")
     if nodes.dtype == torch.bool:
         if nodes.numel() != num_nodes:
             raise ValueError(f"{name} is a mask of {nodes.numel()} entries, but the graph has {num_nodes} nodes")
         return nodes
-    if nodes.dtype not in (torch.int32, torch.int64):
+    # Ids of nodes 0 and 1 alone, as many as there are nodes, are a mask of integers.
+    one_per_node = nodes.numel() == num_nodes > 2 and bool(((nodes == 0) | (nodes == 1)).all())
+    if one_per_node or name.endswith("mask"):
+        raise TypeError(f"{name} is {nodes.dtype}, but a mask must be torch.bool; use {name}.bool()")
+    if nodes.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be a bool mask or int64 ids, but is {nodes.dtype}")
+    _check_range(nodes, num_nodes, name)
+    return nodes.to(torch.int64)
+
+
+def check_labels(data: Data, nodes: Tensor, name: str) -> None:
+    """Refuse targets ``data.y`` that are NaN or infinite at some nodes; elsewhere that may mean unlabelled.
+
+    Args:
+        data: The graph.
+        nodes: A bool mask ``[num_nodes]``, or int64 ids ``[n]``.
+        name: What to call the nodes in the message.
+
+    Raises:
+        ValueError: Says at which.
+    """
+    y = data.get("y")
+    if isinstance(y, np.ndarray) and y.dtype.kind == "f":
+        y = torch.as_tensor(y)
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return
+    ids = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+    fix = f"leave these nodes out of {name}"
+    check_finite_rows(y[ids.to(y.device)], f"data.y at {name}", fix=fix, rows=ids)
+
+
+def check_edges(edges: Any, num_nodes: int, name: str) -> Tensor:
+    """Check edges that are given as pairs of nodes.
+
+    Args:
+        edges: Integers ``[2, n]``; a tensor, an array or nested lists.
+        num_nodes: How many nodes there are.
+        name: What to call them in the message.
+
+    Returns:
+        The edges, int64 ``[2, n]``.
+
+    Raises:
+        TypeError: No integers.
+        ValueError: A wrong shape, or a node out of range.
+    """
+    _refuse_type(edges, name, "edge")
+    edges = _as_tensor(edges, name, "an int64 tensor [2, n]")
+    if edges.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be an int64 tensor [2, n], but is {edges.dtype}")
+    if edges.dim() != 2 or edges.size(0) != 2:
+        fix = "; transpose it" if edges.dim() == 2 and edges.size(1) == 2 else ""
+        raise ValueError(f"{name} must have the shape [2, n], but has {list(edges.shape)}{fix}")
+    _check_range(edges, num_nodes, name)
+    return edges.as_subclass(Tensor).to(torch.int64)
+
+
+def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
+    """Check the labels of edges.
+
+    Args:
+        labels: Numbers ``[n, ...]``; a tensor, an array or lists.
+        num_edges: How many edges there are.
+        name: What to call them in the message.
+
+    Returns:
+        The labels as a tensor.
+
+    Raises:
+        TypeError: No numbers.
+        ValueError: Another number of them, or NaN.
+    """
+    labels = _as_tensor(labels, name, "numbers, one per edge")
+    if labels.dim() == 0 or labels.size(0) != num_edges:
+        raise ValueError(f"{name} must hold one label per edge, {num_edges}, but has the shape {list(labels.shape)}")
+    if labels.is_floating_point():
+        check_finite_rows(labels, name, kind="edge", fix="leave these edges out")
+    return labels
+
+
+def _refuse_type(values: Any, name: str, kind: str) -> None:
+    """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it."""
+    first = values[0] if isinstance(values, (tuple, list)) and values else values
+    if isinstance(first, str) or (isinstance(first, tuple) and first and isinstance(first[0], str)):
+        raise TypeError(f"{name} names the {kind} type {first!r}, but the graph has one type; give the {kind}s alone")
+
+
+def _as_tensor(values: Any, name: str, wanted: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    try:
+        if not len(values):
+            return torch.empty(0, dtype=torch.int64)
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name} must be {wanted}, but is {_shortened(values)} ({error})") from None
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return f"a {type(value).__name__}" if len(text) > 60 else text
+
+
+def _check_range(nodes: Tensor, num_nodes: int, name: str) -> None:
     if nodes.numel():
         low, high = (int(value) for value in torch.aminmax(nodes))
         if low < 0 or high >= num_nodes:
             raise ValueError(f"{name} holds node {low if low < 0 else high}, but the graph has {num_nodes} nodes")
-    return nodes.to(torch.int64)

@@ -13,6 +13,8 @@ from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.csc import load_array
 
 _BLOCK = 1 << 16
+_NAMED = 5
+"""Rows with NaN that a message names."""
 
 
 class FeatureTable:
@@ -190,19 +192,37 @@ def _scales_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.scales.npy")
 
 
-def check_finite_rows(values: Tensor, name: str = "x", block: int = _BLOCK) -> None:
-    """Look for NaN and infinite features, block by block so that a memory-mapped table never comes in whole.
+def check_finite_rows(
+    values: Tensor,
+    name: str = "x",
+    kind: str = "node",
+    fix: str = "clean them first",
+    rows: Tensor | None = None,
+    block: int = _BLOCK,
+) -> None:
+    """Look for NaN and infinity in one pass, block by block so that a memory-mapped table never comes in whole.
 
     Args:
-        values: Floating point ``[num_nodes, ...]``.
+        values: Floating point ``[n, ...]``.
         name: What to call it in the message.
+        kind: What a row belongs to.
+        fix: What to do.
+        rows: Which nodes or edges the rows are, ``[n]``; by default the first ones.
         block: Rows per block.
 
     Raises:
-        ValueError: Names the first node with such a value.
+        ValueError: Says how many rows hold such a value, and the first of them.
     """
-    for start in range(0, values.size(0), block):
-        rows = values[start : start + block]
-        if not bool(torch.isfinite(rows).all()):
-            bad = (~torch.isfinite(rows.reshape(rows.size(0), -1))).any(dim=1).nonzero()[0]
-            raise ValueError(f"{name} of node {start + int(bad)} holds NaN or infinity; clean the features first")
+    values = values.detach()
+    bad = []
+    for start in range(0, values.size(0) if values.numel() else 0, block):
+        part = values[start : start + block]
+        # NaN and infinity come through: one read, where isfinite writes a result per value and reads that.
+        if not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
+            bad.append((~part.reshape(part.size(0), -1).isfinite()).any(dim=1).nonzero().view(-1).cpu() + start)
+    if not bad:
+        return
+    found = torch.cat(bad) if rows is None else rows.cpu()[torch.cat(bad)]
+    first = ", ".join(str(row) for row in found[:_NAMED].tolist()) + (", …" if found.numel() > _NAMED else "")
+    ids = f"{kind} {first}" if found.numel() == 1 else f"{kind}s {first}"
+    raise ValueError(f"{name} holds NaN or infinity in {found.numel()} of {values.size(0)} rows ({ids}); {fix}")

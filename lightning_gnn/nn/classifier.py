@@ -71,7 +71,8 @@ class GNNModule(pl.LightningModule):
         graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`.
 
         Raises:
-            TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor.
+            TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
+                ``x`` is of a dtype that the model cannot multiply by its weights.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
         for name in ("x", "edge_index"):
@@ -90,7 +91,16 @@ class GNNModule(pl.LightningModule):
             return infer(self.model, batch.x, batch.edge_index, settings=batch.inference, **shown, **extra)
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
-        out: Tensor = self.model(batch.x, batch.edge_index, **extra)
+        try:
+            out: Tensor = self.model(batch.x, batch.edge_index, **extra)
+        except RuntimeError as error:
+            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+            if "dtype" not in str(error) or batch.x.dtype in weights or len(weights) != 1:
+                raise
+            (wanted,) = weights
+            raise TypeError(
+                f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
+            ) from error
         return out
 
     def _progress_shown(self) -> Any:

@@ -441,7 +441,7 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
         ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
         ({"gpu_buffer_size": 2.5}, ValueError, "gpu_buffer_size must be a whole number, but is 2.5"),
         ({"profile_batches": "x"}, ValueError, "profile_batches must be a whole number, but is 'x'"),
-        ({"num_workers": "x"}, ValueError, "num_workers must be a whole number or None, but is 'x'"),
+        ({"num_workers": "x"}, ValueError, "num_workers must be a whole number, but is 'x'"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
         ({"cache_rows": -1}, ValueError, "cache_rows must not be negative"),
     ],

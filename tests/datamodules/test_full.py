@@ -152,14 +152,14 @@ def test_several_devices_need_the_strategy_that_shares_the_graph():
         ("train_mask", torch.zeros(400, dtype=torch.bool), "training split is empty"),
         ("val_mask", torch.zeros(3, dtype=torch.bool), r"data.val_mask has the shape \[3\]"),
         ("edge_index", torch.tensor([[0], [400]]), r"edge_index\[1\] holds node 400"),
-        ("x", torch.full((400, 1), float("inf")), "x of node 0 holds NaN or infinity"),
+        ("x", torch.full((400, 1), float("inf")), r"data.x holds NaN or infinity in 400 of 400 rows \(nodes 0, 1"),
     ],
 )
 def test_bad_input_is_named(key, value, message):
     data = small_data()
     data[key] = value
     with pytest.raises(ValueError, match=message):
-        FullGraphDataModule(data, check_features=True)
+        FullGraphDataModule(data)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""The keywords of PyG's loaders and of torch's: which work here, which change nothing, and which are refused."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch_geometric.loader import LinkLoader, NodeLoader
+
+WITHOUT_EFFECT = {
+    "custom_cls": "it is for remote feature stores, not for graphs in memory",
+    "filter_per_worker": "features are joined where the neighbours are sampled",
+    "in_order": "mini-batches always come in order",
+    "is_sorted": "the order of the edges is looked at",
+    "multiprocessing_context": "there are no worker processes",
+    "persistent_workers": "threads take no time to start",
+    "pin_memory_device": "there is one kind of accelerator",
+    "share_memory": "threads share the graph already",
+    "temporal_strategy": "there are no times",
+    "timeout": "a thread cannot be lost; its errors are raised at once",
+}
+"""Keywords that are taken and change nothing, with the reason: none of them changes a mini-batch of PyG's either."""
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # name: whether a value asks for nothing, and why others cannot work
+    "collate_fn": (
+        lambda value: value is None or isinstance(getattr(value, "__self__", None), DataLoader),  # Lightning's copies
+        "a mini-batch is made by the sampler, in PyG's loaders too; change it by transform=",
+    ),
+    "dataset": (lambda value: value is None or isinstance(value, range), "the seeds are given otherwise"),
+    "worker_init_fn": (
+        lambda value: value is None or "pl_worker_init_function" in repr(value),  # seeds the processes, for Lightning
+        "workers are threads of this process; do beforehand what it does",
+    ),
+    "time_attr": (lambda value: value is None, "temporal sampling is not supported; leave the option out"),
+    "weight_attr": (lambda value: value is None, "weighted sampling is not supported; leave the option out"),
+    "directed": (lambda value: value is True, "induced subgraphs are not supported; leave the option out"),
+    "subgraph_type": (
+        lambda value: str(getattr(value, "value", value)) == "directional",
+        "such subgraphs are not supported, only 'directional' ones",
+    ),
+    "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
+}
+_TIMES = [f"input_{split}time" for split in ("", "train_", "val_", "test_", "pred_")] + ["edge_label_time"]
+_REFUSED.update(dict.fromkeys(_TIMES, _REFUSED["time_attr"]))
+
+_SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend")
+_PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
+
+
+def checked_options(kwargs: Mapping[str, Any], kind: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """Drop the keywords that change nothing, and refuse those that would ask for what is not done.
+
+    Args:
+        kwargs: Keywords from the user for PyG's ``NodeLoader`` or ``LinkLoader``, its sampler, or a ``DataLoader``.
+        kind: ``"node"`` or ``"link"``.
+        known: Names of further keywords that the caller takes.
+
+    Returns:
+        The keywords that have an effect; numbers as ``int``.
+
+    Raises:
+        TypeError: A keyword that nobody knows; says the closest one. A transform that cannot be called.
+        ValueError: A value that cannot work; says what to do instead.
+    """
+    taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
+    options: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in WITHOUT_EFFECT:
+            continue
+        if name in _REFUSED:
+            asks_nothing, why = _REFUSED[name]
+            if not asks_nothing(value):
+                shown = f"={value!r}" if isinstance(value, (str, bool, int, float)) else ""
+                raise ValueError(f"{name}{shown}: {why}")
+            continue
+        if name not in taken:
+            raise TypeError(_unknown(name, taken))
+        options[name] = _checked(name, value)
+    return options
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Return a number as ``int``.
+
+    Args:
+        value: What the user gave.
+        name: What to call it in the message.
+        least: The smallest one that is allowed.
+
+    Raises:
+        ValueError: No whole number (a bool is none), or a smaller one.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, but is {value!r}")
+    if least is not None and value < least:
+        rule = "must not be negative" if least == 0 else f"must be at least {least}"
+        raise ValueError(f"{name} {rule}, but is {value}")
+    return int(value)
+
+
+def true_or_false(value: Any, name: str) -> bool:
+    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true.
+
+    Raises:
+        ValueError: Another value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, but is {value!r}")
+    return value
+
+
+def keywords_of(kind: type) -> set[str]:
+    """Return the names that the ``__init__`` of a class and of those above it take."""
+    inits = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    parameters = [parameter for init in inits for parameter in list(inspect.signature(init).parameters.values())[1:]]
+    return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+
+
+def closest(name: str, names: Collection[str]) -> str:
+    """Return a question that names the most similar of some names, empty where none is."""
+    found = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "batch_size":
+        return whole_number(value, name, 1)
+    if name == "num_workers":
+        return whole_number(value, name, 0)
+    if name == "prefetch_factor":
+        return None if value is None else whole_number(value, name, 1)
+    if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
+        return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
+    if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
+    return value
+
+
+def _unknown(name: str, taken: Collection[str]) -> str:
+    if name in _SAMPLERS:
+        return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
+    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {'self'})}"

@@ -1,0 +1,90 @@
+import functools
+
+import pytest
+import torch
+from lightning_fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader
+from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
+
+from lightning_gnn.batching.options import WITHOUT_EFFECT, checked_options, keywords_of, whole_number
+from lightning_gnn.sampling import NeighborSampler
+from tests.batching_data import small_data
+
+WORK = {
+    "batch_sampler", "batch_size", "drop_last", "edge_label", "edge_label_index", "generator", "input_id",
+    "input_nodes", "neg_sampling", "neg_sampling_ratio", "num_workers", "pin_memory", "prefetch_factor", "sampler",
+    "shuffle", "transform", "transform_sampler_output", "data", "node_sampler", "link_sampler",
+}  # fmt: skip
+OF_THE_SAMPLER = {"num_neighbors", "replace", "disjoint", "neighbor_sampler"}
+OTHER = {
+    "collate_fn": print,
+    "dataset": [1],
+    "worker_init_fn": print,
+    "time_attr": "t",
+    "weight_attr": "w",
+    "directed": False,
+    "subgraph_type": "induced",
+    "sample_direction": "backward",
+    "input_time": torch.arange(3),
+    "edge_label_time": torch.arange(3),
+}
+
+
+def test_each_keyword_of_pyg_and_torch_works_or_is_refused_or_changes_nothing():
+    loaders = [NeighborLoader, LinkNeighborLoader, PyGNeighborSampler, DataLoader]
+    theirs = set().union(*(keywords_of(kind) for kind in loaders))
+    assert theirs == WORK | OF_THE_SAMPLER | set(OTHER) | set(WITHOUT_EFFECT)
+    assert checked_options(dict.fromkeys(WITHOUT_EFFECT, object()), "link") == {}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_would_be_another_batch_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}.*: "):
+        checked_options({name: OTHER[name]}, "link" if name == "edge_label_time" else "node")
+
+
+def test_values_that_ask_for_nothing_are_taken():
+    loader = NodeLoader(data := small_data(), NeighborSampler(data, [2]))
+    neutral = {
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": functools.partial(pl_worker_init_function, rank=1),
+        "dataset": range(4),
+        "directed": True,
+        "subgraph_type": "directional",
+        "time_attr": None,
+        "input_time": None,
+    }
+    assert checked_options({**neutral, "drop_last": True, "own": 1}, "node", ["own"]) == {"drop_last": True, "own": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batchsize": 4}, TypeError, "no option batchsize; did you mean batch_size"),
+        ({"is_sort": True}, TypeError, "did you mean is_sorted"),
+        ({"qqq": 4}, TypeError, "no option qqq$"),
+        ({"num_neighbors": [4]}, TypeError, "belongs to the sampler"),
+        ({"edge_label": 1}, TypeError, "no option edge_label"),
+        ({"batch_size": None}, ValueError, "batch_size must be a whole number, but is None"),
+        ({"batch_size": 2.0}, ValueError, "batch_size must be a whole number, but is 2.0"),
+        ({"batch_size": True}, ValueError, "batch_size must be a whole number, but is True"),
+        ({"batch_size": "8"}, ValueError, "batch_size must be a whole number, but is '8'"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
+        ({"num_workers": False}, ValueError, "num_workers must be a whole number, but is False"),
+        ({"num_workers": -1}, ValueError, "num_workers must not be negative, but is -1"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),
+        ({"drop_last": "no"}, ValueError, "drop_last must be True or False, but is 'no'"),
+        ({"shuffle": 1}, ValueError, "shuffle must be True or False, but is 1"),
+        ({"transform": 3}, TypeError, "transform must be a function of one argument, but is 3"),
+    ],
+)
+def test_typos_and_wrong_values_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        checked_options(options, "node")
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    number = whole_number(torch.arange(5).numpy()[4], "n", 1)
+    assert number == 4
+    assert type(number) is int

@@ -1,0 +1,179 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.datamodules import FullGraphDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn.graph.checks import check_edge_data, check_edges, check_labels, check_node_data, check_nodes
+from lightning_gnn.graph.features import check_finite_rows
+from tests.batching_data import small_data
+
+MASK = torch.tensor([True, False, True, False])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_value_that_is_not_finite_is_missed(dtype, bad):
+    largest = torch.finfo(dtype).max
+    for row in range(11):
+        values = torch.full((11, 3), largest, dtype=dtype)
+        values[::2] = -largest
+        check_finite_rows(values, block=4)
+        values[row, row % 3] = bad
+        with pytest.raises(ValueError, match=rf"x holds NaN or infinity in 1 of 11 rows \(node {row}\)"):
+            check_finite_rows(values, block=4)
+
+
+def test_the_rows_are_counted_and_the_first_are_named():
+    values = torch.zeros(100)
+    values[[3, 17, 40, 41, 62, 99]] = math.nan
+    with pytest.raises(ValueError, match=r"e holds NaN or infinity in 6 of 100 rows \(edges 3, 17, 40, 41, 62, …\)"):
+        check_finite_rows(values, "e", kind="edge", block=10)
+    check_finite_rows(torch.empty(0, 3))
+    check_finite_rows(torch.empty(3, 0))
+    check_finite_rows(torch.nn.Parameter(torch.ones(3, 2)))
+
+
+@pytest.mark.parametrize("key", ["x", "edge_attr", "edge_weight"])
+def test_nan_is_found_unless_it_may_be_there(key):
+    data = small_data()
+    data[key][7] = math.nan
+    kind = "node" if key == "x" else "edge"
+    with pytest.raises(ValueError, match=rf"data.{key} holds NaN .* 1 of \d+ rows \({kind} 7\).*check_features=False"):
+        check_node_data(data, check_features=True)
+    check_node_data(data)
+
+
+def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
+    data = small_data()
+    data.x[7] = math.nan
+    del data.edge_attr, data.edge_weight
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes - 1)
+    notes = []
+    monkeypatch.setattr("lightning_gnn.graph.checks.rank_zero_info", notes.append)
+    shared = data.x.clone().share_memory_()
+    for in_memory in (data.x.clone(), shared):
+        data.x = in_memory
+        with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+            check_node_data(data, check_features=True)
+    assert not notes
+    np.save(tmp_path / "x.npy", data.x.numpy())
+    data.x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
+    check_node_data(data, check_features=True)
+    assert notes == ["data.x is memory-mapped and takes 0.0 GiB: it is not searched for NaN and infinity"]
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes)
+    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+        check_node_data(data, check_features=True)
+
+
+def test_without_a_list_of_mappings_the_size_decides(monkeypatch):
+    data = small_data()
+    data.x[7] = math.nan
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", 0)
+    monkeypatch.setattr("lightning_gnn.graph.checks.Path", lambda name: Path("/nowhere"))
+    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
+        check_node_data(data, check_features=True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": data.edge_weight.nbytes})())
+    check_node_data(data, check_features=True)
+
+
+def test_labels_count_at_the_seeds_alone():
+    data = Data(y=torch.tensor([1.0, math.nan, 2.0, math.nan]))
+    check_labels(data, MASK, "data.train_mask")
+    check_labels(data, torch.tensor([0]), "n")
+    with pytest.raises(ValueError, match=r"data.y at n holds NaN or infinity in 1 of 2 rows \(node 3\); leave these"):
+        check_labels(data, torch.tensor([0, 3]), "n")
+    with pytest.raises(ValueError, match=r"2 of 2 rows \(nodes 1, 3\)"):
+        check_labels(data, ~MASK, "n")
+    check_labels(Data(), MASK, "n")
+    check_labels(Data(y=torch.tensor([0, -1, 0, -1])), ~MASK, "n")
+
+
+def test_nodes_in_any_form():
+    assert check_nodes(MASK.view(4, 1), 4, "n").tolist() == MASK.tolist()
+    assert check_nodes(MASK.numpy(), 4, "n").tolist() == MASK.tolist()
+    for nodes in ([2, 0], (2, 0), np.array([2, 0]), torch.tensor([2, 0], dtype=torch.int32), range(2, -1, -2)):
+        found = check_nodes(nodes, 4, "n")
+        assert found.tolist() == [2, 0]
+        assert found.dtype == torch.int64
+    assert check_nodes([], 4, "n").tolist() == []
+    assert check_nodes([0, 1], 2, "n").tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error", "message"),
+    [
+        (MASK.to(torch.uint8), TypeError, r"n is torch.uint8, but a mask must be torch.bool; use n.bool\(\)"),
+        (MASK.float(), TypeError, r"n is torch.float32, but a mask must be torch.bool; use n.bool\(\)"),
+        (MASK.long(), TypeError, r"n is torch.int64, but a mask must be torch.bool; use n.bool\(\)"),
+        (
+            torch.stack([MASK] * 10, 1),
+            ValueError,
+            r"\[4, 10\]: it holds 10 splits; choose one of its columns.*n\[:, 0\]",
+        ),
+        (torch.tensor(3), ValueError, "one dimension"),
+        (("paper", MASK), TypeError, "n names the node type 'paper'.*give the nodes alone"),
+        ("paper", TypeError, "n names the node type 'paper'"),
+        (torch.tensor([2**62]), ValueError, "n holds node 4611686018427387904, but the graph has 4 nodes"),
+        ([2**70], TypeError, "n must be a bool mask or int64 ids"),
+        ({1, 2}, TypeError, r"n must be a bool mask or int64 ids, but is \{1, 2\}"),
+        (torch.tensor([1.5]), TypeError, "but is torch.float32"),
+    ],
+)
+def test_wrong_nodes_are_named(nodes, error, message):
+    with pytest.raises(error, match=message):
+        check_nodes(nodes, 4, "n")
+
+
+def test_a_mask_by_name_must_be_one():
+    with pytest.raises(TypeError, match=r"data.train_mask is torch.int64, but a mask must be torch.bool"):
+        check_nodes(torch.tensor([0, 2]), 4, "data.train_mask")
+    assert check_nodes(torch.tensor([0, 2]), 4, "data.train_idx").tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("edges", "error", "message"),
+    [
+        ((("a", "to", "b"), [[0], [1]]), TypeError, r"e names the edge type \('a', 'to', 'b'\).*give the edges alone"),
+        (torch.ones(5, 2, dtype=torch.int64), ValueError, r"shape \[2, n\], but has \[5, 2\]; transpose it"),
+        ([[0.5], [1]], TypeError, "int64 tensor"),
+        ([[0], [2**62]], ValueError, "e holds node 4611686018427387904"),
+        ([[0], [1, 2]], TypeError, r"int64 tensor \[2, n\], but is \[\[0\], \[1, 2\]\]"),
+    ],
+)
+def test_wrong_edges_are_named(edges, error, message):
+    with pytest.raises(error, match=message):
+        check_edges(edges, 4, "e")
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (HeteroData(), TypeError, r"got HeteroData; data.to_homogeneous\(\) makes one"),
+        (None, TypeError, "got NoneType"),
+        (Data(x=torch.eye(4).to_sparse(), num_nodes=4), ValueError, r"data.x is sparse.*use data.x.to_dense\(\)"),
+        (Data(x=torch.eye(4).to_sparse_csr(), num_nodes=4), ValueError, "data.x is sparse"),
+        (Data(edge_index=torch.tensor([[0], [1]]), y=torch.zeros(4)), ValueError, "2 nodes; set data.num_nodes"),
+    ],
+)  # fmt: skip
+def test_wrong_graphs_are_named(data, error, message):
+    with pytest.raises(error, match=message):
+        check_node_data(data)
+
+
+@pytest.mark.parametrize("key", ["edge_attr", "edge_weight"])
+def test_attributes_of_other_edges_are_named(key):
+    data = small_data()
+    check_edge_data(data)
+    data[key] = data[key][:-1]
+    with pytest.raises(ValueError, match=rf"data.{key} has the shape \[3999.*but the graph has 4000 edges"):
+        check_edge_data(data)
+    for kind in (NeighborDataModule, LinkDataModule):
+        with pytest.raises(ValueError, match=rf"data.{key} has the shape"):
+            kind(data, num_neighbors=[2])
+    with pytest.raises(ValueError, match=rf"data.{key} has the shape"):
+        FullGraphDataModule(data)
