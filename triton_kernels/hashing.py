@@ -1,6 +1,7 @@
 """The random stream of ``lightning_gnn.ops.hashing`` and the picks it drives, on the device.
 
-A pick is a function of (key, node, j) alone, so any program may compute it, in any order, as often as it likes.
+A pick is a function of (key, node, j) alone, in a disjoint sample of the tree's position too, so any program may
+compute it, in any order, as often as it likes.
 """
 
 import triton
@@ -20,8 +21,14 @@ def mix(z):
 
 @triton.jit
 def node_key(key, node):
-    """Return the uint64 streams of nodes ``[R]`` in the batch with the int64 scalar ``key``."""
+    """Return the uint64 streams of nodes ``[R]`` in the batch with the int64 scalar ``key``, or in their trees."""
     return mix(key.to(tl.uint64) ^ (node.to(tl.uint64) * NODE_STEP))
+
+
+@triton.jit
+def tree_key(key, position):
+    """Return the uint64 keys of trees, from that of their batch and the int64 positions ``[R]`` of their seeds."""
+    return mix((key.to(tl.uint64) + GOLDEN) ^ (position.to(tl.uint64) * NODE_STEP))
 
 
 @triton.jit

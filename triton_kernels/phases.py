@@ -19,7 +19,7 @@ table; its slot takes the place of the node id.
 import triton
 import triton.language as tl
 
-from lightning_gnn.triton_kernels.hashing import mix, node_key, pick_one, pick_row, width
+from lightning_gnn.triton_kernels.hashing import mix, node_key, pick_one, pick_row, tree_key, width
 
 # Places in `control`, int64 [128]: the scalars of a batch, and counters 128 bytes apart.
 STAMP = tl.constexpr(0)
@@ -28,6 +28,7 @@ KEY = tl.constexpr(2)
 REPLACE = tl.constexpr(3)
 NUM_HOPS = tl.constexpr(4)
 CAPACITY = tl.constexpr(5)  # edge positions there is room for
+FIRST_TREE = tl.constexpr(6)  # position of the first seed in the whole mini-batch
 BARRIER = tl.constexpr(16)
 HEAD = tl.constexpr(32)  # next queue slot to claim
 WORK = tl.constexpr(48)  # (slots reserved << 32) | tasks outstanding
@@ -140,7 +141,7 @@ def neighbor(indices, hot, at, begin, e, on, CACHED: tl.constexpr):
 
 @triton.jit
 def expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                stamp, key, fanout, replace, slots, level, pid, programs,
+                stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
                 DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                 T: tl.constexpr):  # fmt: skip
     """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
@@ -154,7 +155,10 @@ def expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, 
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
         at = tl.load(rowptr + i, mask=on, other=0)
         taken = tl.where(on, width(degree, fanout, replace), 0)
-        picks = pick_row(node_key(key, v), degree, fanout, replace, K)
+        own_key = key
+        if DISJOINT:
+            own_key = tree_key(key, first_tree + tl.load(trees + i, mask=on, other=0))
+        picks = pick_row(node_key(own_key, v), degree, fanout, replace, K)
         for j in tl.static_range(K):
             tl.store(eid + at + j, begin + picks[j], mask=j < taken)
             tl.store(col + at + j, i, mask=j < taken)
@@ -217,7 +221,7 @@ def replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, s
 
 @triton.jit
 def expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                stamp, key, fanout, replace, slots, level, pid, programs,
+                stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
                 DISJOINT: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
     t, end = level_edges(sizes, level, pid, programs, T)
@@ -241,16 +245,18 @@ def expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, 
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
         j = pos - tl.load(rowptr + low, mask=on, other=0)
-        e = begin + pick_one(node_key(key, v), j, degree, fanout, replace, on)
+        tree = pos
+        own_key = key
+        if DISJOINT:
+            tree = tl.load(trees + low, mask=on, other=0)
+            own_key = tree_key(key, first_tree + tree)
+        e = begin + pick_one(node_key(own_key, v), j, degree, fanout, replace, on)
         tl.store(eid + pos, e, mask=on)
         tl.store(col + pos, low, mask=on)
         copied = e
         if CACHED:
             copied = tl.load(offset + v, mask=on, other=-1)
         u = neighbor(indices, hot, copied, begin, e, on, CACHED)
-        tree = pos
-        if DISJOINT:
-            tree = tl.load(trees + low, mask=on, other=0)
         bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
         t += T
 
@@ -340,6 +346,7 @@ def level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, tree
     replace = tl.load(control + REPLACE).to(tl.int32)
     if WHAT == 0:
         key = tl.load(control + KEY)
+        first_tree = tl.load(control + FIRST_TREE)
         if level == 0:
             num_seeds = tl.load(control + NUM_SEEDS)
             place_seeds(seeds, state, src, sizes, table, stamp, num_seeds, slots, pid, programs, DISJOINT, T)
@@ -351,11 +358,12 @@ def level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, tree
                                 replace, level, pid, programs, K, R, T)  # fmt: skip
                 else:
                     expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                                stamp, key, fanout, replace, slots, level, pid, programs,
+                                stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
                                 DISJOINT, CACHED, K, R, T)  # fmt: skip
             else:
                 expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                            stamp, key, fanout, replace, slots, level, pid, programs, DISJOINT, CACHED, T)  # fmt: skip
+                            stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
+                            DISJOINT, CACHED, T)  # fmt: skip
     elif WHAT == 1:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)

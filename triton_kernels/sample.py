@@ -120,7 +120,13 @@ class TritonNeighborSampler:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def sample(
-        self, seeds: Tensor, fanouts: Sequence[int], key: int, replace: bool = False, disjoint: bool = False
+        self,
+        seeds: Tensor,
+        fanouts: Sequence[int],
+        key: int,
+        replace: bool = False,
+        disjoint: bool = False,
+        first_tree: int = 0,
     ) -> Sample:
         """Sample in-neighbours of the seeds, hop by hop.
 
@@ -130,6 +136,7 @@ class TritonNeighborSampler:
             key: The batch key, signed 64-bit.
             replace: Draw with replacement.
             disjoint: One tree per seed, which shares no node with the others.
+            first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
 
         Returns:
             ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
@@ -148,7 +155,7 @@ class TritonNeighborSampler:
             return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self._lock, self._on_device():
             seeds = seeds.to(self.device).contiguous()
-            batch = _Batch(self, seeds, fanouts, key, replace, disjoint)
+            batch = _Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
             sizes = batch.run()
             while sizes[_SIZES_NEEDED]:
                 batch.grow(sizes[_SIZES_NEEDED])
@@ -220,9 +227,9 @@ class TritonNeighborSampler:
 class _Batch:
     """One mini-batch on its way through a sampler."""
 
-    def __init__(self, sampler, seeds, fanouts, key, replace, disjoint):
+    def __init__(self, sampler, seeds, fanouts, key, replace, disjoint, first_tree):
         self.sampler, self.seeds, self.fanouts = sampler, seeds, fanouts
-        self.key, self.replace, self.disjoint = key, replace, disjoint
+        self.key, self.replace, self.disjoint, self.first_tree = key, replace, disjoint, first_tree
         self.num_seeds, self.num_hops = seeds.numel(), len(fanouts)
         small = [fanout for fanout in fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
@@ -282,6 +289,7 @@ class _Batch:
         words = host.numpy()
         words[:] = 0
         words[:6] = (s._next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
+        words[6] = self.first_tree
         words[_CONTROL_WORK] = (self.num_seeds << 32) | self.num_seeds
         words[_CONTROL_FANOUT : _CONTROL_FANOUT + self.num_hops] = self.fanouts
         self.control.copy_(host, non_blocking=True)

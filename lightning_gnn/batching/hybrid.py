@@ -18,6 +18,7 @@ from lightning_gnn.batching.loader import PreparationTimes, Prepared, ThreadedNo
 from lightning_gnn.batching.stages import Item, StagePipeline, Step
 from lightning_gnn.batching.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
+from lightning_gnn.sampling.neighbor import SeedRange
 
 GLOBAL_RANDOM = threading.Lock()
 """Held by who uses torch's global CPU generator in a thread: PyG's samplers, and dropout that takes no other one."""
@@ -120,6 +121,7 @@ class _Note:
     key: int
     seeds: list[int] = field(default_factory=list)
     total: int = 0
+    firsts: list[int] = field(default_factory=list)
     places: list[int | None] | None = None
     sampled: list[float] = field(default_factory=list)
 
@@ -144,8 +146,8 @@ class HybridLoader:
     """Wraps a PyG node loader: each of its mini-batches becomes one per trainer, prepared ahead in four stages.
 
     Seeds come in the loader's own order. With this package's loaders all parts of an iteration are sampled with the
-    key of the whole, so a node's neighbours do not depend on which trainer got it. PyG's own samplers draw from torch's
-    global generator, and with more than one thread of Sampling their order of drawing is open.
+    key of the whole, so a node's neighbours (if disjoint, a seed's tree) do not depend on which trainer got it. PyG's
+    own samplers draw from torch's global generator, and with more than one thread of Sampling their order is open.
 
     Args:
         loader: The loader.
@@ -253,7 +255,7 @@ class HybridLoader:
         if isinstance(loader, ThreadedNodeLoader):
             key = batch_key(loader.seed, loader.rank, loader.loader_id, self.epoch, number)
         ranges = self.split(len(index), number)
-        note = _Note(number, key, [stop - start for start, stop in ranges], len(index))
+        note = _Note(number, key, [stop - start for start, stop in ranges], len(index), [start for start, _ in ranges])
         parts: list[Any] = [index[start:stop] or None for start, stop in ranges]
         if not any(note.seeds):
             parts[0] = index[:1]  # all went to other nodes, with which this one must stay in step; it counts nothing
@@ -277,7 +279,8 @@ class HybridLoader:
         place = None if note.places is None else note.places[part]
         if self.sampling is None or place is None:
             return index
-        out, seconds = self.sampling.sample(place, self.loader.input_data[index], note.key)
+        inputs = SeedRange(self.loader.input_data[index], note.firsts[part])
+        out, seconds = self.sampling.sample(place, inputs, note.key)
         note.sampled.append(seconds)
         return out
 
@@ -285,7 +288,7 @@ class HybridLoader:
         if note.places is not None and note.places[part] is not None:
             return index  # accelerators have done it
         if isinstance(self.loader, ThreadedNodeLoader):
-            return self.loader.sample(index, note.key, part)
+            return self.loader.sample(index, note.key, part, note.firsts[part])
         if self.stage_threads()[0] == 1:
             with GLOBAL_RANDOM:
                 return self.loader.collate_fn(index)

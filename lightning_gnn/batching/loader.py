@@ -27,6 +27,7 @@ from lightning_gnn.batching.options import checked_options, keywords_of, whole_n
 from lightning_gnn.batching.pipeline import OrderedPipeline
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
+from lightning_gnn.sampling.neighbor import SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
@@ -164,22 +165,23 @@ class _ThreadedLoader:
         """Whether ``finish`` has something to do."""
         return self.in_training_thread or bool(self.trained()) or (self.transform is not None and not self.thread_safe)
 
-    def sample(self, index: list[int], key: int, part: int = 0) -> SamplerOutput:
+    def sample(self, index: list[int], key: int, part: int = 0, first: int = 0) -> SamplerOutput:
         """Stage Sampling: from positions among the seeds to a subgraph.
 
         Args:
             index: The positions.
             key: The key of the mini-batch.
             part: Which part of it, where it has been shared out; for samplers that take no key.
+            first: Position of the first seed in the whole mini-batch, likewise; for disjoint samples.
         """
-        draw = partial(self._sample, key=key) if self._takes_key else self._sample
+        draw = partial(self._sample, first=first, **({"key": key} if self._takes_key else {}))
         return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
 
     @property
     def _graph_sampler(self) -> Any:
         raise NotImplementedError
 
-    def _sample(self, index: list[int], **key: int) -> SamplerOutput:
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
         raise NotImplementedError
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
@@ -436,8 +438,9 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
     def _graph_sampler(self) -> Any:
         return self.node_sampler
 
-    def _sample(self, index: list[int], **key: int) -> SamplerOutput:
-        return self.node_sampler.sample_from_nodes(self.input_data[index], **key)
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+        inputs = self.input_data[index]
+        return self.node_sampler.sample_from_nodes(SeedRange(inputs, first) if first else inputs, **key)
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
         """Attach ``input_id`` and ``batch_size``."""
@@ -462,7 +465,7 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
     def _graph_sampler(self) -> Any:
         return self.link_sampler
 
-    def _sample(self, index: list[int], **key: int) -> SamplerOutput:
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
         return self.link_sampler.sample_from_edges(self.input_data[index], neg_sampling=self.neg_sampling, **key)
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:

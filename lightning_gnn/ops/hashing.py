@@ -1,6 +1,7 @@
 """The counter-based random stream that every sampling backend shares.
 
-A pick depends on (key, node, j) alone, so a mini-batch is the same whichever processor, thread or schedule made it.
+A pick depends on (key, node, j) alone, and in a disjoint sample on the position of its tree's seed too, so a mini-batch
+is the same whichever processor, thread or schedule made it.
 The mixer is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
@@ -47,8 +48,13 @@ def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: 
     return key - (1 << 64) if key >> 63 else key
 
 
+def tree_key(key: int, position: int) -> int:
+    """Derive the key of one tree from that of its batch and the position of its seed in it (all 64-bit, unsigned)."""
+    return mix((key + GOLDEN) ^ (position * NODE_STEP))
+
+
 def node_key(key: int, node: int) -> int:
-    """Derive the stream of one node from the key of its batch (both 64-bit)."""
+    """Derive the stream of one node from the key of its batch, or of its tree (both 64-bit)."""
     return mix(key ^ (node * NODE_STEP))
 
 
@@ -67,6 +73,12 @@ def _mix_compiled(z):
     z = (z ^ (z >> _U30)) * _UMIX_1
     z = (z ^ (z >> _U27)) * _UMIX_2
     return z ^ (z >> _U31)
+
+
+@numba.njit(inline="always", cache=True)
+def tree_key_compiled(key, position):
+    """Do what :func:`tree_key` does, for compiled callers; ``key`` is uint64."""
+    return _mix_compiled((key + _UGOLDEN) ^ (np.uint64(position) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)

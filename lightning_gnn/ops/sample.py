@@ -5,12 +5,14 @@ of (key, v, j): uniform without replacement, and the picks for a smaller fanout 
 If ``d <= fanout`` all in-edges are taken in CSC order. A node is expanded once, at the lowest hop at which it is found.
 Nodes are numbered seeds first, then the new nodes of each hop in order of first appearance over that hop's edges; edges
 are ordered by (hop, target's local id, j). A seed given twice keeps both places, both with the same picks; edges from
-it refer to the first place. Disjoint samples are one tree per seed: the picks of a node are the same in every tree, so
-the tree of a seed does not depend on the other seeds.
+it refer to the first place. Disjoint samples are one tree per seed. Disjoint trees are independent: the position of the
+seed in the whole mini-batch is mixed into the key, so a node's picks differ from tree to tree, also between two trees
+of one seed, and a tree depends on its seed and that position alone, not on which other seeds are sampled with it.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -57,6 +59,7 @@ def sample_neighbors(
     *,
     replace: bool = False,
     disjoint: bool = False,
+    first_tree: int = 0,
     backend: str | None = None,
 ) -> NeighborSample:
     """Sample in-neighbours of the seeds, hop by hop.
@@ -68,7 +71,9 @@ def sample_neighbors(
         fanouts: In-edges to pick per node and hop; -1 takes all.
         key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
         replace: Draw with replacement.
-        disjoint: One tree per seed, which shares no node with the others.
+        disjoint: One tree per seed, which shares no node with the others and is drawn independently of them.
+        first_tree: Position of ``seeds[0]`` in the whole mini-batch, where ``seeds`` are a consecutive part of one; the
+            trees are then those of the whole. Without effect unless ``disjoint``.
         backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
             ``"reference"``; by default Triton if the graph or the seeds are on a GPU, else numba.
 
@@ -76,43 +81,45 @@ def sample_neighbors(
         The sample, in buffers from the pool.
 
     Raises:
-        TypeError: Seeds that are no integer tensor.
+        TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
         IndexError: A seed outside ``[0, num_nodes)``.
-        ValueError: A fanout below -1, or an unknown backend.
+        ValueError: A fanout below -1, a key of more than 64 bits, a negative position, or an unknown backend.
     """
     fanouts = check_fanouts(fanouts)
+    key = check_integer("key (see batch_key)", key, -(2**63), 2**63 - 1)
+    first_tree = check_integer("first_tree", first_tree, 0, 2**62)
+    check_backend(backend)
     seeds = check_seeds(seeds, graph.num_nodes)
     if backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
     if backend == "reference":
         out = sample_reference(
-            graph.indptr.tolist(), graph.indices.tolist(), seeds.tolist(), fanouts, key, replace, disjoint
+            graph.indptr.tolist(), graph.indices.tolist(), seeds.tolist(), fanouts, key, replace, disjoint, first_tree
         )
         node, row, col, edge, tree = (torch.tensor(ids or [], dtype=torch.int64) for ids in out[:5])
         return NeighborSample(node, torch.stack([row, col]), edge, tree if disjoint else None, out[5], out[6])
     if backend == "triton":
         sampler = triton_sampler(graph.indptr, graph.indices)
-        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint))
-    if backend not in (None, "numba"):
-        raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, first_tree))
     if graph.indptr.device.type != "cpu":
         seeds = seeds.to(graph.indptr.device)
     node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
-        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint
+        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint, first_tree
     )
     return NeighborSample(node, edge_index, edge, tree if disjoint else None, node_counts, edge_counts)
 
 
 library.define(
-    "sample_neighbors(Tensor indptr, Tensor indices, Tensor seeds, int[] fanouts, int key, bool replace, bool disjoint)"
-    " -> (Tensor node, Tensor edge_index, Tensor edge, Tensor batch, int[] num_sampled_nodes, int[] num_sampled_edges)"
+    "sample_neighbors(Tensor indptr, Tensor indices, Tensor seeds, int[] fanouts, int key, bool replace, bool disjoint,"
+    " int first_tree) -> (Tensor node, Tensor edge_index, Tensor edge, Tensor batch, int[] num_sampled_nodes, int[]"
+    " num_sampled_edges)"
 )
 
 
 @torch.library.impl(library, "sample_neighbors", "CPU")
-def _sample_cpu(indptr, indices, seeds, fanouts, key, replace, disjoint):
+def _sample_cpu(indptr, indices, seeds, fanouts, key, replace, disjoint, first_tree):
     node, row, col, edge, tree, node_counts, edge_counts = sample_numba(
-        indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint
+        indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint, first_tree
     )
     edge_index = pool.empty((2, row.size), torch.int64)
     widen(row, edge_index[0].numpy())
@@ -134,17 +141,22 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
         TypeError: They are not a sequence of integers.
         ValueError: There is none, or one is below -1.
     """
-    if isinstance(fanouts, (str, dict)) or not hasattr(fanouts, "__iter__"):
-        raise TypeError(f"num_neighbors must be a list of integers, one per hop, but is {fanouts!r}")
+    if isinstance(fanouts, dict):
+        raise TypeError(
+            f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
+        )
+    if isinstance(fanouts, (str, bytes, set)) or not hasattr(fanouts, "__iter__") or getattr(fanouts, "ndim", 1) != 1:
+        raise TypeError(f"num_neighbors must be a list of integers, one per hop, such as [15, 10], but is {fanouts!r}")
     out = []
-    for fanout in fanouts:
-        if int(fanout) != fanout:
+    for item in fanouts:
+        fanout = item.item() if hasattr(item, "item") else item  # of NumPy or torch
+        if isinstance(fanout, bool) or not isinstance(fanout, int):
             raise TypeError(f"num_neighbors holds {fanout!r}, but a fanout is an integer")
         if fanout < -1 or fanout > 2**31 - 1:
             raise ValueError(
                 f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbours), 0 or a positive int32"
             )
-        out.append(int(fanout))
+        out.append(fanout)
     if not out:
         raise ValueError("num_neighbors is empty; give one fanout per hop, such as [15, 10]")
     return out
@@ -164,7 +176,10 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
     """
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
         kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
-        raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}")
+        fix = "turn a mask into ids with mask.nonzero().view(-1)" if "bool" in str(kind) else "use torch.as_tensor"
+        if isinstance(seeds, np.ndarray) and seeds.dtype == bool:
+            fix = "turn a mask into ids with torch.from_numpy(mask.nonzero()[0])"
+        raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}: {fix}")
     if seeds.dim() != 1:
         raise ValueError(f"seeds must have one dimension, but have the shape {list(seeds.shape)}")
     if seeds.numel():
@@ -172,6 +187,28 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
         if low < 0 or high >= num_nodes:
             raise IndexError(f"seeds hold node {low if low < 0 else high}, but the graph has {num_nodes} nodes")
     return seeds.to(torch.int64).contiguous()
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> int:
+    """Return an integer of Python, NumPy or torch as one of Python; ``name`` is for the message.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is outside ``[low, high]``.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, but is {value!r}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name} is {number}, but must lie between {low} and {high}")
+    return number
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise a ValueError unless this is one of ``BACKENDS``, or None."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
 
 
 _indices_for_pyg_lib: WeakKeyDictionary[CSCGraph, Tensor] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
-from lightning_gnn.ops.hashing import draw_compiled, node_key_compiled
+from lightning_gnn.ops.hashing import draw_compiled, node_key_compiled, tree_key_compiled
 from lightning_gnn.ops.memory import prefetch
 
 TABLE_LIMIT = 1 << 29
@@ -52,7 +52,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashing=None):
+def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, first_tree=0, hashing=None):
     """Sample one mini-batch; see :func:`lightning_gnn.ops.sample_neighbors` for the definition.
 
     Args:
@@ -63,6 +63,7 @@ def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashin
         key: The batch key, signed 64-bit.
         replace: Draw with replacement.
         disjoint: One tree per seed.
+        first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
         hashing: Relabel by hashing; by default where the table would exceed ``TABLE_LIMIT``.
 
     Returns:
@@ -84,6 +85,7 @@ def sample_numba(indptr, indices, seeds, fanouts, key, replace, disjoint, hashin
         np.uint64(key & 0xFFFFFFFFFFFFFFFF),
         replace,
         disjoint,
+        np.uint64(first_tree),
         hashing or disjoint,
         np.int64(scratch.next_stamp()),
         scratch.table,
@@ -136,7 +138,7 @@ def _hop_size(indptr, node, low, high, fanout, replace):
 
 
 @numba.njit(nogil=True, cache=True)
-def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
+def _pick(indptr, node, tree, low, high, fanout, replace, disjoint, key, first_tree, col, edge, m):
     """Write the edge ids picked by the frontier ``node[low:high]`` from position m on; return the end position."""
     draws = np.empty(min(max(fanout, 1), _SMALL_FANOUT), np.int64)
     values = np.empty_like(draws)
@@ -154,7 +156,8 @@ def _pick(indptr, node, low, high, fanout, replace, key, col, edge, m):
             continue
         if degree == 0:
             continue
-        stream = node_key_compiled(key, v)
+        own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
+        stream = node_key_compiled(own_key, v)
         if replace:
             for j in range(fanout):
                 edge[m] = begin + draw_compiled(stream, j, degree)
@@ -291,8 +294,8 @@ def _relabel_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, c
 
 @numba.njit(nogil=True, cache=True)
 def _sample(
-    indptr, indices, seeds, fanouts, key, replace, disjoint, hashing, stamp, table, keys, slots, node, tree, row, col,
-    edge,
+    indptr, indices, seeds, fanouts, key, replace, disjoint, first_tree, hashing, stamp, table, keys, slots, node, tree,
+    row, col, edge,
 ):  # fmt: skip
     num_nodes = indptr.size - 1
     node_counts = np.zeros(fanouts.size + 1, np.int64)
@@ -323,7 +326,7 @@ def _sample(
         if fanout < 0 or m + size > edge.size:
             size = _hop_size(indptr, node, low, k, fanout, replace)
         row, col, edge = _grown(row, m + size), _grown(col, m + size), _grown(edge, m + size)
-        end = _pick(indptr, node, low, k, fanout, replace, key, col, edge, m)
+        end = _pick(indptr, node, tree, low, k, fanout, replace, disjoint, key, first_tree, col, edge, m)
         node = _grown(node, k + end - m)
         tree = _grown(tree, k + end - m if disjoint else 0)
         low = k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gnn.ops.hashing import draw, node_key
+from lightning_gnn.ops.hashing import draw, node_key, tree_key
 
 
 def pick_edges(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
@@ -38,6 +38,7 @@ def sample_reference(
     key: int,
     replace: bool = False,
     disjoint: bool = False,
+    first_tree: int = 0,
 ) -> tuple[list[int], list[int], list[int], list[int], list[int] | None, list[int], list[int]]:
     """Sample one mini-batch; see :func:`lightning_gnn.ops.sample_neighbors`.
 
@@ -57,7 +58,8 @@ def sample_reference(
         high, first_edge = len(node), len(edge)
         for t in range(low, high):
             begin, end = indptr[node[t]], indptr[node[t] + 1]
-            for e in pick_edges(begin, end - begin, fanout, node_key(key, node[t]), replace):
+            own_key = tree_key(key, first_tree + tree[t]) if disjoint else key
+            for e in pick_edges(begin, end - begin, fanout, node_key(own_key, node[t]), replace):
                 edge.append(e)
                 col.append(t)
         for e, t in zip(edge[first_edge:], col[first_edge:], strict=True):

@@ -57,7 +57,9 @@ def runs_on(device: torch.device) -> bool:
 
 
 @torch.library.impl(library, "sample_neighbors", "CUDA")
-def _sample_cuda(indptr, indices, seeds, fanouts, key, replace, disjoint):
+def _sample_cuda(indptr, indices, seeds, fanouts, key, replace, disjoint, first_tree):
     sampler = triton_sampler(indptr, indices, seeds.device)
-    node, edge_index, edge, batch, node_counts, edge_counts = sampler.sample(seeds, fanouts, key, replace, disjoint)
+    node, edge_index, edge, batch, node_counts, edge_counts = sampler.sample(
+        seeds, fanouts, key, replace, disjoint, first_tree
+    )
     return node, edge_index, edge, edge.new_empty(0) if batch is None else batch, node_counts, edge_counts

@@ -22,7 +22,22 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
-from lightning_gnn.ops.sample import check_fanouts
+from lightning_gnn.ops.sample import check_backend, check_fanouts, check_integer
+
+
+class SeedRange(NodeSamplerInput):
+    """Consecutive seeds of a larger mini-batch, which know where they stand in it.
+
+    A sampler of the user's own that hands its input on to :class:`NeighborSampler` hands this on too.
+
+    Args:
+        seeds: Int64 ``[n]``, with what PyG says of them.
+        first: Position of the first of them in the whole mini-batch.
+    """
+
+    def __init__(self, seeds: NodeSamplerInput, first: int) -> None:
+        super().__init__(seeds.input_id, seeds.node, seeds.time, seeds.input_type)
+        self.first = first
 
 
 class NeighborSampler(BaseSampler):
@@ -34,13 +49,13 @@ class NeighborSampler(BaseSampler):
         data: The graph.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         replace: Draw with replacement.
-        disjoint: One tree per seed, told apart by ``batch``.
+        disjoint: One tree per seed, told apart by ``batch``; trees are drawn independently of each other.
         seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
         backend: ``"numba"``, ``"pyg_lib"`` or ``"reference"``; by default the one for the device.
 
     Raises:
-        TypeError: ``data`` is no homogeneous graph, or fanouts are no integers.
-        ValueError: A graph or fanout that is not valid.
+        TypeError: ``data`` is no homogeneous graph, or fanouts or the seed are no integers.
+        ValueError: A graph, fanout or backend that is not valid.
     """
 
     def __init__(
@@ -56,8 +71,10 @@ class NeighborSampler(BaseSampler):
         self.num_neighbors = num_neighbors
         self.replace = replace
         self.disjoint = disjoint
-        self.seed = torch.initial_seed() if seed is None else seed
+        self.seed = torch.initial_seed() if seed is None else check_integer("seed", seed, -(2**63), 2**64 - 1)
+        check_backend(backend)
         self.backend = backend
+        self._rank = ProcessRank()
 
     @property
     def num_neighbors(self) -> list[int]:
@@ -84,15 +101,19 @@ class NeighborSampler(BaseSampler):
 
         Raises:
             IndexError: A seed outside the graph.
-            ValueError: Seeds with timestamps, which are not supported.
+            NotImplementedError: Seeds with timestamps.
+            ValueError: Seeds of a node type.
         """
         key = self._next_key() if key is None else key
-        return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key))
+        first = inputs.first if isinstance(inputs, SeedRange) else 0
+        return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first))
 
     def sample_from_edges(  # type: ignore[override]
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> SamplerOutput:
         """Sample the neighbourhoods of both ends of some edges, and of negative edges beside them.
+
+        Disjoint trees are numbered by edge, as PyG does, but each end has a tree of its own, drawn independently.
 
         Args:
             inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels.
@@ -101,11 +122,12 @@ class NeighborSampler(BaseSampler):
 
         Raises:
             IndexError: An end outside the graph.
-            ValueError: Edges with timestamps, which are not supported.
+            NotImplementedError: Edges with timestamps.
+            ValueError: Edges of an edge type.
         """
         key = self._next_key() if key is None else key
         if inputs.time is not None:
-            raise ValueError("temporal sampling is not supported: leave out the times of the edges")
+            raise NotImplementedError("temporal sampling is not supported: leave out edge_label_time")
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
         return edge_sample(
             inputs,
@@ -116,10 +138,11 @@ class NeighborSampler(BaseSampler):
             negatives,  # type: ignore[arg-type]
         )
 
-    def _sample(self, seeds: Tensor, times: Tensor | None, key: int) -> SamplerOutput:
+    def _sample(self, seeds: Tensor, times: Tensor | None, key: int, first: int = 0) -> SamplerOutput:
         if times is not None:
-            raise ValueError("temporal sampling is not supported: leave out the times of the seeds")
-        out = self.draw(seeds, key)
+            raise NotImplementedError("temporal sampling is not supported: leave out input_time (times of the seeds)")
+        check_untyped(seeds)
+        out = self.draw(seeds, key, first) if first and self.disjoint else self.draw(seeds, key)
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
@@ -130,18 +153,21 @@ class NeighborSampler(BaseSampler):
             num_sampled_edges=out.num_sampled_edges,
         )
 
-    def draw(self, seeds: Tensor, key: int) -> NeighborSample:
+    def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
         """Sample a subgraph; what a sampler on another device overrides.
 
         Args:
             seeds: int64 ``[batch_size]``.
             key: The key of the mini-batch.
+            first_tree: Position of the first seed in the whole mini-batch; matters if disjoint.
 
         Raises:
             IndexError: A seed outside the graph.
         """
         options = {"replace": self.replace, "disjoint": self.disjoint}
-        return sample_neighbors(self.graph, seeds, self.num_neighbors, key, backend=self.backend, **options)
+        return sample_neighbors(
+            self.graph, seeds, self.num_neighbors, key, first_tree=first_tree, backend=self.backend, **options
+        )
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
@@ -152,11 +178,39 @@ class NeighborSampler(BaseSampler):
         return out
 
     def _next_key(self) -> int:
-        # torch seeds its global stream in each worker process anew, in each epoch.
-        return batch_key(self.seed, batch=int(torch.randint(2**62, ())))
+        # torch seeds its global stream in each worker process anew, in each epoch, but alike on all ranks.
+        return batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ())))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
+
+
+class ProcessRank:
+    """Which process of a distributed run asks, also in worker processes, which are not part of the group themselves.
+
+    A worker that is forked inherits the group. One that is spawned is sent a copy of this by its parent, which notes
+    the parent's rank.
+    """
+
+    def __init__(self) -> None:
+        self._parent = 0
+
+    def get(self) -> int:
+        """Return the rank; 0 outside a distributed run."""
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_rank() if grouped else self._parent
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"_parent": self.get()}
+
+
+def check_untyped(seeds: object) -> None:
+    """Raise a ValueError if seeds come by node type, as those of heterogeneous graphs do."""
+    if isinstance(seeds, dict):
+        raise ValueError(
+            f"seeds of type {', '.join(map(repr, seeds))} were given, but the graph is homogeneous: give the ids or "
+            "the mask without a type"
+        )
 
 
 class _KeyedNegatives:

@@ -86,20 +86,22 @@ class PersistentNeighborSampler(NeighborSampler):
             cached=hot,
         )
 
-    def draw(self, seeds: Tensor, key: int) -> NeighborSample:
+    def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
         """Sample on the GPU, in one launch.
 
         Args:
             seeds: int64 ``[batch_size]``; on the CPU they are checked without waiting for the GPU.
             key: The key of the mini-batch.
+            first_tree: Position of the first seed in the whole mini-batch; matters if disjoint.
 
         Raises:
             IndexError: A seed outside the graph.
         """
         if self.device is None:
-            return super().draw(seeds, key)
+            return super().draw(seeds, key, first_tree)
         seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
-        return NeighborSample(*self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint))
+        out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
+        return NeighborSample(*out)
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""

@@ -21,7 +21,7 @@ from torch_geometric.sampler.base import DataType, SubgraphType
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample import check_fanouts
-from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
 from lightning_gnn.sampling.persistent import PersistentNeighborSampler
 
 _MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
@@ -110,7 +110,8 @@ class LoaderNeighborSampler(PyGNeighborSampler):
 
     Raises:
         TypeError: Fanouts or an ``edge_index`` that are no integers.
-        ValueError: An option or a kind of graph that is not supported, or a graph that is not valid.
+        NotImplementedError: Temporal, weighted or backward sampling.
+        ValueError: Another option or a kind of graph that is not supported, or a graph that is not valid.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):
         self.keep_orig_edges = False
         self.node_time = self.edge_time = self.edge_weight = self.perm = None
         self.edge_types = [None]
+        self._rank = ProcessRank()
         self._checked_fanouts()
         self.graph = _topology(data) if isinstance(data, Data) else _stored_topology(data[1])
         self.num_nodes = self.graph.num_nodes
@@ -172,27 +174,40 @@ class LoaderNeighborSampler(PyGNeighborSampler):
     @subgraph_type.setter
     def subgraph_type(self, value: SubgraphType | str) -> None:
         # LightningNodeData sets the options of its evaluation loaders as they are, and PyG compares with the enum.
-        self._subgraph_type = SubgraphType(value)
+        try:
+            self._subgraph_type = SubgraphType(value)
+        except ValueError:
+            kinds = ", ".join(kind.value for kind in SubgraphType)
+            raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
 
     def _checked_fanouts(self) -> list[int]:
         if self.time_attr is not None:
-            raise ValueError(f"temporal sampling is not supported: leave out time_attr={self.time_attr!r}")
+            raise NotImplementedError(f"temporal sampling is not supported: leave out time_attr={self.time_attr!r}")
         if self.weight_attr is not None:
-            raise ValueError(f"weighted sampling is not supported: leave out weight_attr={self.weight_attr!r}")
-        if self.sample_direction != "forward":
-            raise ValueError(f"sample_direction={self.sample_direction!r} is not supported: use 'forward'")
+            raise NotImplementedError(f"weighted sampling is not supported: leave out weight_attr={self.weight_attr!r}")
+        if self.sample_direction not in ("forward", "backward"):
+            raise ValueError(f"unknown sample_direction {self.sample_direction!r}; choose one of forward, backward")
+        if self.sample_direction == "backward":
+            raise NotImplementedError(
+                "sample_direction='backward' is not supported: sample forward on the graph with edge_index.flip(0)"
+            )
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")
         fanouts = self.num_neighbors.get_mapped_values()
         if isinstance(fanouts, dict):
-            raise ValueError("num_neighbors by edge type needs a heterogeneous graph: give one list of fanouts")
+            raise ValueError(
+                f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
+            )
         return check_fanouts(fanouts) if len(fanouts) else []
 
     def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Any:
         if self.graph is None:
             return super()._sample(seed, seed_time, **kwargs)
         if seed_time is not None:
-            raise ValueError("temporal sampling is not supported: leave out the times of the seeds")
+            raise NotImplementedError(
+                "temporal sampling is not supported: leave out input_time and edge_label_time (times of the seeds)"
+            )
+        check_untyped(seed)
         fanouts = self._checked_fanouts()
         # A mini-batch without hops has its seeds alone.
         out = self._pick(seed, fanouts or [0])
@@ -213,7 +228,11 @@ class LoaderNeighborSampler(PyGNeighborSampler):
             sampler = self._on_device.with_options(num_neighbors=fanouts, replace=replace, disjoint=self.disjoint)
         else:
             sampler = NeighborSampler(self.graph, fanouts, replace=replace, disjoint=self.disjoint, seed=0)
-        return sampler.sample_from_nodes(NodeSamplerInput(None, seeds), key=_next_key())
+        return sampler.sample_from_nodes(NodeSamplerInput(None, seeds), key=self._next_key())
+
+    def _next_key(self) -> int:
+        """Draw the key of a mini-batch from torch's global stream: each worker process has a new one in each epoch."""
+        return batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=self._rank.get())
 
     def _induce(self, out: SamplerOutput) -> SamplerOutput:
         """Replace the sampled edges by all that the graph has between the sampled nodes."""
@@ -222,12 +241,6 @@ class LoaderNeighborSampler(PyGNeighborSampler):
         return SamplerOutput(
             node=out.node, row=whole.row[inside], col=whole.col[inside], edge=whole.edge[inside], batch=out.batch
         )
-
-
-def _next_key() -> int:
-    """Draw the key of a mini-batch from torch's global stream: each worker process has a new one in each epoch."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    return batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=rank)
 
 
 def _is_hetero(data: Data | HeteroData | tuple[FeatureStore, GraphStore]) -> bool:

@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import math
 from collections import Counter
@@ -29,7 +30,7 @@ def assert_equal(sample, expected):
 @given(st.data(), graphs(), fanouts, keys, st.booleans(), st.booleans())
 def test_numba_equals_reference(data, graph, fanouts, key, replace, disjoint):
     seeds = data.draw(seeds_of(graph.num_nodes))
-    options = {"replace": replace, "disjoint": disjoint}
+    options = {"replace": replace, "disjoint": disjoint, "first_tree": data.draw(st.sampled_from([0, 1, 977, 2**62]))}
     expected = sample_neighbors(graph, seeds, fanouts, key, backend="reference", **options)
     assert_equal(sample_neighbors(graph, seeds, fanouts, key, **options), expected)
 
@@ -139,12 +140,72 @@ def test_picks_are_subset_stable(degree, few, many, key):
 @given(st.data(), graphs(), fanouts, keys)
 def test_a_tree_of_a_disjoint_sample_does_not_depend_on_the_other_seeds(data, graph, fanouts, key):
     seeds = data.draw(seeds_of(graph.num_nodes, max_size=4))
-    together = sample_neighbors(graph, seeds, fanouts, key, disjoint=True)
+    first = data.draw(st.integers(0, 2**40))
+    together = sample_neighbors(graph, seeds, fanouts, key, disjoint=True, first_tree=first)
     for tree, seed in enumerate(seeds):
-        alone = sample_neighbors(graph, seed.view(1), fanouts, key, disjoint=True)
+        alone = sample_neighbors(graph, seed.view(1), fanouts, key, disjoint=True, first_tree=first + tree)
         mine = together.batch == tree
         assert torch.equal(together.node[mine], alone.node)
         assert torch.equal(together.edge[mine[together.edge_index[1]]], alone.edge)
+
+
+def tree(sample, number):
+    """The nodes and edges of one tree, in global ids."""
+    mine = sample.batch == number
+    edges = mine[sample.edge_index[1]]
+    return sample.node[mine].tolist(), sample.edge[edges].tolist(), sample.node[sample.edge_index[:, edges]].tolist()
+
+
+@given(st.data(), graphs(), fanouts, keys, st.booleans(), st.sampled_from(["numba", "reference"]))
+def test_trees_are_the_same_however_a_batch_is_cut(data, graph, fanouts, key, replace, backend):
+    seeds = data.draw(seeds_of(graph.num_nodes, max_size=9))
+    options = {"replace": replace, "disjoint": True, "backend": backend}
+    whole = sample_neighbors(graph, seeds, fanouts, key, **options)
+    cuts = sorted(data.draw(st.lists(st.integers(0, seeds.numel()), max_size=4)))
+    for start, stop in itertools.pairwise([0, *cuts, seeds.numel()]):
+        part = sample_neighbors(graph, seeds[start:stop], fanouts, key, first_tree=start, **options)
+        for number in range(stop - start):
+            assert tree(part, number) == tree(whole, start + number)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["the seed's own picks", "those of a node that both trees reach"])
+def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
+    degree, trials = 4, 24_000
+    source = torch.arange(1, degree + 1) + (1 if nested else 0)
+    edges = torch.stack([source, torch.full((degree,), 1 if nested else 0)])
+    if nested:  # 0 <- 1 <- the others
+        edges = torch.cat([torch.tensor([[1], [0]]), edges], dim=1)
+    graph = CSCGraph.from_edge_index(edges)
+    joint = Counter()
+    for trial in range(trials):
+        out = sample_neighbors(
+            graph, torch.tensor([0, 0]), [1, 1] if nested else [1], batch_key(2, batch=trial), disjoint=True
+        )
+        joint[tuple(out.edge[-2:].tolist())] += 1
+    cells = list(itertools.product(sorted({edge for pair in joint for edge in pair}), repeat=2))
+    assert len(cells) == degree**2
+    for counts, freedom in (
+        ([joint[cell] for cell in cells], degree**2 - 1),  # independence: each pair as often as any other
+        ([sum(joint[cell] for cell in cells if cell[0] == edge) for edge, _ in cells[::degree]], degree - 1),
+        ([sum(joint[cell] for cell in cells if cell[1] == edge) for edge, _ in cells[::degree]], degree - 1),
+    ):
+        expected = trials / len(counts)
+        assert sum((count - expected) ** 2 / expected for count in counts) < chi2.ppf(0.9999, freedom)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize(("replace", "digest"), [(False, "191b8867e404b72a"), (True, "fc40126084767b02")])
+def test_batches_that_are_not_disjoint_stay_what_they_have_always_been(backend, replace, digest):
+    # A change here changes every seeded training run of every user.
+    generator = torch.Generator().manual_seed(11)
+    graph = CSCGraph.from_edge_index(torch.randint(500, (2, 6000), generator=generator), 500)
+    found = hashlib.sha256()
+    for number, hops in enumerate(([3, 2], [-1, 2], [5, 70, 1], [0, 4])):
+        seeds, key = torch.arange(number, 300, 37), batch_key(4, batch=number)
+        out = sample_neighbors(graph, seeds, hops, key, replace=replace, backend=backend, first_tree=number)
+        for ids in (out.node, out.edge_index, out.edge):
+            found.update(ids.numpy().tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 @given(st.data(), graphs(), keys)
@@ -192,13 +253,40 @@ def test_keys_differ_by_every_part():
         (torch.tensor([0]), [1.5], {}, TypeError, "a fanout is an integer"),
         (torch.tensor([0]), [], {}, ValueError, "num_neighbors is empty"),
         (torch.tensor([0]), 5, {}, TypeError, "must be a list of integers"),
+        (torch.tensor([0]), {3}, {}, TypeError, "must be a list of integers"),
+        (torch.tensor([0]), [2.0], {}, TypeError, r"holds 2.0, but a fanout is an integer"),
+        (torch.tensor([0]), [True], {}, TypeError, "holds True, but a fanout is an integer"),
+        (torch.tensor([0]), [None], {}, TypeError, "holds None, but a fanout is an integer"),
+        (torch.tensor([0]), ["a"], {}, TypeError, "holds 'a', but a fanout is an integer"),
+        (torch.tensor([0]), [float("nan")], {}, TypeError, "holds nan, but a fanout is an integer"),
+        (torch.tensor([0]), [[3, 2]], {}, TypeError, r"holds \[3, 2\], but a fanout is an integer"),
+        (torch.tensor([0]), torch.ones(2, 2, dtype=torch.int64), {}, TypeError, "must be a list of integers"),
+        (torch.tensor([0]), torch.tensor([0.5]), {}, TypeError, "holds 0.5, but a fanout is an integer"),
+        (torch.tensor([0]), {("a", "to", "a"): [3]}, {}, TypeError, "needs a heterogeneous graph: give one list"),
         (torch.tensor([0]), [1], {"backend": "cuda"}, ValueError, "unknown sampling backend 'cuda'"),
+        (torch.tensor([0]), [1], {"key": 2**63}, ValueError, "key .* is 9223372036854775808, but must lie between"),
+        (torch.tensor([0]), [1], {"key": 0.5}, TypeError, "key .* must be an integer, but is 0.5"),
+        (torch.tensor([0]), [1], {"key": None}, TypeError, "key .* must be an integer, but is None"),
+        (torch.tensor([0]), [1], {"first_tree": -1}, ValueError, "first_tree is -1"),
+        (torch.tensor([2**62]), [1], {}, IndexError, "seeds hold node 4611686018427387904, but the graph has 5 nodes"),
+        ([0, 1], [1], {}, TypeError, "int64 tensor of node ids, but are list: use torch.as_tensor"),
+        (np.array([0]), [1], {}, TypeError, "but are ndarray: use torch.as_tensor"),
+        (torch.tensor([True] * 5), [1], {}, TypeError, r"but are torch.bool: turn a mask into ids with mask.nonzero"),
+        (np.array([True] * 5), [1], {}, TypeError, r"turn a mask into ids with torch.from_numpy\(mask.nonzero"),
     ],
 )
 def test_bad_arguments_are_named(seeds, fanouts, options, error, message):
     graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 5)
     with pytest.raises(error, match=message):
         sample_neighbors(graph, seeds, fanouts, **options)
+
+
+@pytest.mark.parametrize("fanouts", [(2, 1), torch.tensor([2, 1]), np.array([2, 1], np.int8), iter([2, np.int64(1)])])
+def test_fanouts_and_keys_of_numpy_and_torch(fanouts):
+    graph = CSCGraph.from_edge_index(torch.randint(50, (2, 400)), 50)
+    expected = sample_neighbors(graph, torch.tensor([1, 2]), [2, 1], 7)
+    assert_equal(sample_neighbors(graph, torch.tensor([1, 2], dtype=torch.int32), fanouts, np.int64(7)), expected)
+    assert_equal(sample_neighbors(graph, torch.tensor([1, 2]), [2, 1], torch.tensor(7)), expected)
 
 
 @settings(max_examples=150, deadline=None)

@@ -107,7 +107,7 @@ def test_weighted_negatives():
 def test_times_are_refused():
     data = small_data()
     sampler = NeighborSampler(data, [2])
-    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out input_time"):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), time=torch.arange(3)))
-    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out edge_label_time"):
         sampler.sample_from_edges(EdgeSamplerInput(None, torch.arange(3), torch.arange(3), time=torch.arange(3)))

@@ -9,11 +9,13 @@ from torch_geometric.data.lightning import LightningLinkData, LightningNodeData,
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, link_neighbor_loader, neighbor_loader
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
+from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.sampler.base import NumNeighbors
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import subgraph
 
 from lightning_gnn.graph import CSCGraph
+from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.sampling.pyg import LoaderNeighborSampler, enable_pyg_sampling
 from tests.batch_checks import check, check_hops
 from tests.batching_data import small_data
@@ -206,11 +208,8 @@ def test_lightning_link_data():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"time_attr": "time", "disjoint": True}, "temporal sampling is not supported.*time_attr='time'"),
-        ({"time_attr": "time", "input_time": torch.arange(400)}, "temporal sampling is not supported"),
-        ({"weight_attr": "edge_weight"}, "weighted sampling is not supported.*weight_attr='edge_weight'"),
         ({"subgraph_type": "induced", "disjoint": True}, "disjoint"),
-        ({"subgraph_type": "both"}, "both"),
+        ({"subgraph_type": "both"}, "unknown subgraph_type 'both'; choose one of directional, bidirectional, induced"),
         ({"num_neighbors": [5, -2]}, "-2"),
         ({"num_neighbors": {("a", "to", "b"): [3]}}, "heterogeneous"),
     ],
@@ -223,10 +222,26 @@ def test_refused_options(options, message):
 
 
 @pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_attr": "time", "disjoint": True}, "temporal sampling is not supported.*time_attr='time'"),
+        ({"time_attr": "time", "input_time": torch.arange(400)}, "temporal sampling is not supported"),
+        ({"weight_attr": "edge_weight"}, "weighted sampling is not supported.*weight_attr='edge_weight'"),
+    ],
+)
+def test_what_pyg_can_and_this_cannot_is_not_implemented(options, message):
+    data = small_data()
+    data.time = torch.arange(400)
+    with pytest.raises(NotImplementedError, match=message):
+        NeighborLoader(data, **{"num_neighbors": [3], **options})
+
+
+@pytest.mark.usefixtures("enabled")
 def test_temporal_links_are_refused():
     data = small_data()
     data.time = torch.arange(400)
-    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+    with pytest.raises(NotImplementedError, match="temporal sampling is not supported"):
         LinkNeighborLoader(data, [3], time_attr="time", edge_label_time=torch.arange(4000))
     with pytest.raises(ValueError, match="edge_label_time"):
         LinkNeighborLoader(data, [3], time_attr="time")
@@ -237,20 +252,30 @@ def test_temporal_links_are_refused():
 def test_options_for_evaluation_are_refused_too(option):
     module = LightningNodeData(small_data(), num_neighbors=[3], eval_loader_kwargs=option)
     next(iter(module.train_dataloader()))
-    with pytest.raises(ValueError, match="is not supported"):
+    with pytest.raises(NotImplementedError, match="is not supported"):
         next(iter(module.val_dataloader()))
 
 
 @pytest.mark.usefixtures("enabled")
 def test_times_without_time_attr_are_refused():
     module = LightningNodeData(small_data(), num_neighbors=[3], input_train_time=torch.arange(400))
-    with pytest.raises(ValueError, match="temporal sampling is not supported"):
+    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out input_time"):
         next(iter(module.train_dataloader()))
 
 
-def test_backward_sampling_is_refused():
-    with pytest.raises(ValueError, match="backward"):
+def test_sample_directions_are_refused():
+    with pytest.raises(NotImplementedError, match="'backward' is not supported: sample forward on the graph with"):
         LoaderNeighborSampler(small_data(), [3], sample_direction="backward")
+    with pytest.raises(ValueError, match="unknown sample_direction 'sideways'; choose one of forward, backward"):
+        LoaderNeighborSampler(small_data(), [3], sample_direction="sideways")
+
+
+def test_seeds_of_a_node_type_are_refused():
+    sampler = LoaderNeighborSampler(small_data(), [3])
+    inputs = NodeSamplerInput(None, torch.arange(3), input_type="paper")
+    for each in (sampler, NeighborSampler(small_data(), [3])):
+        with pytest.raises(ValueError, match="type 'paper' were given, but the graph is homogeneous"):
+            each.sample_from_nodes(inputs)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ GRAPHS = {
 }
 
 
-def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, dtype=torch.int64):
+def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64):
     """Sample and return what the reference returns."""
-    out = sampler.sample(torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint)
+    out = sampler.sample(torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint, first_tree)
     node, edge_index, edge, batch, node_counts, edge_counts = out
     for ids in (node, edge_index, edge) if batch is None else (node, edge_index, edge, batch):
         assert ids.dtype == torch.int64
@@ -48,7 +48,7 @@ def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, dtype
     return node.tolist(), row, col, edge.tolist(), None if batch is None else batch.tolist(), node_counts, edge_counts
 
 
-def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False):
+def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0):
     """Compare a Triton sample with the reference, exactly."""
-    wanted = sample_reference(*graph, seeds, fanouts, key, replace, disjoint)
-    assert sampled(sampler, seeds, fanouts, key, replace, disjoint) == wanted
+    wanted = sample_reference(*graph, seeds, fanouts, key, replace, disjoint, first_tree)
+    assert sampled(sampler, seeds, fanouts, key, replace, disjoint, first_tree) == wanted

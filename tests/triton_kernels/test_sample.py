@@ -65,12 +65,12 @@ def test_equals_reference_on_random_cases(case, mode):
         assert_equal_to_reference(sampler, graph, seeds, fanouts, key, rng.random() < 0.3, disjoint)
 
 
-@pytest.mark.parametrize("mode", ["fused", "hop_by_hop"])
+@pytest.mark.parametrize("mode", MODES)
 def test_disjoint_equals_reference(mode):
     graph = GRAPHS["random"]
     sampler = sampler_of(graph, mode=mode)
-    for fanouts, replace in ([-1, 2], False), ([3, 4], True):
-        assert_equal_to_reference(sampler, graph, [3, 0, 3, 8], fanouts, 5, replace, disjoint=True)
+    for fanouts, replace, first in ([-1, 2], False, 0), ([3, 4], True, 7), ([33, 2], False, 2**40):
+        assert_equal_to_reference(sampler, graph, [3, 0, 3, 8], fanouts, 5, replace, disjoint=True, first_tree=first)
 
 
 @pytest.mark.parametrize("mode", QUEUE_MODES)

@@ -32,9 +32,9 @@ def compare(graph, sampler, batches, batch_size, fanouts, replace=False, disjoin
     generator = torch.Generator().manual_seed(1)
     for batch in range(batches):
         seeds = torch.randint(0, graph.num_nodes, (batch_size,), generator=generator)
-        out = sampler.sample(seeds.cuda(), fanouts, batch - 50, replace, disjoint)
+        out = sampler.sample(seeds.cuda(), fanouts, batch - 50, replace, disjoint, 3 * batch)
         wanted = sample_neighbors(
-            graph, seeds, fanouts, batch - 50, replace=replace, disjoint=disjoint, backend="numba"
+            graph, seeds, fanouts, batch - 50, replace=replace, disjoint=disjoint, first_tree=3 * batch, backend="numba"
         )
         for ours, theirs in zip(out[:4], wanted[:4], strict=True):
             assert theirs is None if ours is None else torch.equal(ours.cpu(), theirs), f"batch {batch}"
