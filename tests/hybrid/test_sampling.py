@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.loader import NeighborLoader
+from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
 from lightning_gnn.batching.hybrid import HybridBatch, HybridLoader, PipelineSettings, split_seeds
+from lightning_gnn.batching.loader import ThreadedNodeLoader
 from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.strategies.first_mapping import first_mapping, first_share
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
@@ -275,3 +277,68 @@ def test_what_comes_from_a_device_keeps_the_rows_of_one_edge_index():
 def test_shares_that_are_none_are_refused(share):
     with pytest.raises(ValueError, match="accelerator_sampling is 'auto' or a share"):
         HyScaleStrategy(accelerator_sampling=share)
+
+
+class Wrapped(BaseSampler):
+    """A sampler of the user's own, which knows nothing of positions."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def sample_from_nodes(self, inputs, key=None):
+        return self.inner.sample_from_nodes(inputs, key=key)
+
+    def sample_from_edges(self, inputs, neg_sampling=None):
+        raise NotImplementedError
+
+
+def trees(batch, first=0):
+    """The tree of each seed of a disjoint mini-batch, by the seed's position: its nodes and edges."""
+    found = {}
+    for number in range(batch.batch_size):
+        mine = batch.batch == number
+        found[first + number] = (batch.n_id[mine].tolist(), batch.e_id[mine[batch.edge_index[1]]].tolist())
+    return found
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("there", [None, 0.6])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [lambda n, number: split_seeds(n, [1, 2, 0, 4])],
+        [lambda n, number: split_seeds(n, [1 + number, 1])],
+        # Two nodes, of two trainers each: of the last mini-batch, one has nothing.
+        [lambda n, number: [(0, n // 3), (n // 3, n // 2)], lambda n, number: [(n // 2, n - 1), (n - 1, n)]],
+    ],
+    ids=["one node", "shifting shares", "two nodes"],
+)
+def test_disjoint_trees_do_not_depend_on_how_mini_batches_are_split(nodes, there, wrap):
+    data = graph(dtype=torch.float32)
+    sampler = NeighborSampler(data, [2, 2], disjoint=True)
+
+    def loader():
+        # Seeds given twice, also within a mini-batch.
+        return ThreadedNodeLoader(
+            data,
+            Wrapped(sampler) if wrap else sampler,
+            input_nodes=torch.arange(41) % 7,
+            batch_size=20,
+            seed=3,
+            rank=0,
+        )
+
+    whole = [trees(batch) for batch in loader()]
+    parts = [{} for _ in whole]
+    for split in nodes:
+        trainers = len(split(20, 0))
+        sampling = None if there is None else AcceleratorSampling(sampler, [CPU] * trainers, 1)
+        settings_ = PipelineSettings([None] * trainers)
+        for batch in HybridLoader(loader(), split, settings_, sampling=sampling, share=lambda: there):
+            for part, (start, stop) in zip(batch.parts, split(batch.total, batch.number), strict=True):
+                if start < stop:
+                    parts[batch.number].update(trees(part, start))
+    assert parts == whole
+    # Seeds 0, 7 and 14 of each full mini-batch are one node, whose trees differ.
+    assert all(batch[0] != batch[7] or batch[0] != batch[14] for batch in whole[:2])
+    assert not left_threads()
