@@ -114,6 +114,12 @@ class TritonNeighborSampler:
         self._stream: torch.Stream | None = None
         self._host_control = torch.zeros(CONTROL_SIZE, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
+    def __reduce__(self):
+        raise TypeError(
+            f"a sampler on {self.device} cannot be copied or sent to another process: make it there, or use worker "
+            "threads or num_workers=0"
+        )
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory held at present."""

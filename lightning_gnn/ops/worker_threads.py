@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock
 
+from numba.core.compiler_lock import global_compiler_lock
+
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
 _size = 0
@@ -56,4 +58,10 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    # The wait is for a thread that compiles (or loads what was compiled): its lock would stay locked in the child, a
+    # worker process of PyG's loaders say, which would then hang at its first call.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=lambda: (global_compiler_lock.release(), _forget()),
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from torch_geometric.data import Data
 from torch_geometric.sampler.base import NumNeighbors
 
@@ -96,9 +97,15 @@ class PersistentNeighborSampler(NeighborSampler):
 
         Raises:
             IndexError: A seed outside the graph.
+            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         if self.device is None:
             return super().draw(seeds, key, first_tree)
+        if self.device.type != "cpu" and get_worker_info() is not None:
+            raise RuntimeError(
+                f"a worker process cannot sample on {self.device}, which belongs to the main process: use "
+                "num_workers=0, or PersistentSamplerDataModule, whose workers are threads"
+            )
         seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
         return NeighborSample(*out)

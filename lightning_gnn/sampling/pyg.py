@@ -166,6 +166,10 @@ class LoaderNeighborSampler(PyGNeighborSampler):
         if share_memory:
             self.graph.share_memory_()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What samples on a GPU cannot be sent to a worker process, which samples on its CPU.
+        return {**self.__dict__, "_on_device": None}
+
     @property
     def subgraph_type(self) -> SubgraphType:
         """Which edges between the sampled nodes a mini-batch has."""

@@ -1,0 +1,102 @@
+"""Our samplers in worker processes: what a fork copies, and what it cannot."""
+
+import os
+import pickle
+import signal
+import threading
+
+import numba
+import pytest
+import torch
+from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import NodeSamplerInput
+
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
+from lightning_gnn.sampling.pyg import LoaderNeighborSampler
+from tests.batching_data import small_data
+
+SEEDS = NodeSamplerInput(None, torch.arange(80))
+
+
+def compiled_anew(number):
+    scope = {}
+    exec(f"def add(x):\n    for k in range(x):\n        x += k * {number}\n    return x", scope)
+    return numba.njit(nogil=True)(scope["add"])
+
+
+def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
+    stop = threading.Event()
+    started = threading.Event()
+
+    def compile_on():
+        number = 0
+        while not stop.is_set():
+            compiled_anew(number)(3)
+            number += 1
+            started.set()
+
+    thread = threading.Thread(target=compile_on)
+    thread.start()
+    try:
+        assert started.wait(60)
+        for number in range(3):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # a child that hangs is killed
+                compiled_anew(1000 + number)(3)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def test_workers_forked_while_threads_sample_draw_the_same_samples():
+    data = small_data(5000, 60_000)
+    sampler = NeighborSampler(data, [10, 10], seed=1)
+    torch.manual_seed(0)
+    loader = NodeLoader(data, sampler, batch_size=200, input_nodes=torch.arange(1000), num_workers=2)
+    torch.manual_seed(3)
+    expected = [batch.e_id for batch in loader]
+    stop = threading.Event()
+
+    def busy(number):
+        while not stop.is_set():
+            sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(number, 5000, 7)), key=number)
+
+    threads = [threading.Thread(target=busy, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        torch.manual_seed(3)
+        for batch, edges in zip(loader, expected, strict=True):
+            assert torch.equal(batch.e_id, edges)
+            assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def test_a_worker_process_is_told_that_it_has_no_gpu(monkeypatch):
+    sampler = PersistentNeighborSampler(small_data(), [2])
+    monkeypatch.setattr(sampler, "device", torch.device("cuda", 1))
+    monkeypatch.setattr("lightning_gnn.sampling.persistent.get_worker_info", lambda: object())
+    with pytest.raises(RuntimeError, match=r"worker process cannot sample on cuda:1.*num_workers=0"):
+        sampler.sample_from_nodes(SEEDS, key=1)
+
+
+def test_samplers_that_are_sent_to_another_process():
+    pytest.importorskip("triton")
+    data = small_data()
+    samplers = NeighborSampler(data, [3], seed=1), LoaderNeighborSampler(data, [3])
+    samplers[1]._on_device = threading.Lock()  # stands in for what cannot be sent
+    for sampler in samplers:
+        torch.manual_seed(0)
+        expected = sampler.sample_from_nodes(SEEDS)
+        torch.manual_seed(0)
+        assert torch.equal(pickle.loads(pickle.dumps(sampler)).sample_from_nodes(SEEDS).edge, expected.edge)
+    on_device = PersistentNeighborSampler(data, [3], device="cpu")
+    if on_device.device is not None:  # under the interpreter
+        with pytest.raises(TypeError, match="cannot be copied or sent to another process"):
+            pickle.dumps(on_device)
