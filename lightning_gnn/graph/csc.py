@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +64,13 @@ class CSCGraph:
             num_nodes: Number of nodes; by default one more than the largest id.
 
         Raises:
-            TypeError: ``edge_index`` is no integer tensor.
-            ValueError: Its shape is not ``[2, num_edges]``, or it holds a node outside ``[0, num_nodes)``.
+            TypeError: ``edge_index`` is no integer tensor, or ``num_nodes`` no integer.
+            ValueError: Its shape is not ``[2, num_edges]``, it holds a node outside ``[0, num_nodes)``, or there are so
+                many nodes that their offsets alone exceed this machine's memory.
         """
         check_edge_index(edge_index)
         edge_index = edge_index.detach().cpu()
-        if num_nodes is None:
-            num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        num_nodes = _count_nodes(edge_index, num_nodes)
         for side in (0, 1):
             check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
         row, col = edge_index[0].numpy(), edge_index[1].numpy()
@@ -234,6 +236,27 @@ def load_array(path: str | Path, mmap: bool = True) -> Tensor:
         raise ValueError(f"{path} is not a complete .npy file of numbers ({error}); write it again") from error
 
 
+def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
+    """Return the number of nodes, which is checked before anything is allocated for them."""
+    largest = int(edge_index.max()) if edge_index.numel() else -1
+    if num_nodes is None:
+        count = largest + 1
+    elif isinstance(num_nodes, bool) or not hasattr(num_nodes, "__index__"):
+        raise TypeError(f"num_nodes must be an integer, but is {num_nodes!r}")
+    else:
+        count = operator.index(num_nodes)
+    if count < 0:
+        raise ValueError(f"num_nodes must not be negative, but is {count}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**50
+    if 8 * count > memory:
+        raise ValueError(
+            f"a graph of {count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, but this machine has "
+            f"{memory / 1e9:.0f} GB; the largest id in edge_index is {largest}: number the nodes from 0 without gaps, "
+            "or correct num_nodes"
+        )
+    return count
+
+
 def index_dtype(count: int) -> type:
     """Return the smallest NumPy integer that ids below ``count`` are kept in: int32 or int64."""
     return np.int32 if count <= INT32_MAX else np.int64
@@ -277,7 +300,8 @@ def _transposed_csr(adj_t) -> tuple[Tensor, Tensor]:
     if hasattr(adj_t, "csr"):
         rowptr, col, _ = adj_t.csr()
         return rowptr, col
-    raise TypeError(f"adj_t must be a torch.sparse_csr tensor or a SparseTensor, but is {type(adj_t).__name__}")
+    kind = f"a tensor of the layout {adj_t.layout}" if isinstance(adj_t, Tensor) else type(adj_t).__name__
+    raise TypeError(f"adj_t must be a torch.sparse_csr tensor (see to_sparse_csr) or a SparseTensor, but is {kind}")
 
 
 def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:

@@ -86,6 +86,7 @@ def sample_neighbors(
         ValueError: A fanout below -1, a key of more than 64 bits, a negative position, or an unknown backend.
     """
     fanouts = check_fanouts(fanouts)
+    check_flags(replace=replace, disjoint=disjoint)
     key = check_integer("key (see batch_key)", key, -(2**63), 2**63 - 1)
     first_tree = check_integer("first_tree", first_tree, 0, 2**62)
     check_backend(backend)
@@ -176,9 +177,8 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
     """
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
         kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
-        fix = "turn a mask into ids with mask.nonzero().view(-1)" if "bool" in str(kind) else "use torch.as_tensor"
-        if isinstance(seeds, np.ndarray) and seeds.dtype == bool:
-            fix = "turn a mask into ids with torch.from_numpy(mask.nonzero()[0])"
+        mask = getattr(seeds, "dtype", None) in (torch.bool, np.bool_)
+        fix = "give torch.as_tensor(mask).nonzero().view(-1)" if mask else "give torch.as_tensor(seeds).long()"
         raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}: {fix}")
     if seeds.dim() != 1:
         raise ValueError(f"seeds must have one dimension, but have the shape {list(seeds.shape)}")
@@ -203,6 +203,13 @@ def check_integer(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{name} is {number}, but must lie between {low} and {high}")
     return number
+
+
+def check_flags(**flags: object) -> None:
+    """Raise a TypeError unless all are booleans; a string such as ``"no"`` would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False, but is {value!r}")
 
 
 def check_backend(backend: str | None) -> None:

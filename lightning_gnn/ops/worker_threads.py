@@ -55,6 +55,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 def _forget() -> None:
     global _lock, _pool, _size
     _lock, _pool, _size = Lock(), None, 0  # a fork copies no threads
+    global_compiler_lock.release()
 
 
 if hasattr(os, "register_at_fork"):
@@ -63,5 +64,5 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=global_compiler_lock.acquire,
         after_in_parent=global_compiler_lock.release,
-        after_in_child=lambda: (global_compiler_lock.release(), _forget()),
+        after_in_child=_forget,
     )

@@ -22,7 +22,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
-from lightning_gnn.ops.sample import check_backend, check_fanouts, check_integer
+from lightning_gnn.ops.sample import check_backend, check_fanouts, check_flags, check_integer
 
 
 class SeedRange(NodeSamplerInput):
@@ -69,6 +69,7 @@ class NeighborSampler(BaseSampler):
     ) -> None:
         self.graph = data if isinstance(data, CSCGraph) else CSCGraph.from_data(data)
         self.num_neighbors = num_neighbors
+        check_flags(replace=replace, disjoint=disjoint)
         self.replace = replace
         self.disjoint = disjoint
         self.seed = torch.initial_seed() if seed is None else check_integer("seed", seed, -(2**63), 2**64 - 1)
@@ -100,10 +101,13 @@ class NeighborSampler(BaseSampler):
             key: The key of the mini-batch; by default one is drawn from torch's global random stream.
 
         Raises:
+            TypeError: The input is no ``NodeSamplerInput``.
             IndexError: A seed outside the graph.
             NotImplementedError: Seeds with timestamps.
             ValueError: Seeds of a node type.
         """
+        if not isinstance(inputs, NodeSamplerInput):
+            raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
         first = inputs.first if isinstance(inputs, SeedRange) else 0
         return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first))
@@ -121,10 +125,13 @@ class NeighborSampler(BaseSampler):
             key: The key of the mini-batch, as for :meth:`sample_from_nodes`.
 
         Raises:
+            TypeError: The input is no ``EdgeSamplerInput``.
             IndexError: An end outside the graph.
             NotImplementedError: Edges with timestamps.
             ValueError: Edges of an edge type.
         """
+        if not isinstance(inputs, EdgeSamplerInput):
+            raise TypeError(f"expected EdgeSamplerInput(None, sources, targets), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
         if inputs.time is not None:
             raise NotImplementedError("temporal sampling is not supported: leave out edge_label_time")

@@ -18,9 +18,9 @@ from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 from torch_geometric.sampler.base import DataType, SubgraphType
 
-from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.ops import batch_key
-from lightning_gnn.ops.sample import check_fanouts
+from lightning_gnn.ops.sample import check_fanouts, check_flags
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
 from lightning_gnn.sampling.persistent import PersistentNeighborSampler
 
@@ -185,6 +185,9 @@ class LoaderNeighborSampler(PyGNeighborSampler):
             raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
 
     def _checked_fanouts(self) -> list[int]:
+        check_flags(replace=self.replace, disjoint=self.disjoint)
+        if self.temporal_strategy not in ("uniform", "last"):
+            raise ValueError(f"unknown temporal_strategy {self.temporal_strategy!r}; choose one of uniform, last")
         if self.time_attr is not None:
             raise NotImplementedError(f"temporal sampling is not supported: leave out time_attr={self.time_attr!r}")
         if self.weight_attr is not None:
@@ -202,7 +205,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):
             raise ValueError(
                 f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
             )
-        return check_fanouts(fanouts) if len(fanouts) else []
+        return [] if hasattr(fanouts, "__len__") and not len(fanouts) else check_fanouts(fanouts)
 
     def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Any:
         if self.graph is None:
@@ -269,6 +272,7 @@ def _topology(data: Data) -> CSCGraph:
         if data.get("graph") is not None:
             raise ValueError("PyG's loaders need data.edge_index: for data.graph use the loaders of lightning_gnn")
         edge_index = torch.empty((2, 0), dtype=torch.int64)
+    check_edge_index(edge_index)
     return CSCGraph.from_edge_index(edge_index.as_subclass(Tensor), data.num_nodes)
 
 

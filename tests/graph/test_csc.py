@@ -86,6 +86,30 @@ def test_bad_edges_are_named(edge_index, num_nodes, error, message):
 
 
 @pytest.mark.parametrize(
+    ("edge_index", "num_nodes", "error", "message"),
+    [
+        ([[2**62], [0]], None, ValueError, "largest id in edge_index is 4611686018427387904: number the nodes from 0"),
+        ([[0], [2**45]], None, ValueError, "a graph of 35184372088833 nodes needs 281475 GB for their offsets alone"),
+        ([[0], [1]], 2**62, ValueError, "correct num_nodes"),
+        ([[], []], -3, ValueError, "num_nodes must not be negative, but is -3"),
+        ([[0], [1]], 2.5, TypeError, "num_nodes must be an integer, but is 2.5"),
+        ([[0], [1]], "7", TypeError, "num_nodes must be an integer, but is '7'"),
+        ([[0], [1]], True, TypeError, "num_nodes must be an integer, but is True"),
+    ],
+)
+def test_impossible_numbers_of_nodes_are_named(edge_index, num_nodes, error, message):
+    with pytest.raises(error, match=message):
+        CSCGraph.from_edge_index(torch.tensor(edge_index, dtype=torch.int64), num_nodes)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csc, torch.sparse_coo])
+def test_an_adj_t_of_another_layout_is_named(layout):
+    adj_t = torch.eye(3).to_sparse(layout=layout)
+    with pytest.raises(TypeError, match=f"see to_sparse_csr.*layout {layout}"):
+        CSCGraph.from_data(Data(adj_t=adj_t, num_nodes=3))
+
+
+@pytest.mark.parametrize(
     ("indptr", "indices", "message"),
     [
         ([0, 3, 2], [0, 0], "must not descend, but indptr"),

@@ -246,7 +246,9 @@ def test_keys_differ_by_every_part():
     [
         (torch.tensor([9]), [1], {}, IndexError, "seeds hold node 9, but the graph has 5 nodes"),
         (torch.tensor([-1]), [1], {}, IndexError, "seeds hold node -1"),
-        (torch.tensor([0.5]), [1], {}, TypeError, "int64 tensor of node ids"),
+        (torch.tensor([0.5]), [1], {}, TypeError, "int64 tensor of node ids, but are torch.float32"),
+        (torch.tensor([0]), [1], {"replace": "no"}, TypeError, "replace must be True or False, but is 'no'"),
+        (torch.tensor([0]), [1], {"disjoint": 2}, TypeError, "disjoint must be True or False, but is 2"),
         (torch.tensor([[0]]), [1], {}, ValueError, "one dimension"),
         (torch.tensor([0]), [-2], {}, ValueError, "num_neighbors holds -2"),
         (torch.tensor([0]), [2**40], {}, ValueError, "positive int32"),
@@ -269,10 +271,10 @@ def test_keys_differ_by_every_part():
         (torch.tensor([0]), [1], {"key": None}, TypeError, "key .* must be an integer, but is None"),
         (torch.tensor([0]), [1], {"first_tree": -1}, ValueError, "first_tree is -1"),
         (torch.tensor([2**62]), [1], {}, IndexError, "seeds hold node 4611686018427387904, but the graph has 5 nodes"),
-        ([0, 1], [1], {}, TypeError, "int64 tensor of node ids, but are list: use torch.as_tensor"),
-        (np.array([0]), [1], {}, TypeError, "but are ndarray: use torch.as_tensor"),
-        (torch.tensor([True] * 5), [1], {}, TypeError, r"but are torch.bool: turn a mask into ids with mask.nonzero"),
-        (np.array([True] * 5), [1], {}, TypeError, r"turn a mask into ids with torch.from_numpy\(mask.nonzero"),
+        ([0, 1], [1], {}, TypeError, "int64 tensor of node ids, but are list: give torch.as_tensor"),
+        (np.array([0]), [1], {}, TypeError, "but are ndarray: give torch.as_tensor"),
+        (torch.tensor([True] * 5), [1], {}, TypeError, "but are torch.bool: give torch.as_tensor.mask..nonzero"),
+        (np.array([True] * 5), [1], {}, TypeError, "but are ndarray: give torch.as_tensor.mask..nonzero"),
     ],
 )
 def test_bad_arguments_are_named(seeds, fanouts, options, error, message):

@@ -4,8 +4,9 @@ import torch
 from torch_geometric.data.lightning import LightningNodeData
 from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
+from torch_geometric.sampler.base import NumNeighbors
 
-from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
 from tests.batching_data import small_data
 
 
@@ -102,6 +103,41 @@ def test_weighted_negatives():
     inputs = EdgeSamplerInput(None, data.edge_index[0, :5], data.edge_index[1, :5])
     out = NeighborSampler(data, [1]).sample_from_edges(inputs, negatives)
     assert set(out.node[out.metadata[1][:, 5:]].view(-1).tolist()) == {7}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_neighbors": {("a", "to", "b"): [3]}}, TypeError, "needs a heterogeneous graph: give one list"),
+        ({"num_neighbors": NumNeighbors({("a", "to", "b"): [3]})}, TypeError, "needs a heterogeneous graph"),
+        ({"num_neighbors": 5}, TypeError, "must be a list of integers, one per hop"),
+        ({"num_neighbors": [True]}, TypeError, "holds True"),
+        ({"replace": "no"}, TypeError, "replace must be True or False, but is 'no'"),
+        ({"disjoint": None}, TypeError, "disjoint must be True or False, but is None"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer, but is 1.5"),
+        ({"seed": 2**70}, ValueError, "seed is 1180591620717411303424, but must lie between"),
+        ({"backend": "cuda"}, ValueError, "unknown sampling backend 'cuda'; choose one of numba"),
+    ],
+)
+@pytest.mark.parametrize("kind", [NeighborSampler, PersistentNeighborSampler])
+def test_bad_options_are_named_when_the_sampler_is_made(kind, options, error, message):
+    if "backend" in options and kind is PersistentNeighborSampler:
+        pytest.skip("it has none")
+    with pytest.raises(error, match=message):
+        kind(small_data(), **{"num_neighbors": [2], **options})
+
+
+@pytest.mark.parametrize("kind", [NeighborSampler, PersistentNeighborSampler])
+def test_bad_inputs_are_named(kind):
+    sampler = kind(small_data(), [2])
+    with pytest.raises(TypeError, match=r"expected NodeSamplerInput\(None, seeds\), got Tensor"):
+        sampler.sample_from_nodes(torch.arange(3))
+    with pytest.raises(TypeError, match=r"expected EdgeSamplerInput\(None, sources, targets\), got NodeSamplerInput"):
+        sampler.sample_from_edges(NodeSamplerInput(None, torch.arange(3)))
+    with pytest.raises(ValueError, match="must lie between"):
+        sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3)), key=2**64)
+    with pytest.raises(IndexError, match="seeds hold node 4611686018427387904, but the graph has 400 nodes"):
+        sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([2**62])))
 
 
 def test_times_are_refused():

@@ -1,5 +1,6 @@
 import threading
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -212,12 +213,18 @@ def test_lightning_link_data():
         ({"subgraph_type": "both"}, "unknown subgraph_type 'both'; choose one of directional, bidirectional, induced"),
         ({"num_neighbors": [5, -2]}, "-2"),
         ({"num_neighbors": {("a", "to", "b"): [3]}}, "heterogeneous"),
+        ({"num_neighbors": 3}, "must be a list of integers, one per hop"),
+        ({"num_neighbors": None}, "must be a list of integers, one per hop"),
+        ({"num_neighbors": [2.5]}, "holds 2.5, but a fanout is an integer"),
+        ({"num_neighbors": [True]}, "holds True, but a fanout is an integer"),
+        ({"replace": "no"}, "replace must be True or False, but is 'no'"),
+        ({"temporal_strategy": "lats"}, "unknown temporal_strategy 'lats'; choose one of uniform, last"),
     ],
 )
 def test_refused_options(options, message):
     data = small_data()
     data.time = torch.arange(400)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         NeighborLoader(data, **{"num_neighbors": [3], **options})
 
 
@@ -278,9 +285,16 @@ def test_seeds_of_a_node_type_are_refused():
             each.sample_from_nodes(inputs)
 
 
+def test_an_edge_index_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match=r"edge_index must be a torch.Tensor, but is ndarray"):
+        LoaderNeighborSampler(Data(num_nodes=3, edge_index=np.array([[0], [1]])), [3])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (Data(num_nodes=3, edge_index=torch.tensor([[2**62], [0]])), "node 4611686018427387904"),
+        (Data(edge_index=torch.tensor([[2**62], [0]])), "largest id in edge_index is 4611686018427387904"),
         (Data(num_nodes=3, adj=torch.eye(3)), "data.adj "),
         (Data(num_nodes=3, adj_t=torch.eye(3).to_sparse_csr()), "sparse_csr: use data.edge_index"),
         (Data(num_nodes=3, graph=CSCGraph.from_edge_index(torch.tensor([[0], [1]]), 3)), "data.graph"),
