@@ -131,6 +131,10 @@ class LoaderNeighborSampler(PyGNeighborSampler):
     ) -> None:
         self.graph: CSCGraph | None = None
         self.data_type = DataType.from_data(data)
+        if sample_direction not in ("forward", "backward"):
+            raise ValueError(f"unknown sample_direction {sample_direction!r}; choose one of forward, backward")
+        if sample_direction == "backward" and time_attr is not None:  # for no kind of graph, as in PyG
+            raise NotImplementedError(f"temporal sampling cannot go backward: leave out time_attr={time_attr!r}")
         if _is_hetero(data):
             if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
                 raise ValueError(
@@ -192,11 +196,9 @@ class LoaderNeighborSampler(PyGNeighborSampler):
             raise NotImplementedError(f"temporal sampling is not supported: leave out time_attr={self.time_attr!r}")
         if self.weight_attr is not None:
             raise NotImplementedError(f"weighted sampling is not supported: leave out weight_attr={self.weight_attr!r}")
-        if self.sample_direction not in ("forward", "backward"):
-            raise ValueError(f"unknown sample_direction {self.sample_direction!r}; choose one of forward, backward")
-        if self.sample_direction == "backward":
+        if self.sample_direction != "forward":
             raise NotImplementedError(
-                "sample_direction='backward' is not supported: sample forward on the graph with edge_index.flip(0)"
+                f"sample_direction={self.sample_direction!r} is not supported: sample forward on the graph with edge_index.flip(0)"
             )
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")

@@ -275,6 +275,11 @@ def test_sample_directions_are_refused():
         LoaderNeighborSampler(small_data(), [3], sample_direction="backward")
     with pytest.raises(ValueError, match="unknown sample_direction 'sideways'; choose one of forward, backward"):
         LoaderNeighborSampler(small_data(), [3], sample_direction="sideways")
+    typed = HeteroData()
+    typed["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    for data in (small_data(), typed):
+        with pytest.raises(NotImplementedError, match="cannot go backward: leave out time_attr='time'"):
+            LoaderNeighborSampler(data, [3], sample_direction="backward", time_attr="time")
 
 
 def test_seeds_of_a_node_type_are_refused():
