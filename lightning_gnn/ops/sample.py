@@ -87,7 +87,7 @@ def sample_neighbors(
     """
     fanouts = check_fanouts(fanouts)
     check_flags(replace=replace, disjoint=disjoint)
-    key = check_integer("key (see batch_key)", key, -(2**63), 2**63 - 1)
+    key = check_key(key)
     first_tree = check_integer("first_tree", first_tree, 0, 2**62)
     check_backend(backend)
     seeds = check_seeds(seeds, graph.num_nodes)
@@ -203,6 +203,11 @@ def check_integer(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{name} is {number}, but must lie between {low} and {high}")
     return number
+
+
+def check_key(key: int) -> int:
+    """Return the key of a mini-batch if it is a signed 64-bit integer, as for :func:`check_integer`."""
+    return check_integer("key (see batch_key)", key, -(2**63), 2**63 - 1)
 
 
 def check_flags(**flags: object) -> None:

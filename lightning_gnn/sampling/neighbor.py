@@ -22,7 +22,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
-from lightning_gnn.ops.sample import check_backend, check_fanouts, check_flags, check_integer
+from lightning_gnn.ops.sample import check_backend, check_fanouts, check_flags, check_integer, check_key
 
 
 class SeedRange(NodeSamplerInput):
@@ -108,7 +108,7 @@ class NeighborSampler(BaseSampler):
         """
         if not isinstance(inputs, NodeSamplerInput):
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
-        key = self._next_key() if key is None else key
+        key = self._next_key() if key is None else check_key(key)
         first = inputs.first if isinstance(inputs, SeedRange) else 0
         return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first))
 
@@ -132,7 +132,7 @@ class NeighborSampler(BaseSampler):
         """
         if not isinstance(inputs, EdgeSamplerInput):
             raise TypeError(f"expected EdgeSamplerInput(None, sources, targets), got {type(inputs).__name__}")
-        key = self._next_key() if key is None else key
+        key = self._next_key() if key is None else check_key(key)
         if inputs.time is not None:
             raise NotImplementedError("temporal sampling is not supported: leave out edge_label_time")
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)

@@ -198,7 +198,8 @@ class LoaderNeighborSampler(PyGNeighborSampler):
             raise NotImplementedError(f"weighted sampling is not supported: leave out weight_attr={self.weight_attr!r}")
         if self.sample_direction != "forward":
             raise NotImplementedError(
-                f"sample_direction={self.sample_direction!r} is not supported: sample forward on the graph with edge_index.flip(0)"
+                f"sample_direction={self.sample_direction!r} is not supported: sample forward on the graph with "
+                "edge_index.flip(0)"
             )
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")

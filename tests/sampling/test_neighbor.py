@@ -6,6 +6,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import NumNeighbors
 
+from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
 from tests.batching_data import small_data
 
@@ -85,6 +86,25 @@ def test_a_key_fixes_negatives_and_neighbours():
     assert a.node.tolist() != c.node.tolist()
 
 
+@pytest.mark.parametrize("negatives", [None, NegativeSampling("binary", 1.5), NegativeSampling("triplet", 2)])
+def test_each_end_of_an_edge_has_a_tree_of_its_own(negatives):
+    data = small_data()
+    sampler = NeighborSampler(data, [2, 2], disjoint=True)
+    edges = torch.tensor([[0, 1, 0, 5], [1, 0, 1, 5]])  # an edge given twice, its reverse, a self-loop
+    out = sampler.sample_from_edges(EdgeSamplerInput(None, *edges), negatives, key=3)
+    ends = out.node[: out.num_sampled_nodes[0]]
+    alone = sample_neighbors(sampler.graph, ends, [2, 2], 3, disjoint=True)
+    assert torch.equal(out.node, alone.node)
+    assert torch.equal(out.row, alone.edge_index[0])
+    assert torch.equal(out.batch, alone.batch % 4)  # numbered by edge, as PyG does
+    # Node 0 is an end of edges 0, 1 and 2, and node 5 both ends of edge 3.
+    for node in (0, 5):
+        trees = (ends == node).nonzero().view(-1).tolist()
+        picked = [tuple(alone.edge[alone.batch[alone.edge_index[1]] == tree].tolist()) for tree in trees]
+        assert len(picked) >= 2
+        assert len(set(picked)) > 1
+
+
 def test_the_seed_follows_seed_everything():
     data = small_data()
     inputs = NodeSamplerInput(None, torch.arange(20))
@@ -136,6 +156,9 @@ def test_bad_inputs_are_named(kind):
         sampler.sample_from_edges(NodeSamplerInput(None, torch.arange(3)))
     with pytest.raises(ValueError, match="must lie between"):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3)), key=2**64)
+    edges = EdgeSamplerInput(None, torch.arange(3), torch.arange(3))
+    with pytest.raises(ValueError, match="must lie between"):
+        sampler.sample_from_edges(edges, NegativeSampling("binary"), key=2**64)
     with pytest.raises(IndexError, match="seeds hold node 4611686018427387904, but the graph has 400 nodes"):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([2**62])))
 

@@ -30,8 +30,8 @@ def test_samples_equal_the_cpus(mode, topology, disjoint):
         data, [4, 2], disjoint=disjoint, seed=1, device=DEVICE, topology=topology, mode=mode, fetch_size=3
     )
     theirs = NeighborSampler(data, [4, 2], disjoint=disjoint, seed=1)
-    for key in (1, -5):
-        a, b = ours.draw(seeds, key), theirs.draw(seeds, key)
+    for key, first in ((1, 0), (-5, 11)):
+        a, b = ours.draw(seeds, key, first), theirs.draw(seeds, key, first)
         assert_equal(on_cpu(a), b)
         assert torch.equal(ours.original_edges(a.edge).cpu(), theirs.original_edges(b.edge))
 
@@ -51,9 +51,9 @@ def test_the_triton_backend_of_the_operator():
     graph = CSCGraph.from_edge_index(torch.randint(50, (2, 300)), 50).to(DEVICE)
     seeds = torch.arange(5)
     expected = sample_neighbors(graph.to("cpu"), seeds, [3, 3], 9)
-    for replace in (False, True):
-        expected = sample_neighbors(graph.to("cpu"), seeds, [3, 3], 9, replace=replace)
-        sample = sample_neighbors(graph, seeds.to(DEVICE), [3, 3], 9, replace=replace, backend="triton")
+    for options in ({"replace": False}, {"replace": True}, {"disjoint": True, "first_tree": 4}):
+        expected = sample_neighbors(graph.to("cpu"), seeds, [3, 3], 9, **options)
+        sample = sample_neighbors(graph, seeds.to(DEVICE), [3, 3], 9, backend="triton", **options)
         assert_equal(on_cpu(sample), expected)
 
 
