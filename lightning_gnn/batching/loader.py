@@ -174,7 +174,11 @@ class _ThreadedLoader:
             part: Which part of it, where it has been shared out; for samplers that take no key.
             first: Position of the first seed in the whole mini-batch, likewise; for disjoint samples.
         """
-        draw = partial(self._sample, first=first, **({"key": key} if self._takes_key else {}))
+        keyed = {"key": key} if self._takes_key else {}
+
+        def draw(index: list[int]) -> SamplerOutput:
+            return self._sample(index, first, **keyed)
+
         return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
 
     @property
