@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 
 import numba
 import pytest
@@ -34,6 +35,7 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
             compiled_anew(number)(3)
             number += 1
             started.set()
+            time.sleep(0.01)  # the lock is not fair: without a pause the fork would wait for its turn for long
 
     thread = threading.Thread(target=compile_on)
     thread.start()
