@@ -16,6 +16,7 @@ from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.datamodules import LinkDataModule
+from lightning_gnn.saved_run import KeepConfig
 
 MODES = ("train", "test", "predict")
 
@@ -122,6 +123,7 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
     callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    callbacks.append(KeepConfig(cfg))
     trainer: pl.Trainer = build(
         cfg.trainer,
         "trainer",

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import pytorch_lightning as pl
 import torch
@@ -27,6 +26,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn import doctor, plan_command
 from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
+from lightning_gnn.command_line import start
 from lightning_gnn.console import be_quiet, console, describe, say
 from lightning_gnn.errors import UserError, explained
 from lightning_gnn.report import collect_metrics, print_table, save_figure, write_metrics
@@ -36,18 +36,20 @@ def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
+    if "--version" in sys.argv[1:]:
+        print(doctor.versions())
+        sys.exit(0)
     try:
         if sys.argv[1:2] == ["plan"]:
             plan_command.main()
         else:
-            _hydra_main()
+            start(_run_one, "train")
     except KeyboardInterrupt:
         say("Interrupted before training began.", "yellow")
         sys.exit(128 + signal.SIGINT)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name="train")
-def _hydra_main(cfg: DictConfig) -> float | None:
+def _run_one(cfg: DictConfig) -> float | None:
     try:
         metrics = run(cfg)
     except UserError as error:
@@ -78,7 +80,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         UserError: The configuration cannot be run, or the data is not what it takes.
         SystemExit: The run was interrupted.
     """
-    start = time.perf_counter()
+    begin = time.perf_counter()
     be_quiet()
     if cfg.torch_threads is not None and cfg.torch_threads > 0:
         torch.set_num_threads(cfg.torch_threads)
@@ -114,7 +116,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         seed=cfg.seed,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
-        total_time_s=time.perf_counter() - start,
+        total_time_s=time.perf_counter() - begin,
     )
     if trainer.is_global_zero:
         write_metrics(metrics, cfg.output_dir)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import hydra
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +17,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.assemble import build, build_data, build_task, check_config
+from lightning_gnn.command_line import start
 from lightning_gnn.console import be_quiet, console, describe, say
 from lightning_gnn.datamodules.collective import CollectiveDataModule
 from lightning_gnn.errors import UserError, explained
@@ -31,14 +31,13 @@ def main() -> None:
     """Run ``lgnn plan ...``; exit codes as of ``lgnn``."""
     del sys.argv[1]
     try:
-        _hydra_plan()
+        start(_plan_one, "plan")
     except KeyboardInterrupt:
         say("Interrupted; there is no plan.", "yellow")
         sys.exit(128 + signal.SIGINT)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name="plan")
-def _hydra_plan(cfg: DictConfig) -> None:
+def _plan_one(cfg: DictConfig) -> None:
     try:
         run(cfg)
     except UserError as error:
