@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_gnn.console import console, say
-from lightning_gnn.errors import UserError
+from lightning_gnn.errors import UserError, closest
 from lightning_gnn.saved_run import Rebuilt, rebuild
 
 COMMANDS = ("doctor", "plan")
@@ -169,16 +169,12 @@ def _explain(error: Exception) -> str:
     return text
 
 
-def closest(name: str, names: Any) -> str:
-    """Return a question with the closest of some names, empty where none is close."""
-    found = difflib.get_close_matches(name, [str(item) for item in names], n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 def _no_override(typed: str, reason: str) -> str:
     if "=" in typed or typed.startswith("~"):
         reason = reason.partition(" See https:")[0]
-        return f"{typed} cannot be read ({reason}); quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
+        return (
+            f"{typed} cannot be read ({reason}); quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
+        )
     if typed in COMMANDS:
         return f"{typed} is a command: put it first, lgnn {typed}"
     loader = GlobalHydra.instance().config_loader()
@@ -208,5 +204,6 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
         for key in node:
-            yield f"{prefix}{key}"
-            yield from _keys(node._get_node(key), f"{prefix}{key}.")
+            name = f"{prefix}{key!s}"
+            yield name
+            yield from _keys(node._get_node(key), f"{name}.")

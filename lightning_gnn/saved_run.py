@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -113,7 +114,9 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt | None:
     if isinstance(saved, str):
         return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
     chosen = [item for item in overrides if item.key_or_group in (*GROUPS, *_OTHER_RUNS)]
-    chosen = [item for item in chosen if item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group)]
+    chosen = [
+        item for item in chosen if item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group)
+    ]
     for item in chosen:
         if item.key_or_group in _OTHER_RUNS:
             return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {saved.place}")
@@ -138,7 +141,8 @@ def _find(path: Path) -> _Saved | str:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        found = re.search(r"WeightsUnpickler error: *\s*(.+)", str(error))
+        reason = found[1] if found else str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"ckpt_path={path} cannot be read as a checkpoint: {reason}") from None
     state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     if isinstance(state, dict) and isinstance(state.get("config"), dict):
@@ -146,13 +150,17 @@ def _find(path: Path) -> _Saved | str:
     for folder in (path.absolute().parent, path.absolute().parent.parent):
         if (file := folder / ".hydra/config.yaml").is_file():
             try:
-                config, job = (OmegaConf.to_container(OmegaConf.load(file.with_name(f"{name}.yaml")))
-                               for name in ("config", "hydra"))  # fmt: skip
-                runtime = job["hydra"]["runtime"]  # type: ignore[call-overload,index]
-                return _Saved(_kept(config), runtime["choices"], runtime["cwd"], str(file))  # type: ignore[arg-type]
+                config, job = (_plain(file.with_name(name)) for name in ("config.yaml", "hydra.yaml"))
+                runtime = job["hydra"]["runtime"]
+                return _Saved(_kept(config), runtime["choices"], runtime["cwd"], str(file))
             except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
                 return f"{file} cannot be read ({str(error).partition(chr(10))[0]})"
     return f"no configuration was saved with {path}"
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return dict(content)
 
 
 def _kept(config: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +184,8 @@ def _without(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> 
     root = config.get("data", {}).get("root") if isinstance(config.get("data"), DictConfig) else None
     if isinstance(root, str) and saved.cwd and (there := Path(saved.cwd) / root).exists():
         config.data.root = root if Path(saved.cwd) == Path.cwd() else str(there)
-    return dict(OmegaConf.to_container(config, resolve=False))
+    pruned: Any = OmegaConf.to_container(config, resolve=False)
+    return dict(pruned)
 
 
 def _remove(config: DictConfig, key: str) -> None:

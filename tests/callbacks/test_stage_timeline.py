@@ -18,7 +18,8 @@ from lightning_gnn.planning.mapping import Mapping
 from lightning_gnn.planning.simulate import simulate_dual_buffer
 from lightning_gnn.planning.stage_times import Duration, StageTimes
 from lightning_gnn.planning.timeline import Interval, Timeline
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_timeline, save_trace
+from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
+from lightning_gnn.report.timeline_figure import save_timeline
 from lightning_gnn.strategies import HyScaleStrategy
 
 pytestmark = pytest.mark.timeout(120)
