@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,8 @@ def _predict(
     try:
         np.save(path, logits.numpy())
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         raise OSError(f"{path} cannot be written ({error}); it needs {logits.numel() * 4} bytes") from error
     console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
