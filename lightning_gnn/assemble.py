@@ -44,6 +44,8 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
+    if not isinstance(cfg.ckpt_path, (str, type(None))):
+        raise ValueError(f"ckpt_path={cfg.ckpt_path} must be the path of a file")
     if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
         raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: there is no such file")
     for name, least, most, more in (
@@ -63,7 +65,7 @@ def check_config(cfg: DictConfig) -> None:
             "give one fanout per layer"
         )
     check_writable(cfg.output_dir, "output_dir")
-    check_accelerator(cfg.trainer.accelerator)
+    check_accelerator(cfg.trainer.get("accelerator", "auto"))
 
 
 def check_arguments_of(cfg: DictConfig) -> None:
@@ -92,6 +94,10 @@ def check_arguments_of(cfg: DictConfig) -> None:
     devices = cfg.trainer.get("devices", "auto")
     if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"[\d\s,-]+", devices):
         raise ValueError(f"trainer.devices={devices!r} must be a number of devices, a list of their numbers, or auto")
+    if cfg.trainer.get("accelerator") == "cpu" and not (
+        isinstance(devices, str) or (fits(devices, int) and devices > 0)
+    ):
+        raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
     strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
         hint = closest(strategy, known)
@@ -123,6 +129,13 @@ def build_data(cfg: DictConfig) -> Data:
     data: Data = build(node, "data")
     if data.get("x") is None:
         raise ValueError("data: the graph has no node features x, which the models need")
+    precision = str(cfg.trainer.get("precision"))
+    wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
+    if wanted is not None and wanted != str(data.x.dtype).rpartition(".")[2]:
+        raise ValueError(
+            f"trainer.precision={precision} makes the weights {wanted}, but features stay {data.x.dtype}; use 32-true, "
+            "16-mixed or bf16-mixed"
+        )
     return data
 
 

@@ -119,7 +119,7 @@ def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt | None:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            raise UserError(_explain(error)) from None
+            raise UserError(_explain(error, typed.overrides)) from None
     if rebuilt is not None and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
     return rebuilt if rebuilt is not None and rebuilt.config_name != config_name else None
@@ -148,7 +148,7 @@ def _choices(overrides: list[Override], sweep: bool) -> Iterator[list[str]]:
             yield [other if i == place else first[0] for i, first in enumerate(values)]
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, typed: list[str]) -> str:
     """Return one line: what is wrong with what was typed, and the closest name."""
     cause = error.__cause__
     text = re.sub(r"\s+", " ", str(error)).strip()
@@ -162,11 +162,19 @@ def _explain(error: Exception) -> str:
         return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
     if (found := re.match(r"Multiple values for (\S+)\.", text)) is not None:
         return f"+{found[1]}=… adds a choice where there is one already; write {found[1]}=… without the +"
+    if text.startswith("Config group override must be a string") and (found := _first(r"([\w/]+)=null", typed)):
+        return f"{found[0]}: a group takes the name of one of its options; leave it out for the default"
+    if text.startswith("Error resolving interpolation") and (found := _first(r"~([\w/]+)", typed)):
+        return f"{found[0]}: a run needs a {found[1]}; choose another with {found[1]}=OPTION"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and "is not in struct" in str(cause):
         return _unknown_key(cause)
     if cause is not None and str(cause) not in text:
         text = f"{text}: {str(cause).splitlines()[0]}"
     return text
+
+
+def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
+    return next((found for item in typed if (found := re.fullmatch(pattern, item))), None)
 
 
 def _no_override(typed: str, reason: str) -> str:

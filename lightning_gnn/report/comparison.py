@@ -40,7 +40,8 @@ class ComparisonTable(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Called by Hydra when a run has ended, in this process or in the one that ran it."""
-        if job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
+        numbered = not OmegaConf.is_missing(config.hydra.job, "num")  # it is a run of a sweep
+        if numbered and job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
             self._returned[int(config.hydra.job.num)] = job_return.return_value
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

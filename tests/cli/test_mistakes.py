@@ -1,6 +1,7 @@
 """What users mistype: one line that names the value and what to do, exit code 2, and nothing is loaded or left."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ COMPOSED = {
     "doctr": "doctr is neither a command nor KEY=VALUE; did you mean lgnn doctor?",
     "seed=1 doctor": "doctor is a command: put it first, lgnn doctor",
     "+strategy=hyscale": "+strategy=… adds a choice where there is one already; write strategy=… without the +",
+    "data=null": "data=null: a group takes the name of one of its options; leave it out for the default",
+    "~model": "~model: a run needs a model; choose another with model=OPTION",
     "hydra.run.dir=FILE": "hydra.run.dir=FILE cannot be used: FILE is a file; give another folder",
     "hydra.run.dir=FILE/below": "hydra.run.dir=FILE/below cannot be used: FILE is a file; give another folder",
     "-m hydra.sweep.dir=FILE seed=1,2": "hydra.sweep.dir=FILE cannot be used: FILE is a file; give another folder",
@@ -32,6 +35,11 @@ BUILT = {
     "which experiment=smoke sets; leave it out: give ~datamodule.batch_size ~datamodule.num_workers",
     "trainer.max_epochs=abc": "trainer.max_epochs='abc' must be a whole number or null",
     "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 must be a whole number or null",
+    "trainer.devices=-2": "trainer.devices=-2 must be a whole number of at least 1 with accelerator=cpu",
+    "trainer.precision=64-true": "trainer.precision=64-true makes the weights float64, but features stay torch.float32",
+    "trainer.max_epochs=1 callbacks.best.dirpath=FILE/x": "Not a directory: 'FILE/x'",
+    "experiment=smoke strategy=hyscale trainer.strategy.drm=FILE/x": "Not a directory: 'FILE/x'",
+    "ckpt_path=5": "ckpt_path=5 must be the path of a file",
     "trainer.devices=two": "trainer.devices='two' must be a number of devices, a list of their numbers, or auto",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0 must be at least 1",
     "trainer.strategy=hyscal": "trainer.strategy=hyscal is unknown (did you mean hyscale?)",
@@ -57,6 +65,13 @@ BUILT = {
         "model: PNA cannot be built so: AttributeError: 'NoneType' object has no attribute 'to'"
     ),
 }
+
+
+def test_a_run_says_nothing_else(tmp_path, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lgnn(tmp_path, "trainer.max_epochs=1") == 0
+    assert capfd.readouterr().err == ""
 
 
 def one_line(directory, capfd, overrides, expected):

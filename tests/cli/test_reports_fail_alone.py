@@ -121,7 +121,9 @@ def test_the_picture_of_a_plan(tmp_path, capfd, monkeypatch):
     in_the_way(tmp_path / "timeline.png")
     with pytest.warns(UserWarning, match=r"timeline\.png could not be made"):
         assert plan(tmp_path, *COLLECTIVE, "datamodule.profile_batches=3") == 0
-    assert "The run takes this plan" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "The run takes this plan" in out
+    assert "The CPU has played the GPU's part" in out
     assert (tmp_path / "plan.yaml").is_file()
     # The CPU has played GPU and PCIe, and everything says so.
     names = {
