@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_gnn.datamodules import FullGraphDataModule
 from lightning_gnn.errors import closest
 
 _PLAIN: dict[Any, str] = {
@@ -46,7 +47,8 @@ def check_arguments(
     given = OmegaConf.to_container(node, resolve=True)
     assert isinstance(given, dict)
     names = [str(key) for key in given if not str(key).startswith("_")]
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not more or (isinstance(target, type) and issubclass(target, FullGraphDataModule)):  # it refuses all of them
         unknown = [key for key in names if key not in parameters]
         if unknown:
             listed = ", ".join(f"{key}={shown(given[key])}{closest(key, parameters)}" for key in unknown)
