@@ -7,7 +7,8 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_gnn.saved_run import KEY
-from tests.cli.command import NODE, lgnn, metrics_of
+from tests.cli.command import NODE, TINY, lgnn, metrics_of
+from tests.cli.test_plan import plan
 
 EXACT = "datamodule.num_neighbors=[-1,-1]"  # the neighbours sampled for a test depend on the epoch
 
@@ -114,6 +115,23 @@ def test_runs_of_a_sweep_and_sweeps_over_a_saved_run(tmp_path, capfd):
     assert lgnn(tmp_path / "again", "-m", *again, base=[]) == 0
     for job in (0, 1):
         assert metrics_of(tmp_path / f"again/{job}")["test_acc"] == metrics_of(tmp_path / "sweep/0")["test_acc"]
+
+
+def test_links_strategies_and_plans(tmp_path, capfd):
+    shared = [*TINY, "model.num_layers=2", "datamodule.batch_size=256", "trainer.max_epochs=1"]
+    split = ["task=link", *(f"task.split.num_{part}=50" for part in ("train", "val", "test"))]
+    assert lgnn(tmp_path / "link", EXACT, *split, base=shared) == 0
+    assert retest(tmp_path / "again", tmp_path / "link/checkpoints/best.ckpt") == 0
+    assert metrics_of(tmp_path / "again")["test_auc"] == metrics_of(tmp_path / "link")["test_auc"]
+    hybrid = ["strategy=hyscale", "trainer.strategy.drm=false", "+trainer.strategy.devices=[cpu]"]
+    assert lgnn(tmp_path / "hybrid", EXACT, *hybrid, base=shared) == 0
+    best = tmp_path / "hybrid/checkpoints/best.ckpt"
+    assert retest(tmp_path / "cpu", best, "trainer=fast_dev") == 0
+    trainer = config_of(tmp_path / "cpu").trainer
+    assert (trainer.limit_test_batches, trainer.strategy.drm, trainer.strategy.devices) == (3, False, ["cpu"])
+    capfd.readouterr()
+    assert plan(tmp_path / "plan", f"ckpt_path={best}", base=[]) == 0
+    assert "Best mapping" in capfd.readouterr().out
 
 
 def test_relative_data_is_found_from_elsewhere(tmp_path, monkeypatch):
