@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate, to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
+from pytorch_lightning.strategies import StrategyRegistry
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
+from lightning_gnn.check_arguments import check_arguments, fits, shown
+from lightning_gnn.command_line import check_writable
 from lightning_gnn.datamodules import LinkDataModule
+from lightning_gnn.errors import closest
+from lightning_gnn.saved_run import KeepConfig
 
 MODES = ("train", "test", "predict")
+_SIZES = ("in_channels", "out_channels")
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -36,10 +44,18 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
+    if not isinstance(cfg.ckpt_path, (str, type(None))):
+        raise ValueError(f"ckpt_path={cfg.ckpt_path} must be the path of a file")
     if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
         raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: there is no such file")
-    if cfg.torch_threads is not None and cfg.torch_threads < 1:
-        raise ValueError(f"torch_threads={cfg.torch_threads}, but at least one is needed; null leaves torch's choice")
+    for name, least, most, more in (
+        ("seed", 0, 2**32 - 1, ""),  # the range of NumPy's
+        ("torch_threads", 1, 2**16, "; null leaves torch's choice"),
+    ):
+        value = cfg[name]
+        if not (fits(value, int) and least <= value <= most) and (value is not None or not more):
+            raise ValueError(f"{name}={shown(value)} must be a whole number from {least} to {most}{more}")
+    check_arguments_of(cfg)
     fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
     depth = OmegaConf.select(cfg, "model.num_layers")
     if fanouts is not None and depth is not None and len(fanouts) != depth:
@@ -48,7 +64,44 @@ def check_config(cfg: DictConfig) -> None:
             f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
             "give one fanout per layer"
         )
-    check_accelerator(cfg.trainer.accelerator)
+    check_writable(cfg.output_dir, "output_dir")
+    check_accelerator(cfg.trainer.get("accelerator", "auto"))
+
+
+def check_arguments_of(cfg: DictConfig) -> None:
+    """Hold everything that will be built against the signatures of its classes.
+
+    Raises:
+        ValueError: Names what does not fit.
+    """
+    typed: list[str] = []
+    experiment = None
+    if HydraConfig.initialized():
+        typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
+        experiment = HydraConfig.get().runtime.choices.get("experiment")
+    task = _task_settings(cfg)
+    nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
+    for group in ("logger", "callbacks"):
+        nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
+    for name, node in nodes.items():
+        check_arguments(node, name, typed, experiment, filled=_SIZES if name == "model" else ())
+    for name, value in (cfg.task.get("split") or {}).items():
+        if not fits(value, float) or value < 0:
+            raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
+    for name in ("check_val_every_n_epoch", "accumulate_grad_batches"):
+        if (value := cfg.trainer.get(name)) is not None and value < 1:
+            raise ValueError(f"trainer.{name}={value} must be at least 1")
+    devices = cfg.trainer.get("devices", "auto")
+    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"[\d\s,-]+", devices):
+        raise ValueError(f"trainer.devices={devices!r} must be a number of devices, a list of their numbers, or auto")
+    if cfg.trainer.get("accelerator") == "cpu" and not (
+        isinstance(devices, str) or (fits(devices, int) and devices > 0)
+    ):
+        raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
+    strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(strategy, str) and strategy not in known:
+        hint = closest(strategy, known)
+        raise ValueError(f"trainer.strategy={strategy} is unknown{hint}; strategy=auto, ddp, hyscale or ascend_hybrid")
 
 
 def check_accelerator(name: str) -> None:
@@ -76,6 +129,13 @@ def build_data(cfg: DictConfig) -> Data:
     data: Data = build(node, "data")
     if data.get("x") is None:
         raise ValueError("data: the graph has no node features x, which the models need")
+    precision = str(cfg.trainer.get("precision"))
+    wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
+    if wanted is not None and wanted != str(data.x.dtype).rpartition(".")[2]:
+        raise ValueError(
+            f"trainer.precision={precision} makes the weights {wanted}, but features stay {data.x.dtype}; use 32-true, "
+            "16-mixed or bf16-mixed"
+        )
     return data
 
 
@@ -122,6 +182,7 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
     callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    callbacks.append(KeepConfig(cfg))
     trainer: pl.Trainer = build(
         cfg.trainer,
         "trainer",
@@ -143,18 +204,25 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
     """
     try:
         return instantiate(node, _partial_=True, _convert_="all")(**kwargs)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
+        target = str(node.get("_target_")).rpartition(".")[2]
+        raise ValueError(f"{name}: {target} cannot be built so: {type(error).__name__}: {error}") from error
     except Exception as error:
         error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
         raise
 
 
 def _module(cfg: DictConfig, data: Data, out_channels: int, **kwargs: Any) -> pl.LightningModule:
-    sizes = {"in_channels": data.num_features, "out_channels": out_channels}
+    sizes = dict(zip(_SIZES, (data.num_features, out_channels), strict=True))
     given = {name: cfg.model.get(name) for name in sizes}
     model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
-    settings = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
-    module: pl.LightningModule = build(settings, "task", model=model, **kwargs)
+    module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)
     return module
+
+
+def _task_settings(cfg: DictConfig) -> DictConfig:
+    """Return the arguments of the LightningModule."""
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
 
 
 def _count_classes(data: Data) -> int:

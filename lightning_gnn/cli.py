@@ -10,11 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import pytorch_lightning as pl
 import torch
@@ -27,27 +26,31 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn import doctor, plan_command
 from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
-from lightning_gnn.console import be_quiet, console, describe, say
+from lightning_gnn.command_line import start
+from lightning_gnn.console import be_quiet, console, describe, say, warn
 from lightning_gnn.errors import UserError, explained
-from lightning_gnn.report import collect_metrics, print_table, save_figure, write_metrics
+from lightning_gnn.graph.size import count_edges
+from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
+    if "--version" in sys.argv[1:]:
+        print(doctor.versions())
+        sys.exit(0)
     try:
         if sys.argv[1:2] == ["plan"]:
             plan_command.main()
         else:
-            _hydra_main()
+            start(_run_one, "train")
     except KeyboardInterrupt:
         say("Interrupted before training began.", "yellow")
         sys.exit(128 + signal.SIGINT)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name="train")
-def _hydra_main(cfg: DictConfig) -> float | None:
+def _run_one(cfg: DictConfig) -> float | None:
     try:
         metrics = run(cfg)
     except UserError as error:
@@ -78,21 +81,21 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         UserError: The configuration cannot be run, or the data is not what it takes.
         SystemExit: The run was interrupted.
     """
-    start = time.perf_counter()
+    begin = time.perf_counter()
     be_quiet()
-    if cfg.torch_threads is not None and cfg.torch_threads > 0:
-        torch.set_num_threads(cfg.torch_threads)
     with explained():
         check_config(cfg)
+        if cfg.torch_threads is not None:
+            torch.set_num_threads(cfg.torch_threads)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = build_data(cfg)
         datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
     title = describe(cfg, module)
     if trainer.is_global_zero:
-        console().print(
-            title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False
-        )
+        with reporting("the heading", warn):
+            size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
+            console().print(title, size, sep=" · ", style="bold", highlight=False)
         if (summary := getattr(datamodule, "summary", None)) is not None:
             console().print(summary, highlight=False, soft_wrap=True)
 
@@ -114,18 +117,29 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         seed=cfg.seed,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
-        total_time_s=time.perf_counter() - start,
+        total_time_s=time.perf_counter() - begin,
     )
     if trainer.is_global_zero:
-        write_metrics(metrics, cfg.output_dir)
-        if curves is not None and curves.epochs:
-            save_figure(metrics, curves.epochs, cfg.task.metric, title, Path(cfg.output_dir) / "report.png")
-        if cfg.mode != "predict":
-            print_table(metrics, title, console())
-        console().print(
-            f"{metrics['total_time_s']:.0f} s in all; files in {cfg.output_dir}", soft_wrap=True, highlight=False
-        )
+        _report(metrics, curves.epochs if curves is not None else [], title, cfg)
     return metrics
+
+
+def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:
+    """Print the results, then write them; what fails of it fails alone."""
+    directory = Path(cfg.output_dir)
+    if cfg.mode != "predict":
+        with reporting("the table of results", warn):
+            print_table(metrics, title, console())
+    with reporting(directory / "metrics.json", warn):
+        write_metrics(metrics, directory)
+    if epochs:
+        with reporting(directory / "report.png", warn):
+            from lightning_gnn.report.figure import save_figure  # matplotlib may be missing or broken
+
+            save_figure(metrics, epochs, cfg.task.metric, title, directory / "report.png")
+    with reporting("the end of the report", warn):
+        seconds = f"{metrics['total_time_s']:.0f} s in all; files in {directory}"
+        console().print(seconds, soft_wrap=True, highlight=False)
 
 
 def _fit_and_test(
@@ -164,7 +178,13 @@ def _predict(
     batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
     rows = [batch.float().cpu() for batch in batches or []]  # type: ignore[union-attr]
     logits = rows[0] if len(rows) == 1 else torch.cat(rows)  # outputs in a file need not come into memory
-    np.save(Path(directory) / "predictions.npy", logits.numpy())
+    path = Path(directory) / "predictions.npy"
+    try:
+        np.save(path, logits.numpy())
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise OSError(f"{path} cannot be written ({error}); it needs {logits.numel() * 4} bytes") from error
     console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
 
@@ -180,13 +200,18 @@ def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
             raise
         saved = stop.checkpoint if stop is not None else None
         if trainer.is_global_zero:
-            checkpoint = saved or _latest_checkpoint(trainer)
-            if checkpoint is None:
-                say("Interrupted; there is no checkpoint to resume from.", "yellow")
-            else:
-                found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
-                say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
+            with reporting("the command that resumes", warn):
+                _say_how_to_resume(trainer, saved)
         raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
+
+
+def _say_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
+    checkpoint = saved or _latest_checkpoint(trainer)
+    if checkpoint is None:
+        say("Interrupted; there is no checkpoint to resume from.", "yellow")
+        return
+    found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
+    say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
 
 
 def _latest_checkpoint(trainer: pl.Trainer) -> Path | None:
@@ -207,10 +232,9 @@ def _resume_command(checkpoint: Path) -> str:
 
 def _failed(cfg: DictConfig, message: str) -> float:
     """Leave a trace of a failed run of a sweep; NaN is what optimising sweepers take for failure."""
-    write_metrics(
-        {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed},
-        cfg.output_dir,
-    )
+    figures = {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}
+    with reporting(Path(cfg.output_dir) / "metrics.json", warn):
+        write_metrics(figures, cfg.output_dir)
     return float("nan")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 
@@ -17,7 +18,15 @@ OURS = ("hyscale: ", "collective batching")
 
 def console() -> Console:
     """Return where results go; no narrower than 120 columns in a file."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return _Patient(width=None if sys.stdout.isatty() else 120)
+
+
+class _Patient(Console):
+    """Goes on without a reader: `lgnn | head` must not end the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(message: str, style: str) -> None:
@@ -25,6 +34,11 @@ def say(message: str, style: str) -> None:
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(
         message, style=style, markup=False, highlight=False, soft_wrap=True
     )
+
+
+def warn(message: str) -> None:
+    """Print a warning to the standard error stream."""
+    say(f"warning: {message}", "yellow")
 
 
 def be_quiet() -> None:

@@ -79,6 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
 
 
+def versions() -> str:
+    """Return what a report of a fault should begin with."""
+    from lightning_gnn import __version__
+
+    named = {"torch": torch.__version__, "pytorch-lightning": _version("pytorch-lightning")}
+    named |= {"PyG": _version("torch-geometric"), "Python": platform.python_version()}
+    return ", ".join([f"lightning-gnn {__version__}", *(f"{name} {number}" for name, number in named.items())])
+
+
 def _print(findings: Sequence[Finding]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(

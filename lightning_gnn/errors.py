@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
@@ -27,6 +28,12 @@ class UserError(Exception):
     """Something the user can put right; shown as one line."""
 
 
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return a question with the closest of some names, empty where none is close."""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
 @contextmanager
 def explained(only_ours: bool = False) -> Iterator[None]:
     """Turn errors that a user can put right into a :class:`UserError`.
@@ -46,6 +53,8 @@ def explained(only_ours: bool = False) -> Iterator[None]:
 def _is_ours(error: BaseException) -> bool:
     if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
         return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return True  # of a file or a disk, whoever wanted it
     frames = list(traceback.walk_tb(error.__traceback__))
     return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
 
@@ -57,7 +66,9 @@ def _explain(error: BaseException) -> str:
         error = error.__cause__
         error.__notes__ = notes  # type: ignore[attr-defined]
     text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
-    text = text.replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", "")
+    text = re.sub(r"^\[Errno \d+\] ", "", text).replace(
+        ", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ""
+    )
     if "loading state_dict" in text:
         text = f"the checkpoint does not fit the configured model: {text}"
     note = next(iter(getattr(error, "__notes__", [])), None)

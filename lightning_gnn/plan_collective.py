@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from lightning_gnn.datamodules.collective import CollectiveDataModule
 from lightning_gnn.planning.collective_plan import CollectivePlan
 from lightning_gnn.planning.simulate import simulate_dual_buffer
 from lightning_gnn.planning.timeline import Timeline
-from lightning_gnn.report.timeline import save_timeline, save_trace
+from lightning_gnn.report import reporting
+from lightning_gnn.report.timeline import save_trace
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,19 @@ class CollectiveForecast:
     Args:
         plan: As measured, or as given with ``datamodule.plan``.
         timeline: Of an epoch; None where the plan does not know what the stages take.
+        on_cpu: Whether the CPU has played the GPU's part.
     """
 
     plan: CollectivePlan
     timeline: Timeline | None
+    on_cpu: bool = False
 
     def print(self, console: Console) -> None:
         """Print stages, buffers and predicted epochs."""
         console.print(str(self.plan), highlight=False, markup=False, soft_wrap=True)
+        if self.on_cpu:
+            text = "The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is."
+            console.print(text, highlight=False, soft_wrap=True)
         if self.timeline is None:
             text = "There is no predicted timeline: the plan does not know what the stages take."
             console.print(text, highlight=False, soft_wrap=True)
@@ -47,8 +53,12 @@ class CollectiveForecast:
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / "plan.yaml")
         if self.timeline is not None:
-            save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
-            save_trace({"predicted": self.timeline}, folder / "timeline.json")
+            with reporting(folder / "timeline.json"):
+                save_trace({"predicted": self.timeline}, folder / "timeline.json")
+            with reporting(folder / "timeline.png"):
+                from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be broken
+
+                save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
 
 
 def profile(
@@ -104,7 +114,8 @@ def profile(
     if plan.times is not None:
         epoch = plan.num_batches or profiling.num_batches
         timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline
-    return CollectiveForecast(plan, timeline)
+        timeline = replace(timeline, names=profiling.names)
+    return CollectiveForecast(plan, timeline, on_cpu=bool(profiling.names))
 
 
 def progress_bar(console: Console, shown: bool) -> Progress:
@@ -119,6 +130,8 @@ class _Profiling(pl.Callback):
     def __init__(self, datamodule: CollectiveDataModule, max_batches: int, progress: Progress) -> None:
         self.num_batches = 0
         """Of an epoch."""
+        self.names: dict[str, str] = {}
+        """Of the loader's timelines."""
         self._datamodule = datamodule
         self._max_batches = max_batches
         self._progress = progress
@@ -129,6 +142,7 @@ class _Profiling(pl.Callback):
         """Refuse what needs no plan, and begin."""
         self.num_batches = int(trainer.num_training_batches)
         loader = _loader(trainer)
+        self.names = loader.names
         if loader.route is None:
             raise ValueError(
                 "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import hydra
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -18,9 +17,11 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.assemble import build, build_data, build_task, check_config
+from lightning_gnn.command_line import start
 from lightning_gnn.console import be_quiet, console, describe, say
 from lightning_gnn.datamodules.collective import CollectiveDataModule
 from lightning_gnn.errors import UserError, explained
+from lightning_gnn.graph.size import count_edges
 from lightning_gnn.plan_collective import profile, progress_bar
 from lightning_gnn.plan_hybrid import forecast, print_forecast
 from lightning_gnn.platform_numbers import given_numbers
@@ -31,14 +32,13 @@ def main() -> None:
     """Run ``lgnn plan ...``; exit codes as of ``lgnn``."""
     del sys.argv[1]
     try:
-        _hydra_plan()
+        start(_plan_one, "plan")
     except KeyboardInterrupt:
         say("Interrupted; there is no plan.", "yellow")
         sys.exit(128 + signal.SIGINT)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name="plan")
-def _hydra_plan(cfg: DictConfig) -> None:
+def _plan_one(cfg: DictConfig) -> None:
     try:
         run(cfg)
     except UserError as error:
@@ -58,21 +58,20 @@ def run(cfg: DictConfig) -> None:
         UserError: There is nothing to plan, or the run could not be started.
     """
     be_quiet()
-    if cfg.torch_threads is not None and cfg.torch_threads > 0:
-        torch.set_num_threads(cfg.torch_threads)
     with explained():
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise ValueError("lgnn plan makes one plan at a time: leave out -m, and call it once for each choice")
         kind = what_to_plan(cfg)
         check_config(cfg)
+        if cfg.torch_threads is not None:
+            torch.set_num_threads(cfg.torch_threads)
         given = given_numbers(cfg.plan.platform_file, OmegaConf.to_container(cfg.plan.platform))  # type: ignore[arg-type]
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = build_data(cfg)
         datamodule, module = build_task(cfg, data)
         title = describe(cfg, module)
-        console().print(
-            title, f"{data.num_nodes:,} nodes, {data.num_edges:,} edges", sep=" · ", style="bold", highlight=False
-        )
+        size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
+        console().print(title, size, sep=" · ", style="bold", highlight=False)
         if kind == "hybrid":
             hybrid = forecast(given, cfg.plan, datamodule, module, _trainer(cfg))
             print_forecast(hybrid, console())

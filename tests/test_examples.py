@@ -56,6 +56,8 @@ def test_both_samplers_train_the_same():
     if not torch.cuda.is_available():
         assert accuracies[0] == accuracies[1]
         assert "No GPU for the persistent sampler" in done.stderr
+        assert "GPU sampler:" not in done.stdout
+        assert "There is no GPU here: these times compare the CPU with itself." in done.stdout
 
 
 @pytest.mark.slow

@@ -114,6 +114,16 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.routes.recorder.timeline = value
 
     @property
+    def names(self) -> dict[str, str]:
+        """What to call the resources and stages of its timelines where the CPU stands in for a GPU."""
+        if self.device.type != "cpu":
+            return {}
+        if self.route is None:
+            return {"GPU": "CPU, training"}
+        stages = {"gpu_batching": "sampling, CPU as GPU", "uva": "gathering, CPU as GPU", "dma": "copying, CPU as PCIe"}
+        return {"GPU": "CPU as GPU", "PCIe": "CPU as PCIe", **stages}
+
+    @property
     def measures(self) -> bool:
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0

@@ -18,7 +18,8 @@ from lightning_gnn.planning.decisions import Decision
 from lightning_gnn.planning.mapping import IterationTimes
 from lightning_gnn.planning.simulate import simulate_dual_buffer
 from lightning_gnn.planning.timeline import Interval, Resource, Timeline
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_timeline, save_trace
+from lightning_gnn.report import reporting
+from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
 from lightning_gnn.strategies.hyscale import HyScaleStrategy
 
 
@@ -30,7 +31,8 @@ class StageTimeline(pl.Callback):
     ``hyscale`` the trace also holds the stage times of each iteration as curves, and every decision of its resource
     manager as an event with its explanation; those that change something are recorded during the whole run.
 
-    In a run with several processes the first one records. Nothing of it goes into checkpoints.
+    In a run with several processes the first one records. Nothing of it goes into checkpoints. A file that cannot be
+    written is a warning.
 
     Args:
         path: Of the two files, without their endings; the folder is made.
@@ -176,15 +178,19 @@ class StageTimeline(pl.Callback):
             timeline = _with_bus(told[0])  # tells the model itself
         most = self.max_batches if self.max_batches is not None else len(timeline.intervals)
         predicted = _predicted(loaders[0], int(trainer.num_training_batches)) if loaders else None
+        names = getattr(loaders[0], "names", {}) if loaders else {}
         if predicted is not None:
-            self.timelines["predicted"] = first_batches(predicted, most)
-        self.timelines["measured"] = first_batches(timeline, most)
+            self.timelines["predicted"] = replace(first_batches(predicted, most), names=names)
+        self.timelines["measured"] = replace(first_batches(timeline, most), names=names)
 
     def _write(self) -> None:
         self._written = len(self.decisions)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        save_trace(self.timelines, f"{self.path}.json", self.decisions, self.counters)
-        save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
+        with reporting(f"{self.path}.json"):
+            save_trace(self.timelines, f"{self.path}.json", self.decisions, self.counters)
+        with reporting(f"{self.path}.png"):
+            from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be missing or broken
+
+            save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
 
 
 def _last_epoch(trainer: pl.Trainer) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torchmetrics import MeanMetric
@@ -17,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import check_takes_graph, is_graph
 from lightning_gnn.nn.inference import infer
-from lightning_gnn.nn.models import trims_exactly
+from lightning_gnn.nn.models import num_layers, trims_exactly
 
 
 class GNNModule(pl.LightningModule):
@@ -47,9 +48,9 @@ class GNNModule(pl.LightningModule):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if lr <= 0:
+        if not lr > 0:
             raise ValueError(f"lr must be positive, got {lr}")
-        if weight_decay < 0:
+        if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
         self.model = model
         self.lr = lr
@@ -68,7 +69,8 @@ class GNNModule(pl.LightningModule):
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
-        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`.
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. A warning tells, once, where
+        mini-batches have another number of hops than the model has layers.
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
@@ -78,6 +80,7 @@ class GNNModule(pl.LightningModule):
         for name in ("x", "edge_index"):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
+        self._compare_hops(batch)
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
@@ -102,6 +105,24 @@ class GNNModule(pl.LightningModule):
                 f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
             ) from error
         return out
+
+    def _compare_hops(self, batch: Data) -> None:
+        """Warn, once, where mini-batches have another number of hops than the model has layers."""
+        if "hops" in self._checked:
+            return
+        self._checked.add("hops")
+        hops, layers = batch.get("num_sampled_edges"), num_layers(self.model)
+        if not isinstance(hops, (list, tuple)) or layers is None or len(hops) == layers:
+            return
+        effect = (
+            "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
+            if len(hops) < layers
+            else "what is sampled beyond the layers changes nothing"
+        )
+        rank_zero_warn(
+            f"the model has {layers} layers, but its mini-batches have {len(hops)} "
+            f"hop{'s' if len(hops) != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
+        )
 
     def _progress_shown(self) -> Any:
         """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.

@@ -35,6 +35,18 @@ def trims_exactly(model: nn.Module, num_hops: int) -> bool:
     return isinstance(model, GCN) or not isinstance(model, pyg.GCN)
 
 
+def num_layers(model: nn.Module) -> int | None:
+    """Return how often a model passes messages; None where that cannot be told.
+
+    A model of the user's tells by its attribute ``num_layers``, if it has as many modules that pass messages.
+    """
+    model = getattr(model, "_orig_mod", model)
+    layers = getattr(model, "num_layers", None)
+    if not isinstance(layers, int) or isinstance(model, BasicGNN):
+        return layers if isinstance(layers, int) else None
+    return layers if sum(isinstance(module, MessagePassing) for module in model.modules()) == layers else None
+
+
 class _InputDropoutGNN(BasicGNN):
     """A PyG ``BasicGNN`` that drops input features and checks its arguments.
 

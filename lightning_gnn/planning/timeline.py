@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,10 +38,12 @@ class Timeline:
     Args:
         intervals: In any order.
         phases: Name, start and end in seconds of each phase of the schedule.
+        names: What to call resources and stages that something else stands in for, such as the CPU for a GPU.
     """
 
     intervals: list[Interval] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def start(self) -> float:
@@ -80,7 +82,9 @@ class Timeline:
         thread = {track: index + 1 for index, track in enumerate(tracks)}
         events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": process}}]
         for (resource, lane), index in [(("phases", 0), 0), *thread.items()]:
-            name = resource if resource == "phases" or len(self.lanes(resource)) < 2 else f"{resource} {lane}"  # type: ignore[arg-type]
+            name = self.names.get(resource, resource)
+            if resource != "phases" and len(self.lanes(resource)) > 1:  # type: ignore[arg-type]
+                name = f"{name} {lane}"
             events.append({"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": name}})
         origin = min([self.start, *(begin for _, begin, _ in self.phases)])
         for phase, start, end in self.phases:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import math
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from lightning_gnn.console import warn
+from lightning_gnn.report.files import reporting, write_whole
 
 FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
 SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
@@ -23,23 +31,42 @@ class ComparisonTable(Callback):
     """Compares the runs of a sweep: one row each, with mean and standard deviation over the seeds beside them.
 
     It reads the ``metrics.json`` that each run has left in its directory, so it works with every launcher, and writes
-    ``comparison.csv`` beside them. The command fails (exit code 1) if a run has failed.
+    ``comparison.csv`` beside them. The command fails (exit code 1) if a run has failed; that a file of the comparison
+    could not be written or read is a warning.
     """
+
+    def __init__(self) -> None:
+        self._returned: dict[int, float] = {}
+
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        """Called by Hydra when a run has ended, in this process or in the one that ran it."""
+        numbered = not OmegaConf.is_missing(config.hydra.job, "num")  # it is a run of a sweep
+        if numbered and job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
+            self._returned[int(config.hydra.job.num)] = job_return.return_value
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Called by Hydra when all runs have ended."""
         directory = Path(config.hydra.sweep.dir)
-        rows = compare(directory)
+        rows: list[dict[str, Any]] = []
+        with reporting("the comparison", warn):
+            rows = compare(directory, self._returned)
         if not rows:
             return
-        _write(rows, directory / "comparison.csv")
-        _print(rows, directory / "comparison.csv")
+        with reporting("the comparison's table", warn):
+            _print(rows, directory / "comparison.csv")
+        with reporting(directory / "comparison.csv", warn):
+            _write(rows, directory / "comparison.csv")
         if any(row["status"] != "ok" for row in rows):
             sys.exit(1)
 
 
-def compare(directory: str | Path) -> list[dict[str, Any]]:
+def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[dict[str, Any]]:
     """Read the runs below a sweep's directory.
+
+    Args:
+        directory: The sweep's.
+        returned: What runs of this process have returned, by number; NaN is a failure. Others count as failed where
+            they have left no ``metrics.json``.
 
     Returns:
         One row per run, in order: ``job``, ``status`` (``ok`` or ``failed``), what it was told that differs from other
@@ -54,10 +81,11 @@ def compare(directory: str | Path) -> list[dict[str, Any]]:
     for path, given in zip(jobs, overrides, strict=True):
         metrics = _metrics(path.parents[1])
         error = metrics.get("error")
+        succeeded = not math.isnan(returned.get(_job_number(path), math.nan))
         rows.append(
             {
                 "job": _job_number(path),
-                "status": "failed" if error else "ok",
+                "status": "failed" if error and not succeeded else "ok",
                 **{key: given.get(key, "") for key in varied},
                 **{name: metrics[name] for name in FIGURES if metrics.get(name) is not None},
                 "error": error or "",
@@ -75,7 +103,10 @@ def _metrics(directory: Path) -> dict[str, Any]:
     path = directory / "metrics.json"
     if not path.is_file():
         return {"error": "the run has left no metrics.json"}
-    metrics: dict[str, Any] = json.loads(path.read_text())
+    try:
+        metrics: dict[str, Any] = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return {"error": f"{path} cannot be read: {error}"}
     return metrics
 
 
@@ -101,10 +132,11 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, _columns(rows), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, _columns(rows), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode())
 
 
 def _print(rows: list[dict[str, Any]], path: Path) -> None:
@@ -140,8 +172,9 @@ def _print(rows: list[dict[str, Any]], path: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for row in rows:
-        if row["status"] != "ok":
-            console.print(f"job {row['job']} failed: {row['error']}", style="red", markup=False, highlight=False)
+        if row["error"]:
+            said = f"job {row['job']}" + (" failed" if row["status"] != "ok" else "")
+            console.print(f"{said}: {row['error']}", style="red", markup=False, highlight=False)
 
 
 def _shown(name: str, value: float | None) -> str:

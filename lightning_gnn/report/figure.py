@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from lightning_gnn.report.files import write_whole
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#3b6fb6", "#e08a2e", "#4a9b6e", "#c3c7cd", "#b8473d", "#30343b"
 STYLE: Any = {
@@ -53,8 +56,14 @@ def save_figure(
         _mark_test(scores, metrics.get(f"test_{metric}"), epochs, percent=metric == "acc")
         if timed:
             _time_split(figure.add_subplot(grid[1, :]), metrics)
-        figure.savefig(path, dpi=130)
-    return Path(path)
+        return save(figure, path)
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as a whole PNG file."""
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=130)
+    return write_whole(path, image.getvalue())
 
 
 def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[str, str]) -> None:

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_gnn.report.files import write_whole
+
 
 class MeasuredEpoch(Protocol):
     """An epoch as :class:`~lightning_gnn.callbacks.Throughput` measures it, which this package does not depend on."""
@@ -52,10 +54,8 @@ def collect_metrics(
 
 def write_metrics(metrics: dict[str, Any], directory: str | Path) -> Path:
     """Write ``metrics.json``; figures that are no finite number become null, which JSON has no other word for."""
-    path = Path(directory) / "metrics.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n")
-    return path
+    text = json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n"
+    return write_whole(Path(directory) / "metrics.json", text.encode())
 
 
 def _plain(value: Any) -> Any:

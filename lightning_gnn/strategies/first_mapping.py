@@ -14,6 +14,7 @@ from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.batching.loader import ThreadedNodeLoader
+from lightning_gnn.graph.size import count_edges
 from lightning_gnn.planning.hyscale_model import PerformanceModel
 from lightning_gnn.planning.mapping import Mapping
 from lightning_gnn.planning.workload import BatchSizes, Platform, Processor, Workload
@@ -89,7 +90,7 @@ def describe_workload(
             measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
     workload = Workload(
         num_vertices=int(data.num_nodes),
-        num_edges=int(data.num_edges),
+        num_edges=count_edges(data),
         num_train=len(loader.dataset),
         batch_size=total,
         fanouts=tuple(fanouts),

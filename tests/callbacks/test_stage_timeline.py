@@ -18,7 +18,8 @@ from lightning_gnn.planning.mapping import Mapping
 from lightning_gnn.planning.simulate import simulate_dual_buffer
 from lightning_gnn.planning.stage_times import Duration, StageTimes
 from lightning_gnn.planning.timeline import Interval, Timeline
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_timeline, save_trace
+from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
+from lightning_gnn.report.timeline_figure import save_timeline
 from lightning_gnn.strategies import HyScaleStrategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,7 +114,29 @@ def test_prediction_and_measurement_of_the_collective_loader_lie_side_by_side(tm
     events = trace(tmp_path / "timeline")
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {1: "predicted", 2: "measured"}
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {"phases", "CPU", "CPU as PCIe", "CPU as GPU"}
     assert min(event["ts"] for event in events if "ts" in event) == 0
+
+
+def test_a_picture_names_what_the_cpu_plays(tmp_path, monkeypatch):
+    shown = {}
+
+    def look(figure, path):
+        axes = figure.axes[0]
+        shown["lanes"] = [label.get_text() for label in axes.get_yticklabels()]
+        shown["legend"] = {text.get_text() for text in figure.legends[0].get_texts()}
+
+    monkeypatch.setattr("lightning_gnn.report.timeline_figure.save", look)
+    stages = [("PCIe", "dma"), ("PCIe", "uva"), ("GPU", "gpu_batching"), ("GPU", "model")]
+    intervals = [Interval(resource, stage, 0, i, i + 1.0) for i, (resource, stage) in enumerate(stages)]
+    datamodule = CollectiveDataModule(DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu")
+    played = datamodule.train_dataloader().names
+    for names, gpu, pcie in (({}, "GPU", "PCIe"), (played, "CPU as GPU", "CPU as PCIe")):
+        save_timeline({"measured": Timeline(intervals, names=names)}, "title", tmp_path / "picture.png")
+        assert shown["lanes"] == [pcie, gpu]
+        assert f"sampling, {gpu}" in shown["legend"]
+        assert ("DMA transfer" in shown["legend"]) == ("gathering over PCIe (UVA)" in shown["legend"]) == (not names)
 
 
 @pytest.mark.parametrize("observation", [3, 7], ids=["in the epoch", "after it"])

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -12,6 +13,7 @@ import torch
 
 from lightning_gnn import cli
 from lightning_gnn.nn import NodeClassifier
+from lightning_gnn.saved_run import KEY
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -39,6 +41,7 @@ def lgnn(directory, *overrides, base=NODE):
     """Run in this process; return the exit code."""
     flags = [item for item in overrides if item.startswith("-")]
     overrides = [item for item in overrides if item not in flags]
+    overrides += _disarmed(overrides)
     argv, sys.argv = (
         sys.argv,
         ["lgnn", *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
@@ -54,6 +57,16 @@ def lgnn(directory, *overrides, base=NODE):
         torch.set_num_threads(threads)
         assert {number: signal.getsignal(number) for number in handlers} == handlers
     return 0
+
+
+def _disarmed(overrides):
+    """Leave out :class:`SignalAt`, which a checkpoint brings with its configuration: a resumed run lives on."""
+    paths = [item.removeprefix("ckpt_path=").strip("'") for item in overrides if item.startswith("ckpt_path=")]
+    for path in filter(zipfile.is_zipfile, paths):
+        saved = torch.load(path, weights_only=True, mmap=True).get(KEY, {}).get("config", {})
+        if "kill" in saved.get("callbacks", {}) and not any("callbacks.kill" in item for item in overrides):
+            return ["~callbacks.kill"]
+    return []
 
 
 def spawn(*arguments, cwd=ROOT, **environment):

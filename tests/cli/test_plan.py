@@ -218,7 +218,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
         ([*COLLECTIVE, "trainer.devices=2", "strategy=ddp"], "profiles one process"),
         ([*COLLECTIVE, "datamodule.plan=nowhere.yaml"], "nowhere.yaml"),
         ([*COLLECTIVE, "trainer.limit_train_batches=0"], "limit_train_batches=0 leaves nothing to train"),
-        ([*COLLECTIVE, "datamodule.profile_batches=x"], "profile_batches must be a whole number, but is 'x'"),
+        ([*COLLECTIVE, "datamodule.profile_batches=x"], "datamodule.profile_batches='x' must be a whole number"),
         ([*COLLECTIVE, "+trainer.no_such_argument=1"], "no_such_argument"),
     ],
     ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_gnn import CSCGraph
 from lightning_gnn.plan_hybrid import forecast, stages
 from lightning_gnn.planning.hyscale_model import PerformanceModel
 from lightning_gnn.strategies import work_share
@@ -45,6 +46,16 @@ def test_features_that_are_no_fractions_travel_as_they_are():
     data.x = torch.ones(data.num_nodes, 6, dtype=torch.int64)
     workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20, "int8")
     assert workload.transferred_row_bytes == workload.row_bytes == 48
+
+
+def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
+    data = graph()
+    edges = data.num_edges
+    data.graph = CSCGraph.from_data(data)
+    del data.edge_index
+    assert data.num_edges == 0
+    workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20)
+    assert workload.num_edges == edges > 0
 
 
 ACCELERATOR = {"accelerator.flops": 1e12, "accelerator.memory_bandwidth": 1e11, "pcie_bandwidth": 1e6}

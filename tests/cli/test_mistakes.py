@@ -1,0 +1,134 @@
+"""What users mistype: one line that names the value and what to do, exit code 2, and nothing is loaded or left."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import NODE, lgnn
+from tests.cli.test_plan import plan
+
+BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
+COMPOSED = {
+    "strategy=hyscal": "strategy=hyscal is unknown (did you mean hyscale?): there are ascend_hybrid, auto, ddp, ",
+    "-m model=gcn,gnc": "model=gnc is unknown (did you mean gcn?): there are gat, gcn, sage",
+    "modle=gcn": "modle is unknown: did you mean mode or model?",
+    "-m modle=gcn,gat": "modle is unknown: did you mean mode or model?",
+    "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",
+    "batch_size=3": "batch_size is unknown: did you mean datamodule.batch_size?",
+    "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root; +data.num_nodes=VALUE",
+    "datamodule.num_neighbors=4,4": "write 'datamodule.num_neighbors=[4,4]' for a list, or put -m in front for a sweep",
+    "datamodule.num_neighbors=[4,": "num_neighbors=[4, cannot be read (no viable alternative at input '[4,')",
+    "hyscale": "hyscale is neither a command nor KEY=VALUE; did you mean strategy=hyscale?",
+    "doctr": "doctr is neither a command nor KEY=VALUE; did you mean lgnn doctor?",
+    "seed=1 doctor": "doctor is a command: put it first, lgnn doctor",
+    "+strategy=hyscale": "+strategy=… adds a choice where there is one already; write strategy=… without the +",
+    "data=null": "data=null: a group takes the name of one of its options; leave it out for the default",
+    "~model": "~model: a run needs a model; choose another with model=OPTION",
+    "hydra.run.dir=FILE": "hydra.run.dir=FILE cannot be used: FILE is a file; give another folder",
+    "hydra.run.dir=FILE/below": "hydra.run.dir=FILE/below cannot be used: FILE is a file; give another folder",
+    "-m hydra.sweep.dir=FILE seed=1,2": "hydra.sweep.dir=FILE cannot be used: FILE is a file; give another folder",
+}
+BUILT = {
+    "experiment=smoke datamodule=full": "datamodule: FullGraphDataModule does not take batch_size=256, num_workers=0, "
+    "which experiment=smoke sets; leave it out: give ~datamodule.batch_size ~datamodule.num_workers",
+    "trainer.max_epochs=abc": "trainer.max_epochs='abc' must be a whole number or null",
+    "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 must be a whole number or null",
+    "trainer.devices=-2": "trainer.devices=-2 must be a whole number of at least 1 with accelerator=cpu",
+    "trainer.precision=64-true": "trainer.precision=64-true makes the weights float64, but features stay torch.float32",
+    "trainer.max_epochs=1 callbacks.best.dirpath=FILE/x": "Not a directory: 'FILE/x'",
+    "experiment=smoke strategy=hyscale trainer.strategy.drm=FILE/x": "Not a directory: 'FILE/x'",
+    "ckpt_path=5": "ckpt_path=5 must be the path of a file",
+    "trainer.devices=two": "trainer.devices='two' must be a number of devices, a list of their numbers, or auto",
+    "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0 must be at least 1",
+    "trainer.strategy=hyscal": "trainer.strategy=hyscal is unknown (did you mean hyscale?)",
+    "+trainer.max_epoch=3": "trainer: Trainer does not take max_epoch=3 (did you mean max_epochs?); leave it out",
+    "seed=-1": "seed=-1 must be a whole number from 0 to 4294967295",
+    "seed=18446744073709551616": "seed=18446744073709551616 must be a whole number from 0 to 4294967295",
+    "seed=1.5": "seed=1.5 must be a whole number",
+    "seed=null": "seed=null must be a whole number",
+    "seed=first": "seed='first' must be a whole number",
+    "torch_threads=abc": "torch_threads='abc' must be a whole number from 1 to 65536; null leaves torch's choice",
+    "datamodule.num_neighbors=4": "datamodule.num_neighbors=4 must be a list of whole numbers or null",
+    "datamodule.num_neighbors=[4]": "model.num_layers=3, but datamodule.num_neighbors=[4] has 1 fanouts",
+    "datamodule.batch_size=null": "datamodule.batch_size=null must be a whole number",
+    "datamodule.num_workers=abc": "datamodule.num_workers='abc' must be a whole number",
+    "data.num_nodes=1e3": "data.num_nodes=1000.0 must be a whole number",
+    "data.split=0.5": "data.split=0.5 must be a list of numbers",
+    "model.dropout=abc": "model.dropout='abc' must be a number",
+    "task.lr=nan": "task: lr must be positive, got nan",
+    "task.optimizer=adam": "task.optimizer='adam' must be an object, as {_target_: …} or null",
+    "task=link task.split.num_val=abc": "task.split.num_val=abc must be a number of at least 0",
+    "output_dir=FILE": "output_dir=FILE cannot be used: FILE is a file; give another folder",
+    "model._target_=torch_geometric.nn.PNA +model.aggregators=[mean] +model.scalers=[identity] +model.deg=null": (
+        "model: PNA cannot be built so: AttributeError: 'NoneType' object has no attribute 'to'"
+    ),
+}
+
+
+def test_a_run_says_nothing_else(tmp_path, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lgnn(tmp_path, "trainer.max_epochs=1") == 0
+    assert capfd.readouterr().err == ""
+
+
+def one_line(directory, capfd, overrides, expected):
+    file = directory / "file"
+    file.write_text("")
+    given = overrides.replace("FILE", str(file)).split()
+    assert lgnn(directory / "out", *given, base=BARE) == 2
+    out, err = capfd.readouterr()
+    assert expected.replace("FILE", str(file)) in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return out
+
+
+@pytest.mark.parametrize("overrides", COMPOSED)
+def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
+    assert one_line(tmp_path, capfd, overrides, COMPOSED[overrides]) == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("overrides", BUILT)
+def test_a_configuration_that_cannot_be_built(tmp_path, capfd, overrides):
+    smoke = [] if "smoke" in overrides else ["data.num_nodes=2000", "data.num_edges=20000"] * ("data" not in overrides)
+    one_line(tmp_path, capfd, " ".join([*smoke, overrides]), BUILT[overrides])
+
+
+def test_a_plan_says_it_in_the_same_way(tmp_path, capfd):
+    assert plan(tmp_path / "out", "strategy=hyscal", base=BARE) == 2
+    assert capfd.readouterr().err.startswith("error: strategy=hyscal is unknown (did you mean hyscale?)")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
+def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
+    expected = "hydra.run.dir=/proc/nowhere cannot be used: no folder can be made in /proc: "
+    one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
+
+
+def test_hydras_own_errors_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(Exception, match="Could not find 'model/gnc'"):
+        lgnn(tmp_path, "model=gnc")
+
+
+def test_version(capfd):
+    assert lgnn(Path("unused"), "--version") == 0
+    shown = capfd.readouterr().out
+    assert re.fullmatch(r"lightning-gnn \d\S+, torch \d\S+, pytorch-lightning \d\S+, PyG \d\S+, Python \d\S+\n", shown)
+
+
+def test_the_edges_of_a_graph_in_csc_order_are_counted(tmp_path, capfd):
+    from lightning_gnn.graph.folder import save_folder
+    from lightning_gnn.graph.synthetic import planted_power_law
+
+    save_folder(planted_power_law(600, 4000, 3, 8), tmp_path / "graph")
+    base = [item for item in NODE if not item.startswith("data.")]
+    given = ["data=custom", f"data.root={tmp_path}/graph"]
+    assert lgnn(tmp_path / "run", *given, "trainer.max_epochs=0", base=base) == 0
+    assert "600 nodes, 4,000 edges" in capfd.readouterr().out
+    assert plan(tmp_path / "plan", *given, "strategy=hyscale", base=base) == 0
+    assert "600 nodes, 4,000 edges" in capfd.readouterr().out

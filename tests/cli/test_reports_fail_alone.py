@@ -1,0 +1,162 @@
+"""What only reports never ends a run that succeeded: results are printed, one line names file and reason."""
+
+import csv
+import json
+import signal
+import sys
+
+import pytest
+import pytorch_lightning as pl
+
+from lightning_gnn.callbacks import StageTimeline
+from lightning_gnn.datamodules import NeighborDataModule
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.report.comparison import compare
+from tests.cli.command import lgnn, metrics_of, signal_at
+from tests.cli.test_plan import COLLECTIVE, plan
+
+FAST = ["trainer.max_epochs=1", "logger=none"]
+
+
+def in_the_way(path):
+    """Let a folder stand where a file is to be written."""
+    (path / "full").mkdir(parents=True)
+
+
+def one_warning(err, path):
+    assert err.startswith(f"warning: {path} could not be made: "), err
+    assert err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("name", ["report.png", "metrics.json"])
+def test_a_file_that_cannot_be_written(tmp_path, capfd, name):
+    in_the_way(tmp_path / name)
+    assert lgnn(tmp_path, *FAST) == 0
+    out, err = capfd.readouterr()
+    assert "Test accuracy" in out
+    one_warning(err, tmp_path / name)
+    other = {"report.png": "metrics.json", "metrics.json": "report.png"}[name]
+    assert (tmp_path / other).is_file()
+    assert not list(tmp_path.glob(".*[0-9]"))
+
+
+def test_a_matplotlib_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
+    monkeypatch.delitem(sys.modules, "lightning_gnn.report.figure", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert lgnn(tmp_path, *FAST) == 0
+    out, err = capfd.readouterr()
+    assert "Test accuracy" in out
+    one_warning(err, tmp_path / "report.png")
+    assert metrics_of(tmp_path)["test_acc"] >= 0
+
+
+def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
+    def full(self, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    assert lgnn(tmp_path, *FAST) == 0
+    out, err = capfd.readouterr()
+    assert "Test accuracy" in out
+    assert [line.split(" could not be made")[0] for line in err.splitlines()] == [
+        f"warning: {tmp_path}/metrics.json",
+        f"warning: {tmp_path}/report.png",
+    ]
+    assert err.count("No space left on device") == 2
+
+
+def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
+    in_the_way(tmp_path / "1/metrics.json")
+    in_the_way(tmp_path / "comparison.csv")
+    assert lgnn(tmp_path, "-m", *FAST, "seed=1,2") == 0
+    out, err = capfd.readouterr()
+    assert "Comparison" in out
+    assert "job 1: " in out
+    assert "could not be made" in err
+    assert f"{tmp_path}/comparison.csv could not be made" in err
+    assert [row["status"] for row in compare(tmp_path, {0: 0.5, 1: 0.5})] == ["ok", "ok"]
+    assert [row["status"] for row in compare(tmp_path)] == ["ok", "failed"]
+
+
+def test_in_a_sweep_a_damaged_file_costs_one_row(tmp_path, capfd):
+    assert lgnn(tmp_path, "-m", *FAST, "seed=1,2") == 0
+    path = tmp_path / "0/metrics.json"
+    path.write_bytes(path.read_bytes()[:40])
+    rows = compare(tmp_path)
+    assert [row["status"] for row in rows] == ["failed", "ok"]
+    assert str(path) in rows[0]["error"]
+    assert len(list(csv.DictReader((tmp_path / "comparison.csv").open()))) == 2
+
+
+def test_a_failed_run_that_cannot_say_so_does_not_end_the_sweep(tmp_path, capfd):
+    in_the_way(tmp_path / "0/metrics.json")
+    assert lgnn(tmp_path, "-m", *FAST, "model.dropout=2,0.1") == 1
+    assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
+
+
+def test_a_timeline_that_cannot_be_written(tmp_path, capfd):
+    in_the_way(tmp_path / "timeline.png")
+    with pytest.warns(UserWarning, match=r"timeline\.png could not be made: \w+Error"):
+        assert lgnn(tmp_path, *FAST, "callbacks=timeline") == 0
+    assert "Test accuracy" in capfd.readouterr().out
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
+
+def test_a_timeline_in_python(tmp_path):
+    (tmp_path / "file").write_text("")
+    data = planted_power_law(300, 2000, 3, 8)
+    model = NodeClassifier(GraphSAGE(8, 8, num_layers=1, out_channels=3), 3)
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    timeline = StageTimeline(tmp_path / "file/timeline")
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[timeline], **dict.fromkeys(names, False))
+    with pytest.warns(UserWarning, match=r"file/timeline\.(png|json) could not be made") as caught:
+        trainer.fit(model, NeighborDataModule(data, num_neighbors=[4], batch_size=64))
+    assert len([item for item in caught if "could not be made" in str(item.message)]) == 2
+    assert trainer.state.finished
+
+
+def test_the_picture_of_a_plan(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    in_the_way(tmp_path / "timeline.png")
+    with pytest.warns(UserWarning, match=r"timeline\.png could not be made"):
+        assert plan(tmp_path, *COLLECTIVE, "datamodule.profile_batches=3") == 0
+    out = capfd.readouterr().out
+    assert "The run takes this plan" in out
+    assert "The CPU has played the GPU's part" in out
+    assert (tmp_path / "plan.yaml").is_file()
+    # The CPU has played GPU and PCIe, and everything says so.
+    names = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        if event.get("name") == "thread_name"
+    }
+    assert {"CPU as GPU", "CPU as PCIe"} <= names
+    assert not names & {"GPU", "PCIe"}
+
+
+def test_the_command_that_resumes(tmp_path, capfd, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("nothing to say")
+
+    monkeypatch.setattr("lightning_gnn.cli._say_how_to_resume", fail)
+    assert lgnn(tmp_path, *signal_at(2, signal.SIGINT)) == 130
+    assert "warning: the command that resumes could not be made" in capfd.readouterr().err
+
+
+def test_a_reader_who_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("rich.console.Console._write_buffer", lambda self: self.on_broken_pipe())
+    monkeypatch.setattr("os.dup2", lambda *args: None)
+    assert lgnn(tmp_path, *FAST) == 0
+    assert metrics_of(tmp_path)["test_acc"] >= 0
+
+
+def test_predictions_are_no_report(tmp_path, capfd):
+    assert lgnn(tmp_path / "train", *FAST) == 0
+    in_the_way(tmp_path / "predict/predictions.npy")
+    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
+    capfd.readouterr()
+    assert lgnn(tmp_path / "predict", "mode=predict", checkpoint, base=[]) == 2
+    err = capfd.readouterr().err
+    assert f"{tmp_path}/predict/predictions.npy cannot be written" in err
+    assert err.count("\n") == 1

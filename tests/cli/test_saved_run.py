@@ -1,0 +1,175 @@
+"""Runs that are rebuilt from the configuration saved with their checkpoint."""
+
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_gnn.saved_run import KEY
+from tests.cli.command import NODE, TINY, lgnn, metrics_of
+from tests.cli.test_plan import plan
+
+EXACT = "datamodule.num_neighbors=[-1,-1]"  # the neighbours sampled for a test depend on the epoch
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a GAT whose configuration differs from the defaults in many places."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    more = ["model=gat", "model.heads=2", "model.dropout=0.1", "+callbacks.more._target_=pytorch_lightning.Callback"]
+    assert lgnn(folder, EXACT, *more, "~callbacks.curves", "seed=3") == 0
+    return folder
+
+
+def config_of(folder):
+    return OmegaConf.load(folder / ".hydra/config.yaml")
+
+
+def retest(folder, checkpoint, *overrides):
+    return lgnn(folder, "mode=test", f"ckpt_path={checkpoint}", *overrides, base=[])
+
+
+def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
+    assert retest(tmp_path / "test", trained / "checkpoints/best.ckpt") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "rebuilt from the configuration saved in" in out
+    assert "2-layer GAT" in out
+    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
+    assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
+    now, then = config_of(tmp_path / "test"), config_of(trained)
+    assert "curves" not in now.callbacks
+    for key in ("mode", "ckpt_path"):
+        del now[key], then[key]
+    assert now == then
+
+
+def test_what_is_typed_wins(trained, tmp_path, capfd):
+    best = trained / "checkpoints/best.ckpt"
+    assert retest(tmp_path / "value", best, "datamodule.batch_size=32", "model.heads=2", "+callbacks.more.x=1") == 2
+    assert "callbacks.more" in capfd.readouterr().err  # Callback takes no x
+    assert retest(tmp_path / "value", best, "datamodule.batch_size=32", "~callbacks.more") == 0
+    cfg = config_of(tmp_path / "value")
+    assert (cfg.datamodule.batch_size, cfg.model.heads, "more" in cfg.callbacks) == (32, 2, False)
+    # A group's new option takes the place of what was saved of it, and of nothing else.
+    assert retest(tmp_path / "group", best, "datamodule=full") == 0
+    assert metrics_of(tmp_path / "group")["test_acc"] == metrics_of(trained)["test_acc"]
+    assert retest(tmp_path / "inference", best, "inference=full") == 0
+    assert config_of(tmp_path / "inference").datamodule.num_neighbors == [-1, -1]
+    assert metrics_of(tmp_path / "inference")["test_acc"] == metrics_of(trained)["test_acc"]
+    assert retest(tmp_path / "model", best, "model=gcn", "model.num_layers=2") == 2
+    assert "does not fit the configured model" in capfd.readouterr().err
+
+
+def test_the_same_overrides_again_change_nothing(trained, tmp_path):
+    again = OmegaConf.load(trained / ".hydra/overrides.yaml")
+    assert retest(tmp_path, trained / "checkpoints/best.ckpt", *again) == 0
+    assert metrics_of(tmp_path)["test_loss"] == metrics_of(trained)["test_loss"]
+
+
+def test_a_moved_folder_and_a_copied_checkpoint(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "moved")
+    shutil.copy(trained / "checkpoints/best.ckpt", tmp_path / "copy.ckpt")
+    for name, checkpoint in (("a", "moved/checkpoints/best.ckpt"), ("b", "copy.ckpt")):
+        assert retest(tmp_path / name, tmp_path / checkpoint) == 0
+        assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(trained)["test_loss"]
+
+
+def test_a_checkpoint_without_configuration_takes_the_one_beside_it(trained, tmp_path, capfd):
+    shutil.copytree(trained, tmp_path / "old")
+    path = tmp_path / "old/checkpoints/best.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint.pop(KEY)["config"]["model"]["heads"] == 2
+    torch.save(checkpoint, path)
+    assert retest(tmp_path / "beside", path) == 0
+    assert ".hydra/config.yaml" in capfd.readouterr().out.replace("\n", "")
+    assert metrics_of(tmp_path / "beside")["test_loss"] == metrics_of(trained)["test_loss"]
+    (tmp_path / "old/.hydra/config.yaml").write_text("model: [")
+    assert retest(tmp_path / "broken", path, *NODE, "model=gat", "model.heads=2") == 0
+    assert "cannot be read" in capfd.readouterr().out
+    shutil.rmtree(tmp_path / "old/.hydra")
+    assert retest(tmp_path / "alone", path, *NODE, "model=gat", "model.heads=2") == 0
+    assert "no configuration was saved with" in capfd.readouterr().out
+
+
+def test_resuming_by_the_checkpoint_alone_is_an_uninterrupted_run(trained, tmp_path):
+    base = [*NODE, "model=gcn", "+trainer.max_steps=-1"]
+    assert lgnn(tmp_path / "whole", base=base) == 0
+    assert lgnn(tmp_path / "half", "trainer.max_epochs=1", base=base) == 0
+    last = tmp_path / "half/checkpoints/last.ckpt"
+    assert lgnn(tmp_path / "on", f"ckpt_path={last}", "trainer.max_epochs=2", base=[]) == 0
+    assert metrics_of(tmp_path / "on")["test_loss"] == metrics_of(tmp_path / "whole")["test_loss"]
+    assert config_of(tmp_path / "on").trainer == config_of(tmp_path / "whole").trainer
+
+
+def test_runs_of_a_sweep_and_sweeps_over_a_saved_run(tmp_path, capfd):
+    assert lgnn(tmp_path / "sweep", "-m", "model=gcn,sage", "trainer.max_epochs=1", EXACT) == 0
+    for job, name in enumerate(("GCN", "GraphSAGE")):
+        capfd.readouterr()
+        checkpoint = tmp_path / f"sweep/{job}/checkpoints/best.ckpt"
+        assert retest(tmp_path / name, checkpoint) == 0
+        assert f"2-layer {name} " in capfd.readouterr().out
+        assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(tmp_path / f"sweep/{job}")["test_loss"]
+    again = [f"ckpt_path={tmp_path}/sweep/0/checkpoints/best.ckpt", "mode=test", "datamodule.batch_size=32,64"]
+    assert lgnn(tmp_path / "again", "-m", *again, base=[]) == 0
+    for job in (0, 1):
+        assert metrics_of(tmp_path / f"again/{job}")["test_acc"] == metrics_of(tmp_path / "sweep/0")["test_acc"]
+
+
+def test_links_strategies_and_plans(tmp_path, capfd):
+    shared = [*TINY, "model.num_layers=2", "datamodule.batch_size=256", "trainer.max_epochs=1"]
+    split = ["task=link", *(f"task.split.num_{part}=50" for part in ("train", "val", "test"))]
+    assert lgnn(tmp_path / "link", EXACT, *split, base=shared) == 0
+    assert retest(tmp_path / "again", tmp_path / "link/checkpoints/best.ckpt") == 0
+    assert metrics_of(tmp_path / "again")["test_auc"] == metrics_of(tmp_path / "link")["test_auc"]
+    hybrid = ["strategy=hyscale", "trainer.strategy.drm=false", "+trainer.strategy.devices=[cpu]"]
+    assert lgnn(tmp_path / "hybrid", EXACT, *hybrid, base=shared) == 0
+    best = tmp_path / "hybrid/checkpoints/best.ckpt"
+    assert retest(tmp_path / "cpu", best, "trainer=fast_dev") == 0
+    trainer = config_of(tmp_path / "cpu").trainer
+    assert (trainer.limit_test_batches, trainer.strategy.drm, trainer.strategy.devices) == (3, False, ["cpu"])
+    capfd.readouterr()
+    assert plan(tmp_path / "plan", f"ckpt_path={best}", base=[]) == 0
+    assert "Best mapping" in capfd.readouterr().out
+
+
+def test_relative_data_is_found_from_elsewhere(tmp_path, monkeypatch):
+    from lightning_gnn.graph.folder import save_folder
+    from lightning_gnn.graph.synthetic import planted_power_law
+
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    save_folder(planted_power_law(600, 4000, 3, 8), tmp_path / "there/graph")
+    base = ["data=custom", "data.root=graph", *(item for item in NODE if not item.startswith("data."))]
+    monkeypatch.chdir(tmp_path / "there")
+    assert lgnn(tmp_path / "train", *base, EXACT, base=[]) == 0
+    monkeypatch.chdir(tmp_path / "here")
+    assert retest(tmp_path / "test", tmp_path / "train/checkpoints/best.ckpt") == 0
+    assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(tmp_path / "train")["test_loss"]
+
+
+def test_another_task_or_experiment_is_another_run(trained, tmp_path, capfd):
+    best = trained / "checkpoints/best.ckpt"
+    assert retest(tmp_path / "task", best, "experiment=smoke") == 2
+    out, err = capfd.readouterr()
+    assert "experiment=smoke makes another run than the one saved" in out
+    assert "does not fit the configured model" in err
+
+
+def test_a_choice_that_no_longer_exists_is_taken_from_its_values(trained, tmp_path):
+    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
+    checkpoint[KEY]["choices"]["model"] = "of_another_version"
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    assert retest(tmp_path / "test", tmp_path / "other.ckpt") == 0
+    assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
+
+
+@pytest.mark.parametrize("content", [b"", b"vt100 is no checkpoint", "cut"])
+def test_a_file_that_is_no_checkpoint_is_named(trained, tmp_path, capfd, content):
+    whole = (trained / "checkpoints/best.ckpt").read_bytes()
+    (tmp_path / "bad.ckpt").write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
+    assert retest(tmp_path / "out", tmp_path / "bad.ckpt") == 2
+    err = capfd.readouterr().err
+    assert f"ckpt_path={tmp_path}/bad.ckpt cannot be read as a checkpoint" in err
+    assert err.count("\n") == 1
