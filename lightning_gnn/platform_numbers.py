@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from io import StringIO
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from lightning_gnn.planning.workload import Platform, Processor
+from lightning_gnn.runtime.documents import check_yaml, read_text
 
 _PROCESSOR = ("flops", "memory_bandwidth", "pipelined")
 _WHOLE = ("cores", "num_accelerators", "num_nodes")
@@ -52,7 +54,8 @@ def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
         if not path.is_file():
             raise FileNotFoundError(f"plan.platform_file={file}: there is no such file")
         try:
-            content = OmegaConf.to_container(OmegaConf.load(path))
+            check_yaml(text := read_text(path))
+            content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
         except Exception as error:
             raise ValueError(f"plan.platform_file={file} is neither YAML nor JSON: {error}") from error
         numbers.update(_flat(content, f"plan.platform_file={file}"))

@@ -15,6 +15,7 @@ from lightning_gnn.graph.build import Limits
 from lightning_gnn.graph.chunks import ARRAYS, Chunks
 from lightning_gnn.graph.csc import load_array
 from lightning_gnn.planning.grouping import PlanSettings
+from lightning_gnn.runtime.documents import read_json, read_text
 
 if TYPE_CHECKING:
     from lightning_gnn.graph.compress import CompressedGraph
@@ -72,7 +73,7 @@ def load_compressed(folder: str | Path, mmap: bool = True) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no compressed graph")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(read_text(path))
         if meta["format"] != _FORMAT:
             raise ValueError(f"its format is {meta['format']!r}, not {_FORMAT!r}")
         sizes = [int(meta[name]) for name in ("num_sources", "num_targets", "num_user_edges")]

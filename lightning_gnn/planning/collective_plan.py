@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,8 +14,11 @@ import yaml
 from lightning_gnn.planning.dual_buffer import DualBuffer
 from lightning_gnn.planning.plan import aligned
 from lightning_gnn.planning.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.documents import read_text, read_yaml, write_whole
 
 Mode = Literal["collective", "cpu", "gpu"]
+_BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
+_END = "..."
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
 
 
@@ -62,7 +66,9 @@ class CollectivePlan:
         if self.ratio is not None:
             _check_number("ratio", self.ratio)
         if not isinstance(self.epoch_s, Mapping):
-            raise ValueError(f"epoch_s must map collective, cpu and gpu to seconds, but is {self.epoch_s!r}")
+            raise ValueError(
+                f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
+            )
         for name, seconds in self.epoch_s.items():
             if name not in get_args(Mode):
                 raise ValueError(f"epoch_s has no place for {name!r}, only for {', '.join(get_args(Mode))}")
@@ -137,19 +143,21 @@ class CollectivePlan:
                 **{name: {"mean": float(d.mean), "spread": float(d.spread)} for name, d in durations.items()},
                 "cpu_workers": self.times.cpu_workers,
             }
-        return yaml.safe_dump(state, sort_keys=False, allow_unicode=True)
+        return f"{_BEGIN}{yaml.safe_dump(state, sort_keys=False, allow_unicode=True)}{_END}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
         """Read a plan from YAML; only ``mode`` and the buffer sizes must be there.
 
         Raises:
-            ValueError: It is no YAML, or no plan.
+            ValueError: It is no YAML, no plan, or one of :meth:`to_yaml` that was cut off.
         """
-        try:
-            state = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not YAML: {error}") from error
+        if text.startswith(_BEGIN) and text.rstrip().rpartition("\n")[2] != _END:
+            raise ValueError(
+                f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
+                "first line if you wrote it by hand"
+            )
+        state = read_yaml(text)
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
         state = _fields(state, {item.name for item in fields(cls)}, required, "a plan")
         if isinstance(state.get("ratio"), str):
@@ -163,7 +171,7 @@ class CollectivePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        write_whole(Path(path), self.to_yaml())
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:
@@ -174,7 +182,7 @@ class CollectivePlan:
             ValueError: It holds no plan; the message names the file and what is wrong.
         """
         try:
-            return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+            return cls.from_yaml(read_text(path))
         except ValueError as error:
             raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
 
@@ -194,7 +202,7 @@ def _stage_times(state: Any) -> StageTimes:
 
 def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[str, Any]:
     if not isinstance(state, dict):
-        raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {state!r}")
+        raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
     unknown = sorted(map(str, set(state) - known))
     if unknown:
         raise ValueError(f"{what} has no place for {', '.join(unknown)}, only for {', '.join(sorted(known))}")
@@ -210,11 +218,11 @@ def _number(name: str, value: Any) -> float:
         try:
             value = float(value)
         except ValueError:
-            raise ValueError(f"{name} must be a number, but is {value!r}") from None
+            raise ValueError(f"{name} must be a number, but is {reprlib.repr(value)}") from None
     _check_number(name, value)
     return float(value)
 
 
 def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, but is {reprlib.repr(value)}")
