@@ -29,7 +29,8 @@ def cache_root(given: str | Path | None = None) -> Path | None:
         if is_private(wanted):
             return wanted
     except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
-        say_once(f"nothing can be kept in {given or os.environ.get('LIGHTNING_GNN_CACHE') or default} ({error})")
+        place = given or os.environ.get("LIGHTNING_GNN_CACHE") or default
+        say_once(f"cached files cannot be kept in {place} ({error}); what is cached is made anew each time")
         return None
     number = os.geteuid()
     others = [default if default != wanted else default.with_name(f"{default.name}-{number}")]
@@ -44,7 +45,7 @@ def cache_root(given: str | Path | None = None) -> Path | None:
                 return folder
         except OSError:
             continue
-    say_once(f"nothing can be kept in {wanted}: it {why}; set LIGHTNING_GNN_CACHE to a folder of your own")
+    say_once(f"cached files cannot be kept in {wanted}: it {why}; set LIGHTNING_GNN_CACHE to a folder of your own")
     return None
 
 
