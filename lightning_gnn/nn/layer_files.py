@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnn.runtime.documents import read_json, read_text, write_whole
 from lightning_gnn.runtime.place import cache_root, is_writable, say_once
-from lightning_gnn.runtime.store import checksum, remove, scratch, sweep
+from lightning_gnn.runtime.store import checksum, discard, remove, scratch, sweep
 
 _SECONDS = 1.0
 """From one note of the finished rows to the next."""
@@ -76,6 +76,8 @@ class OutputFiles(Outputs):
                 f"{folder} holds outputs of an interrupted run on another model, graph or features; they are "
                 "overwritten"
             )
+        if state is None:
+            discard(folder / "state.json")
         self.note()  # before a file is touched that the old note tells of
 
     def resumed(self, x: Tensor, orders: Sequence[Tensor]) -> Tensor:
@@ -108,6 +110,7 @@ class OutputFiles(Outputs):
         path = self._path(layer)
         kept = torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16
         if self.rows == 0:
+            discard(path)  # someone may still read the old file
             np.lib.format.open_memmap(path, mode="w+", dtype=str(kept).split(".")[1], shape=shape).flush()
             self._running = hashlib.blake2b(digest_size=16)
         self._map = np.lib.format.open_memmap(path, mode="r+")
@@ -150,6 +153,8 @@ class OutputFiles(Outputs):
         """Return the hash of the first rows of a layer as they are in its file; leaves it in ``_running``."""
         self._running = hashlib.blake2b(digest_size=16)
         try:
+            if not self._path(layer).is_file():
+                raise ValueError("it is missing")
             found = np.load(self._path(layer), mmap_mode="r", allow_pickle=False)
             self._running.update(_heading(found))
             _update(self._running, found, self._orders[layer][:rows])

@@ -170,7 +170,7 @@ def scratch(kind: str) -> Iterator[Path | None]:
         try:
             yield part
         finally:
-            _remove(part)
+            discard(part)
     with suppress(OSError):
         _lock_path(root, kind, key).unlink()
 
@@ -224,7 +224,7 @@ def sweep(root: Path, kind: str, own: str = "") -> list[Path]:
     for path in (root / kind).glob(".*.part") if (root / kind).is_dir() else ():
         found = _PART.fullmatch(path.name)
         if found and (found[1] == own or not is_held(root, kind, found[1])):
-            _remove(path)
+            discard(path)
             gone.append(path)
     return gone
 
@@ -243,7 +243,16 @@ def remove(path: Path) -> None:
     """
     away = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     path.rename(away)
-    _remove(away)
+    discard(away)
+
+
+def discard(path: Path) -> None:
+    """Remove whatever is there, if that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _find(folder: Path, read: Read[T], sources: Sequence[Path]) -> T | None:
@@ -299,16 +308,8 @@ def _write(
         say_once(f"{title}: cannot be kept in {root} ({error}); it is made anew each time")
         return False
     finally:
-        _remove(part)
+        discard(part)
 
 
 def _lock_path(root: Path, kind: str, key: str) -> Path:
     return root / "locks" / f"{kind}-{key}.lock"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
