@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from io import StringIO
 from math import inf
@@ -123,7 +124,7 @@ def save_numbers(platform: Platform, path: str | Path) -> Path:
 
 def _flat(content: Any, where: str) -> Numbers:
     if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must hold names and numbers, but holds {content!r}")
+        raise ValueError(f"{where} must hold names and numbers, but holds {reprlib.repr(content)}")
     numbers: Numbers = {}
     for name, value in content.items():
         nested = value if isinstance(value, Mapping) else None
@@ -140,7 +141,7 @@ def _flat(content: Any, where: str) -> Numbers:
 def _checked(name: str, value: Any, where: str) -> Any:
     if name.endswith("pipelined"):
         if not isinstance(value, bool):
-            raise ValueError(f"{where}: {name} is true or false, but is {value!r}")
+            raise ValueError(f"{where}: {name} is true or false, but is {reprlib.repr(value)}")
         return value
     try:
         if name == "sampling" and isinstance(value, (list, tuple)):
@@ -150,7 +151,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         kind = "a whole number" if name in _WHOLE else "a number"
-        raise ValueError(f"{where}: {name} must be {kind}, but is {value!r}") from None
+        raise ValueError(f"{where}: {name} must be {kind}, but is {reprlib.repr(value)}") from None
     return int(number) if name in _WHOLE else number
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, get_args
 
 import yaml
@@ -57,12 +58,12 @@ class CollectivePlan:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {self.mode!r}")
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
         least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "num_batches": 0, "rounds": 0}
         for name, minimum in least.items():
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {number!r}")
+                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
         if self.ratio is not None:
             _check_number("ratio", self.ratio)
         if not isinstance(self.epoch_s, Mapping):
@@ -71,13 +72,13 @@ class CollectivePlan:
             )
         for name, seconds in self.epoch_s.items():
             if name not in get_args(Mode):
-                raise ValueError(f"epoch_s has no place for {name!r}, only for {', '.join(get_args(Mode))}")
+                raise ValueError(f"epoch_s has no place for {reprlib.repr(name)}, only for {', '.join(get_args(Mode))}")
             _check_number(f"epoch_s[{name!r}]", seconds)
         if self.times is not None and not isinstance(self.times, StageTimes):
-            raise ValueError(f"times must be StageTimes, but is {self.times!r}")
+            raise ValueError(f"times must be StageTimes, but is {reprlib.repr(self.times)}")
         for name in ("machine", "configuration"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be text, but is {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be text, but is {reprlib.repr(getattr(self, name))}")
 
     @property
     def buffers(self) -> tuple[int, int]:
@@ -196,7 +197,7 @@ def _stage_times(state: Any) -> StageTimes:
         durations[name] = Duration(**{key: _number(f"times: {name}: {key}", item) for key, item in numbers.items()})
     workers = state.get("cpu_workers", 1)
     if not isinstance(workers, int) or isinstance(workers, bool):
-        raise ValueError(f"times: cpu_workers must be a whole number, but is {workers!r}")
+        raise ValueError(f"times: cpu_workers must be a whole number, but is {reprlib.repr(workers)}")
     return StageTimes(**durations, cpu_workers=workers)
 
 
@@ -205,7 +206,9 @@ def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[
         raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
     unknown = sorted(map(str, set(state) - known))
     if unknown:
-        raise ValueError(f"{what} has no place for {', '.join(unknown)}, only for {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{what} has no place for {shorten(', '.join(unknown), 200)}, only for {', '.join(sorted(known))}"
+        )
     missing = sorted(required - set(state))
     if missing:
         raise ValueError(f"{what} lacks {', '.join(missing)}")
