@@ -149,7 +149,8 @@ def _about(path: Path) -> tuple[str, float]:
     """Return what an entry is for, and when it was made."""
     try:
         manifest = Manifest.load(path)
-        return manifest.title, manifest.made
+        gone = any(not Path(name).exists() for name in manifest.sources)
+        return manifest.title + " (which is gone)" * gone, manifest.made
     except (DamagedEntry, OSError):
         made = path.lstat().st_mtime
     try:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.compress_files import load_compressed
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.redundancy import Redundancy
 from lightning_gnn.runtime.documents import read_json, read_text
@@ -117,4 +118,5 @@ def _progress_bar() -> Iterator[Any]:
 
 
 def _read(folder: Path, check: bool) -> tuple[CompressedGraph, Redundancy]:
-    return CompressedGraph.load(folder), Redundancy(**read_json(read_text(folder / "redundancy.json")))
+    graph = CompressedGraph(**load_compressed(folder, check=check))
+    return graph, Redundancy(**read_json(read_text(folder / "redundancy.json")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
 
 FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
 SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
@@ -75,7 +76,10 @@ def _metrics(directory: Path) -> dict[str, Any]:
     path = directory / "metrics.json"
     if not path.is_file():
         return {"error": "the run has left no metrics.json"}
-    metrics: dict[str, Any] = json.loads(path.read_text())
+    try:
+        metrics: dict[str, Any] = dict(read_json(read_text(path, LARGEST_JSON)))
+    except (OSError, ValueError, TypeError) as error:
+        return {"error": f"metrics.json cannot be read: {error}"}
     return metrics
 
 
