@@ -66,7 +66,8 @@ def _list(root: Path, console: Console) -> int:
             table.add_row(kind, title, _bytes(size), _age(made))
     if table.row_count:
         console.print(table)
-    console.print(f"{table.row_count} entries, {_bytes(total)} in {root}")
+    count = table.row_count
+    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {_bytes(total)} in {root}")
     return 0
 
 

@@ -217,7 +217,7 @@ def test_sorted_edges(tmp_path, cache, monkeypatch, remembered):
     load_folder(root)
     files = entry_files(cache, "topology")
     judge = partial(judge_topology, truth=truth)
-    assert campaign(300, int(remembered), files, lambda: load_folder(root).graph, judge) == {}
+    assert campaign(270, int(remembered), files, lambda: load_folder(root).graph, judge) == {}
 
 
 def test_edges_replaced_by_files_with_the_old_time(tmp_path, cache, monkeypatch):
