@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from lightning_gnn.runtime.store import checksum, discard, remove, scratch, swee
 _SECONDS = 1.0
 """From one note of the finished rows to the next."""
 _BLOCK = 1 << 24
-"""Bytes that are hashed at a time."""
+"""Bytes that are summed at a time."""
 
 
 class Outputs:
@@ -57,15 +58,16 @@ class Outputs:
 
 
 class OutputFiles(Outputs):
-    """The outputs of layers as files ``layer_<i>.npy``, and a note of what is written and its hash, ``state.json``."""
+    """The outputs of layers as files ``layer_<i>.npy``, and ``state.json``, which tells what is written, with checksums."""
 
     def __init__(self, folder: Path, identity: str | None, num_layers: int) -> None:
         self.folder, self.identity, self.num_layers = folder, identity, num_layers
         self._map: np.memmap | None = None
         self._noted = 0.0
         self._orders: Sequence[Tensor] = ()
-        # Of the layer that was finished last, and of the rows of the next one.
-        self._hash, self._running = "", hashlib.blake2b(digest_size=16)
+        # Checksums of the layer that was finished last, and of the rows of the next one. CRC-32 keeps up with the disk,
+        # and nobody forges what lies here.
+        self._last = self._running = 0
         state = None if identity is None else self._read()
         self._found = state if state is not None and state["checksum"] == identity else None
         if self._found is not None:
@@ -86,21 +88,21 @@ class OutputFiles(Outputs):
         if self._found is None:
             return x
         layer, rows = self._found["layer"], self._found["rows"]
-        self._hash = self._found["hash"]
-        if layer > 0 and self._hashed(layer - 1, orders[layer - 1].numel()) != self._hash:
+        self._last = self._found["last"]
+        if layer > 0 and not self._holds(layer - 1, orders[layer - 1].numel(), self._last):
             rank_zero_warn(
                 f"{self.folder} lacks layer outputs of the interrupted run, or they were damaged; everything is "
                 "computed again"
             )
-            layer, rows, self._hash = 0, 0, ""
-        elif rows > 0 and self._hashed(layer, rows) != self._found["running"]:
+            layer, rows, self._last = 0, 0, 0
+        elif rows > 0 and not self._holds(layer, rows, self._found["running"]):
             rank_zero_warn(
                 f"{self.folder}: the outputs of layer {layer + 1} are missing or were damaged; the layer is computed "
                 "again"
             )
             rows = 0
         if rows == 0:
-            self._running = hashlib.blake2b(digest_size=16)
+            self._running = 0
         self.layer, self.rows, self._found = layer, rows, None
         self.note()
         return x if layer == 0 else _open(self._path(layer - 1))
@@ -112,10 +114,10 @@ class OutputFiles(Outputs):
         if self.rows == 0:
             discard(path)  # someone may still read the old file
             np.lib.format.open_memmap(path, mode="w+", dtype=str(kept).split(".")[1], shape=shape).flush()
-            self._running = hashlib.blake2b(digest_size=16)
+            self._running = 0
         self._map = np.lib.format.open_memmap(path, mode="r+")
         if self.rows == 0:
-            self._running.update(_heading(self._map))
+            self._running = zlib.crc32(_heading(self._map))
         return torch.from_numpy(self._map)
 
     def result(self, source: Tensor) -> Tensor:
@@ -125,10 +127,10 @@ class OutputFiles(Outputs):
     def finished(self, layer: int, rows: int) -> None:
         """Note it, once a second and at the end of a layer."""
         if rows > self.rows and self._map is not None and self.identity is not None:
-            _update(self._running, self._map, self._orders[layer][self.rows : rows])
+            self._running = _add(self._running, self._map, self._orders[layer][self.rows : rows])
         super().finished(layer, rows)
         if rows == 0:
-            self._hash = self._running.hexdigest()
+            self._last = self._running
         if rows == 0 or time.monotonic() - self._noted >= _SECONDS:
             self.note()
             if rows == 0 and layer > 1:
@@ -138,8 +140,8 @@ class OutputFiles(Outputs):
         """Write the rows, and then that they are written."""
         if self._map is not None:
             self._map.flush()
-        hashes = {"hash": self._hash, "running": self._running.hexdigest()}
-        state = {"checksum": self.identity, "layer": self.layer, "rows": self.rows, "layers": self.num_layers, **hashes}
+        sums = {"last": self._last, "running": self._running}
+        state = {"checksum": self.identity, "layer": self.layer, "rows": self.rows, "layers": self.num_layers, **sums}
         if self._found is None:  # else nothing was looked at yet, and the old note holds
             try:
                 write_whole(self.folder / "state.json", json.dumps(state))
@@ -149,18 +151,17 @@ class OutputFiles(Outputs):
                 )
         self._noted = time.monotonic()
 
-    def _hashed(self, layer: int, rows: int) -> str:
-        """Return the hash of the first rows of a layer as they are in its file; leaves it in ``_running``."""
-        self._running = hashlib.blake2b(digest_size=16)
+    def _holds(self, layer: int, rows: int, expected: int) -> bool:
+        """Tell whether the first rows of a layer are in its file as they were written; leaves their sum."""
+        path = self._path(layer)
         try:
-            if not self._path(layer).is_file():
-                raise ValueError("it is missing")
-            found = np.load(self._path(layer), mmap_mode="r", allow_pickle=False)
-            self._running.update(_heading(found))
-            _update(self._running, found, self._orders[layer][:rows])
-        except (OSError, EOFError, ValueError, TypeError, IndexError, SyntaxError) as error:
-            return f"{self._path(layer)}: {error}"
-        return self._running.hexdigest()
+            if not path.is_file():
+                return False
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            self._running = _add(zlib.crc32(_heading(found)), found, self._orders[layer][:rows])
+        except (OSError, EOFError, ValueError, TypeError, IndexError, SyntaxError, TokenError):
+            return False
+        return self._running == expected
 
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer_{layer}.npy"
@@ -168,10 +169,10 @@ class OutputFiles(Outputs):
     def _read(self) -> dict[str, Any] | None:
         try:
             state = read_json(read_text(self.folder / "state.json"))
-            numbers = {name: int(state[name]) for name in ("layer", "rows", "layers")}
+            numbers = {name: int(state[name]) for name in ("layer", "rows", "layers", "last", "running")}
             if not 0 <= numbers["layer"] <= self.num_layers or numbers["rows"] < 0:
                 return None
-            return {**{name: str(state[name]) for name in ("checksum", "hash", "running")}, **numbers}
+            return {"checksum": state["checksum"], **numbers}
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -262,12 +263,13 @@ def _heading(rows: np.ndarray) -> bytes:
     return f"{rows.dtype} {rows.shape} {rows.flags.c_contiguous};".encode()
 
 
-def _update(digest: Any, rows: np.ndarray, order: Tensor) -> None:
-    """Add rows to a hash, in an order that does not depend on the blocks in which they were computed."""
+def _add(running: int, rows: np.ndarray, order: Tensor) -> int:
+    """Add rows to a checksum, in an order that does not depend on the blocks in which they were computed."""
     vertices = torch.unique_consecutive(order)
     step = max(1, _BLOCK // max(1, rows.dtype.itemsize * rows.shape[1]))
     for part in vertices.split(step):
-        digest.update(np.ascontiguousarray(rows[part.numpy()]).data)
+        running = zlib.crc32(np.ascontiguousarray(rows[part.numpy()]).data, running)
+    return running
 
 
 def _open(path: Path) -> Tensor:

@@ -68,8 +68,8 @@ def is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
 
 
-def say_once(message: str) -> None:
-    """Warn, in the first process of a run, once."""
-    if message not in _said:
-        _said.add(message)
+def say_once(message: str, about: str = "") -> None:
+    """Warn, in the first process of a run, once about a thing, by default once with these words."""
+    if (about or message) not in _said:
+        _said.add(about or message)
         rank_zero_warn(message)

@@ -287,7 +287,7 @@ def _write(
     folder = root / kind / key
     part = folder.with_name(f".{key}.{uuid.uuid4().hex}.part")
     if not is_writable(root):
-        say_once(f"{title}: cannot be kept, {root} is read-only; it is made anew each time")
+        say_once(f"{title}: cannot be kept, {root} is read-only; it is made anew each time", str(folder))
         return False
     try:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -305,7 +305,7 @@ def _write(
         flush(folder.parent)
         return True
     except (OSError, DamagedEntry) as error:
-        say_once(f"{title}: cannot be kept in {root} ({error}); it is made anew each time")
+        say_once(f"{title}: cannot be kept in {root} ({error}); it is made anew each time", str(folder))
         return False
     finally:
         discard(part)

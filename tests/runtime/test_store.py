@@ -186,7 +186,7 @@ def test_a_full_disk_means_no_cache_and_one_warning(root, number):
     thing = Thing()
 
     def full(folder):
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, os.strerror(number), str(folder))
 
     thing._make = full
     with pytest.warns(UserWarning, match=r"a thing: cannot be kept in .*; it is made anew each time") as said:
