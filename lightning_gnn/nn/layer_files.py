@@ -58,7 +58,7 @@ class Outputs:
 
 
 class OutputFiles(Outputs):
-    """The outputs of layers as files ``layer_<i>.npy``, and ``state.json``, which tells what is written, with checksums."""
+    """The outputs of layers as files ``layer_<i>.npy``, and ``state.json``: what is written, with checksums."""
 
     def __init__(self, folder: Path, identity: str | None, num_layers: int) -> None:
         self.folder, self.identity, self.num_layers = folder, identity, num_layers
