@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import shutil
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch_geometric
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
@@ -26,8 +24,9 @@ from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.graph.csc import load_array
 from lightning_gnn.graph.folder import _class_numbers, is_writable, load_folder, write_csc
+from lightning_gnn.graph.processed import processed_elsewhere
 from lightning_gnn.runtime.place import cache_root
-from lightning_gnn.runtime.store import checksum, kept, locked
+from lightning_gnn.runtime.store import checksum, locked
 
 __all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
 
@@ -247,45 +246,11 @@ def _from_pyg(
                     "written to"
                 )
             stack.enter_context(_explain(f"the dataset in {base}", base, raw))
-            return _processed_elsewhere(make, base, folder, raw, check)
+            return processed_elsewhere(make, base, folder, raw, check)
         if check is not None and not processed.exists() and not _missing(raw):
             check(raw)
         stack.enter_context(_explain(f"the dataset in {base}", base, raw, processed))
         return make(str(root))[0]
-
-
-def _processed_elsewhere(
-    make: Callable[[str], InMemoryDataset],
-    base: Path,
-    folder: str,
-    raw: Sequence[Path],
-    check: Callable[[Sequence[Path]], None] | None,
-) -> Data:
-    """Make a PyG dataset from raw files that lie in a read-only folder; what was processed is kept in the cache."""
-
-    def process(target: Path) -> None:
-        if check is not None:
-            check(raw)
-        with _mirror(folder, raw, target) as root:
-            make(root)
-
-    def read(source: Path, fresh: bool) -> Data:
-        with _mirror(folder, raw, source) as root:
-            return make(root)[0]
-
-    found = kept(
-        "datasets",
-        checksum("processed 1", str(base.resolve()), folder, torch_geometric.__version__),
-        process,
-        read,
-        title=str(base),
-        sources=[path.resolve() for path in raw],
-    )
-    if found is None:
-        with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as target:
-            process(Path(target))
-            found = read(Path(target), True)
-    return found
 
 
 def _missing(paths: Sequence[Path]) -> str:
@@ -359,30 +324,6 @@ def _check_planetoid(raw: Sequence[Path]) -> None:
                 f"{path} is damaged: it has {rows[suffix]} rows, but {other} has {rows[other]}; delete it, then "
                 "download or copy it again"
             )
-
-
-@contextmanager
-def _mirror(folder: str, raw: Sequence[Path], processed: Path) -> Iterator[str]:
-    """Yield a root in which PyG finds raw files, and a folder for what it makes of them, that lie elsewhere."""
-    with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as root:
-        base = Path(root) / folder
-        base.mkdir(exist_ok=True)
-        try:
-            (base / "raw").symlink_to(raw[0].parent.resolve(), target_is_directory=True)
-            (base / "processed").symlink_to(processed, target_is_directory=True)
-            yield root
-            return
-        except OSError:
-            if (base / "processed").exists():  # then it is the caller's
-                raise
-        # Windows lets not every user make links.
-        (base / "raw").mkdir(exist_ok=True)
-        for path in raw:
-            shutil.copyfile(path, base / "raw" / path.name)
-        shutil.copytree(processed, base / "processed")
-        yield root
-        if not any(processed.iterdir()):
-            shutil.copytree(base / "processed", processed, dirs_exist_ok=True)
 
 
 @contextmanager
