@@ -5,7 +5,6 @@ Needs CANN (toolkit and environment), torch_npu, cmake, a C++ compiler and an At
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -15,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from .build import CSRC, ROOT, cache_folder
+from .build import CSRC, ROOT, keep_folder
 
 HOST = ROOT / "host"
 LIBRARY = "liblightning_gnn_ascend.so"
@@ -98,18 +97,17 @@ def build(progress: Callable[[str], None] | None = None) -> Path:
     problems = missing()
     chip = soc_version()
     known = importlib.util.find_spec("torch_npu") is not None and os.environ.get("ASCEND_HOME_PATH") and chip
-    folder = cache_folder().parent / "ascend_npu" / f"{chip}-{_digest(chip)}" if known else None
-    if folder is not None and (folder / LIBRARY).exists():
-        return folder / LIBRARY  # which needs no compiler any more
-    if problems or folder is None:
+    if not known:
         raise BindingError(f"the NPU kernels cannot be built without {'; '.join(problems)}")
-    say, library = progress or _show, folder / LIBRARY
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / "lock"):
-        if not library.exists():  # another process may have built it meanwhile
-            say(f"building the Ascend C kernels for {chip}, once, into {folder}")
-            _compile(chip, folder, library, say)
-    return library
+    say = progress or _show
+
+    def make(folder: Path) -> None:  # what is kept needs no compiler any more
+        if problems:
+            raise BindingError(f"the NPU kernels cannot be built without {'; '.join(problems)}")
+        say(f"building the Ascend C kernels for {chip}, once, into {folder.parent}")
+        _compile(chip, folder / LIBRARY, say)
+
+    return keep_folder("npu", _digest(chip), make, f"kernels for {chip}") / LIBRARY
 
 
 def load(progress: Callable[[str], None] | None = None) -> Path:
@@ -154,11 +152,14 @@ def _digest(chip: str) -> str:
     for file in [*stamps, *sorted(CSRC.glob("*")), *sorted(HOST.glob("*"))]:
         if file.is_file():
             hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return hasher.hexdigest()[:16]
+    return hasher.hexdigest()[:32]
 
 
-def _compile(chip: str, folder: Path, library: Path, say: Callable[[str], None]) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+def _compile(chip: str, library: Path, say: Callable[[str], None]) -> None:
+    number, name = tempfile.mkstemp("-build.log", "lightning_gnn-npu-")
+    os.close(number)
+    log = Path(name)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         configure = [
             "cmake",
             "-S",
@@ -172,11 +173,10 @@ def _compile(chip: str, folder: Path, library: Path, say: Callable[[str], None])
         ]
         if compiler := os.environ.get("CXX"):
             configure.append(f"-DCMAKE_CXX_COMPILER={compiler}")
-        log = folder / "build.log"
-        log.write_text("")
         _run(configure, log, say)
         _run(["cmake", "--build", scratch, "--parallel", str(min(os.cpu_count() or 1, 8))], log, say)
         os.replace(Path(scratch) / LIBRARY, library)
+    log.unlink()
 
 
 def _run(command: list[str], log: Path, say: Callable[[str], None]) -> None:
@@ -195,16 +195,6 @@ def _run(command: list[str], log: Path, say: Callable[[str], None]) -> None:
     if run.returncode != 0:
         end = "\n".join(log.read_text().splitlines()[-40:])
         raise BindingError(f"{' '.join(command[:2])} failed with status {run.returncode} (all of it in {log}):\n{end}")
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process build at a time: the ranks of a job start together."""
-    import fcntl  # not on Windows, where there is no CANN either
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _show(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 TWIN = ROOT / "twin"
@@ -41,11 +43,31 @@ class Built:
     kernels: dict[str, tuple[str, ...]]
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept: ``LIGHTNING_GNN_CACHE``, else the user's cache folder."""
-    given = os.environ.get("LIGHTNING_GNN_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-gnn"
-    return base / "ascend_twin"
+def keep_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:
+    """Return a folder with what ``make`` writes into one: as long as this process lasts, unless a store takes over.
+
+    Args:
+        kind: ``"twin"`` or ``"npu"``.
+        key: 32 hexadecimal digits that tell what was built.
+        make: Builds into an empty folder.
+        title: What it is for people.
+    """
+    return _keep[0](kind, key, make, title)
+
+
+def use_store(keep: Callable[[str, str, Callable[[Path], Any], str], Path]) -> None:
+    """Let built libraries be kept: ``keep`` takes the arguments of :func:`keep_folder` and verifies what it returns."""
+    _keep[0] = keep
+
+
+def _for_this_process(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make(folder)
+    return folder
+
+
+_keep = [_for_this_process]
 
 
 @lru_cache(maxsize=4)
@@ -99,25 +121,38 @@ def build(
     base = _digest([version, *flags], headers)
     parts = sorted((TWIN / "src").glob("*.cpp"))
     runtime_key = _digest([base], [*parts, *(TWIN / "src").glob("*.h")])
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    runtime = folder / f"libtwin-{runtime_key}.so"
-    wanted = [(s, kernels_in(s), folder / f"{s.stem}-{_digest([runtime_key], _needed(s))}.so") for s in sources]
-    for source, kernels, _ in wanted:
+    wanted = [(source, kernels_in(source)) for source in sources]
+    for source, kernels in wanted:
         if not kernels:
             raise BuildError(f'{source} defines no kernel (extern "C" __global__ __aicore__ void name(...))')
-    missing = [item for item in wanted if not item[2].exists()]
-    halves = (parts[0::2], parts[1::2])  # two files at once: the headers cost more than the code
-    tasks = (len(halves) if not runtime.exists() else 0) + len(missing)
-    if tasks:
-        say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-        say(f"building the Ascend twin: {tasks} files with {Path(path).name} into {folder}")
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if not runtime.exists():
+    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    name = f"libtwin-{runtime_key[:16]}.so"
+
+    def make_runtime(pool: ThreadPoolExecutor, folder: Path) -> None:
+        say(f"building the Ascend twin with {Path(path).name} into {folder.parent}")
+        halves = (parts[0::2], parts[1::2])  # two files at once: the headers cost more than the code
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             objects = list(pool.map(lambda h: _object(path, flags, h, Path(scratch) / f"{h[0].stem}.o"), halves))
-            _link(path, flags, [*map(str, objects), f"-Wl,-soname,{runtime.name}"], runtime, Path(scratch), TWIN)
-        list(pool.map(lambda item: _kernel(path, flags, item[0], item[1], runtime, item[2], Path(scratch)), missing))
-    return runtime, [Built(library, kernels) for _, kernels, library in wanted]
+            _link(path, flags, [*map(str, objects), f"-Wl,-soname,{name}"], folder / name, TWIN)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        made = keep_folder("twin", runtime_key, lambda folder: make_runtime(pool, folder), f"runtime, {version}")
+        runtime = made / name
+
+        def library(item: tuple[Path, dict[str, tuple[str, ...]]]) -> Path:
+            source, kernels = item
+            file = f"{source.stem}.so"
+
+            def make(folder: Path) -> None:
+                say(f"building the Ascend twin's kernels in {source.name} with {Path(path).name}")
+                _kernel(path, flags, source, kernels, runtime, folder / file)
+
+            # The library names the runtime's folder.
+            key = _digest([runtime_key, str(runtime)], _needed(source))
+            return keep_folder("twin", key, make, f"{source.name}, {version}") / file
+
+        libraries = list(pool.map(library, wanted))
+    return runtime, [Built(library, kernels) for library, (_, kernels) in zip(libraries, wanted, strict=True)]
 
 
 def sanitizer_environment() -> dict[str, str]:
@@ -161,7 +196,7 @@ def _digest(words: Iterable[str], files: Iterable[Path]) -> str:
         hasher.update(word.encode() + b"\0")
     for file in files:
         hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return hasher.hexdigest()[:16]
+    return hasher.hexdigest()[:32]
 
 
 def _needed(source: Path) -> list[Path]:
@@ -196,19 +231,14 @@ def _object(path: str, flags: list[str], sources: list[Path], target: Path) -> P
     return target
 
 
-def _link(
-    path: str, flags: list[str], inputs: list[str], target: Path, scratch: Path, what: Path | None = None
-) -> None:
-    part = scratch / target.name
-    _run([path, *flags, "-shared", *inputs, "-o", str(part)], what or target)
-    os.replace(part, target)  # two processes may build at once: the last one wins with the same content
+def _link(path: str, flags: list[str], inputs: list[str], target: Path, what: Path) -> None:
+    _run([path, *flags, "-shared", *inputs, "-o", str(target)], what)
 
 
-def _kernel(
-    path: str, flags: list[str], source: Path, kernels: Iterable[str], runtime: Path, target: Path, scratch: Path
-) -> None:
-    wrapper = scratch / f"{target.stem}.cpp"
+def _kernel(path: str, flags: list[str], source: Path, kernels: Iterable[str], runtime: Path, target: Path) -> None:
     lines = [f'#include "{source.resolve()}"', '#include "twin/launch.h"', *(f"TWIN_REGISTER({k})" for k in kernels)]
-    wrapper.write_text("\n".join(lines) + "\n")
-    inputs = [str(wrapper), str(runtime), f"-Wl,-rpath,{runtime.parent}"]
-    _link(path, [*flags, f"-I{source.resolve().parent}"], inputs, target, scratch, source)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        wrapper = Path(scratch) / f"{target.stem}.cpp"
+        wrapper.write_text("\n".join(lines) + "\n")
+        inputs = [str(wrapper), str(runtime), f"-Wl,-rpath,{runtime.parent}"]
+        _link(path, [*flags, f"-I{source.resolve().parent}"], inputs, target, source)

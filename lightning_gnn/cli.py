@@ -23,7 +23,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gnn import doctor, plan_command
+from lightning_gnn import cache_command, doctor, plan_command
 from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.command_line import start
@@ -37,6 +37,8 @@ def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["cache"]:
+        sys.exit(cache_command.main(sys.argv[2:]))
     if "--version" in sys.argv[1:]:
         print(doctor.versions())
         sys.exit(0)

@@ -27,7 +27,7 @@ from lightning_gnn.console import console, say
 from lightning_gnn.errors import UserError, closest
 from lightning_gnn.saved_run import Rebuilt, rebuild
 
-COMMANDS = ("doctor", "plan")
+COMMANDS = ("cache", "doctor", "plan")
 _CONF = "lightning_gnn.conf"
 
 

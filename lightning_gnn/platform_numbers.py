@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
+from io import StringIO
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from lightning_gnn.planning.workload import Platform, Processor
+from lightning_gnn.runtime.documents import check_yaml, read_text
 
 _PROCESSOR = ("flops", "memory_bandwidth", "pipelined")
 _WHOLE = ("cores", "num_accelerators", "num_nodes")
@@ -52,7 +55,8 @@ def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
         if not path.is_file():
             raise FileNotFoundError(f"plan.platform_file={file}: there is no such file")
         try:
-            content = OmegaConf.to_container(OmegaConf.load(path))
+            check_yaml(text := read_text(path))
+            content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
         except Exception as error:
             raise ValueError(f"plan.platform_file={file} is neither YAML nor JSON: {error}") from error
         numbers.update(_flat(content, f"plan.platform_file={file}"))
@@ -120,7 +124,7 @@ def save_numbers(platform: Platform, path: str | Path) -> Path:
 
 def _flat(content: Any, where: str) -> Numbers:
     if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must hold names and numbers, but holds {content!r}")
+        raise ValueError(f"{where} must hold names and numbers, but holds {reprlib.repr(content)}")
     numbers: Numbers = {}
     for name, value in content.items():
         nested = value if isinstance(value, Mapping) else None
@@ -137,7 +141,7 @@ def _flat(content: Any, where: str) -> Numbers:
 def _checked(name: str, value: Any, where: str) -> Any:
     if name.endswith("pipelined"):
         if not isinstance(value, bool):
-            raise ValueError(f"{where}: {name} is true or false, but is {value!r}")
+            raise ValueError(f"{where}: {name} is true or false, but is {reprlib.repr(value)}")
         return value
     try:
         if name == "sampling" and isinstance(value, (list, tuple)):
@@ -147,7 +151,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         kind = "a whole number" if name in _WHOLE else "a number"
-        raise ValueError(f"{where}: {name} must be {kind}, but is {value!r}") from None
+        raise ValueError(f"{where}: {name} must be {kind}, but is {reprlib.repr(value)}") from None
     return int(number) if name in _WHOLE else number
 
 

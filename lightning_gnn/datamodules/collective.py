@@ -14,7 +14,13 @@ from torch import Tensor
 from lightning_gnn.batching import CollectiveLoader, ThreadedNodeLoader
 from lightning_gnn.batching.options import true_or_false, whole_number
 from lightning_gnn.datamodules.persistent import PersistentSamplerDataModule
-from lightning_gnn.datamodules.plan_files import configuration_name, cores_of_process, machine_name, plan_file
+from lightning_gnn.datamodules.plan_files import (
+    configuration_name,
+    cores_of_process,
+    keep_plan,
+    kept_plan,
+    machine_name,
+)
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.planning.collective_plan import CollectivePlan
 
@@ -245,15 +251,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         )
 
     def _cached(self) -> CollectivePlan | None:
-        path = plan_file(*self._names)
-        if not self.cache_plan or not path.exists():
-            return None
-        try:
-            plan = CollectivePlan.load(path)
-        except (OSError, ValueError) as error:
-            rank_zero_warn(f"collective batching: the kept plan cannot be read, measuring anew: {error}")
-            return None
-        return plan if self._fits(plan) else None
+        plan = kept_plan(*self._names) if self.cache_plan else None
+        return plan if plan is not None and self._fits(plan) else None
 
     def _keep(self, plan: CollectivePlan) -> CollectivePlan:
         """Take a plan that has been made."""
@@ -261,14 +260,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self._plan = plan = replace(plan, machine=machine, configuration=configuration)
         rank_zero_info(_one_line(plan, "measured and planned"))
         if self.cache_plan and self._rank == 0 and plan.times is not None:
-            path = plan_file(machine, configuration)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(".part")
-                plan.save(partial)
-                partial.replace(path)
-            except OSError as error:
-                rank_zero_warn(f"collective batching: the plan cannot be kept: {error}")
+            keep_plan(plan)
         return plan
 
     def _close(self) -> None:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info
 from rich.console import Console
 from rich.progress import Progress
 
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.compress_files import load_compressed
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.redundancy import Redundancy
-from lightning_gnn.graph.user_cache import cache_folder, checksum
+from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.store import checksum, kept
 
 _FORMAT = 1
 KEPT_FROM = 1_000_000
@@ -53,17 +51,29 @@ def compressed_graph(
     settings: dict[str, Any] = {"num_chunks": num_chunks, "order": order}
     if graph.num_edges < KEPT_FROM:
         return _compress(graph, settings)
-    key = checksum(_FORMAT, graph.indptr, graph.indices, graph.edge_ids, sorted(settings.items()))
-    folder = cache_folder("graphs", cache_dir) / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):  # of several processes one compresses
-            if (found := _load(folder)) is not None:
-                return found
-            return _keep(*_compress(graph, settings), folder)
-    except OSError as error:
-        rank_zero_warn(f"the compressed graph cannot be kept in {folder.parent} ({error}); it is made anew each time")
+    made: list[tuple[CompressedGraph, Redundancy]] = []
+
+    def make(folder: Path) -> None:
+        made.append(_compress(graph, settings))
+        compressed, redundancy = made[0]
+        compressed.save(folder)
+        (folder / "redundancy.json").write_text(json.dumps(asdict(redundancy)))
+
+    found = kept(
+        "graphs",
+        checksum(_FORMAT, graph.indptr, graph.indices, graph.edge_ids, sorted(settings.items())),
+        make,
+        _read,
+        title=f"compressed graph of {graph.num_nodes:,} nodes and {graph.num_edges:,} edges, num_chunks={num_chunks}, "
+        f"order={order}",
+        given=cache_dir,
+    )
+    if made:
+        return made[0]
+    if found is None:
         return _compress(graph, settings)
+    rank_zero_info("Compressed graph read from the cache")
+    return found
 
 
 def summary(redundancy: Redundancy) -> str:
@@ -107,27 +117,6 @@ def _progress_bar() -> Iterator[Any]:
             bar.stop()
 
 
-def _load(folder: Path) -> tuple[CompressedGraph, Redundancy] | None:
-    if not folder.is_dir():
-        return None
-    try:
-        redundancy = Redundancy(**json.loads((folder / "redundancy.json").read_text()))
-        graph = CompressedGraph.load(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rank_zero_warn(f"{folder} is damaged ({error}); the graph is compressed again")
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    rank_zero_info(f"Compressed graph read from {folder}")
-    return graph, redundancy
-
-
-def _keep(graph: CompressedGraph, redundancy: Redundancy, folder: Path) -> tuple[CompressedGraph, Redundancy]:
-    part = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-    try:
-        graph.save(part)
-        (part / "redundancy.json").write_text(json.dumps(asdict(redundancy)))
-        os.replace(part, folder)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        rank_zero_warn(f"the compressed graph cannot be kept in {folder.parent} ({error}); it is made anew each time")
-    return graph, redundancy
+def _read(folder: Path, check: bool) -> tuple[CompressedGraph, Redundancy]:
+    graph = CompressedGraph(**load_compressed(folder, check=check))
+    return graph, Redundancy(**read_json(read_text(folder / "redundancy.json")))

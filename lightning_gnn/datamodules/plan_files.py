@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data
 
-from lightning_gnn.graph.user_cache import cache_folder, checksum
+from lightning_gnn.planning.collective_plan import CollectivePlan
+from lightning_gnn.runtime.store import checksum, find, keep
 
 
 def cores_of_process(trainer: pl.Trainer | None) -> int:
@@ -66,9 +67,19 @@ def configuration_name(data: Data, sampler: Any, model: pl.LightningModule | Non
     return checksum(graph, kind, parameters, list(settings), torch.__version__)
 
 
-def plan_file(machine: str, configuration: str) -> Path:
-    """Return where a plan is kept."""
-    return cache_folder("plans") / f"{checksum(machine)[:8]}-{configuration}.yaml"
+def kept_plan(machine: str, configuration: str) -> CollectivePlan | None:
+    """Return the plan that was kept, or None."""
+    return find("plans", _key(machine, configuration), lambda folder, check: CollectivePlan.load(folder / "plan.yaml"))
+
+
+def keep_plan(plan: CollectivePlan) -> None:
+    """Keep a plan for the next run on its machine and of its configuration, where that is possible."""
+    key = _key(plan.machine, plan.configuration)
+    keep("plans", key, lambda folder: plan.save(folder / "plan.yaml"), title=f"plan for {plan.machine}")
+
+
+def _key(machine: str, configuration: str) -> str:
+    return checksum("plan 1", machine, configuration)
 
 
 def _lines(path: str) -> list[str]:

@@ -15,6 +15,7 @@ from lightning_gnn.graph.build import Limits
 from lightning_gnn.graph.chunks import ARRAYS, Chunks
 from lightning_gnn.graph.csc import load_array
 from lightning_gnn.planning.grouping import PlanSettings
+from lightning_gnn.runtime.documents import read_json, read_text
 
 if TYPE_CHECKING:
     from lightning_gnn.graph.compress import CompressedGraph
@@ -65,14 +66,20 @@ def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
     return folder
 
 
-def load_compressed(folder: str | Path, mmap: bool = True) -> dict[str, Any]:
-    """Read and check the arguments of a :class:`CompressedGraph`; see :meth:`CompressedGraph.load`."""
+def load_compressed(folder: str | Path, mmap: bool = True, check: bool = True) -> dict[str, Any]:
+    """Read the arguments of a :class:`CompressedGraph`; see :meth:`CompressedGraph.load`.
+
+    Args:
+        folder: The folder.
+        mmap: Leave the arrays on disk.
+        check: Look at the content of every array, not only at types and lengths; without it, it must be known.
+    """
     folder = Path(folder)
     path = folder / _META
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no compressed graph")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(read_text(path))
         if meta["format"] != _FORMAT:
             raise ValueError(f"its format is {meta['format']!r}, not {_FORMAT!r}")
         sizes = [int(meta[name]) for name in ("num_sources", "num_targets", "num_user_edges")]
@@ -87,17 +94,18 @@ def load_compressed(folder: str | Path, mmap: bool = True) -> dict[str, Any]:
     arrays = {name: load_array(folder / f"{name}.npy", mmap) for name in names}
     num_sources, num_targets, num_user_edges = sizes
     try:
-        forward = _chunks(arrays, "forward", num_targets, num_sources)
+        forward = _chunks(arrays, "forward", num_targets, num_sources, check)
         if "backward_local" in arrays:
-            backward = _chunks(arrays, "backward", num_sources, num_targets)
+            backward = _chunks(arrays, "backward", num_sources, num_targets, check)
         else:
             backward = Chunks(**{**forward.__dict__, "edge_ids": arrays.get("backward_edge_ids")})
         num_edges = forward.num_edges
         _check(backward.num_edges == num_edges, "the directions have different numbers of edges")
         _check(backward.edge_ids is not None, "backward_edge_ids is missing")
-        _check_ids(backward.edge_ids, num_edges, 0, num_edges, "backward_edge_ids")
-        _check_ids(arrays.get("edge_ids"), num_edges, -1, num_user_edges, "edge_ids")
-        _check_ids(arrays.get("weight_ids"), num_edges, -1, num_user_edges, "weight_ids")
+        if check:
+            _check_ids(backward.edge_ids, num_edges, 0, num_edges, "backward_edge_ids")
+            _check_ids(arrays.get("edge_ids"), num_edges, -1, num_user_edges, "edge_ids")
+            _check_ids(arrays.get("weight_ids"), num_edges, -1, num_user_edges, "weight_ids")
     except (ValueError, KeyError) as error:
         raise ValueError(f"{folder} does not hold a compressed graph: {error}; compress the graph again") from error
     return {
@@ -113,13 +121,15 @@ def load_compressed(folder: str | Path, mmap: bool = True) -> dict[str, Any]:
     }
 
 
-def _chunks(arrays: dict[str, Tensor], direction: str, num_rows: int, num_columns: int) -> Chunks:
+def _chunks(arrays: dict[str, Tensor], direction: str, num_rows: int, num_columns: int, check: bool) -> Chunks:
     found: dict[str, Any] = {name: arrays.get(f"{direction}_{name}") for name in ARRAYS}
     for name, dtype in _DTYPES.items():
         array = found[name]
         valid = array is not None and array.dtype == dtype and array.dim() == 1
         _check(valid, f"{direction}_{name} is missing or not {dtype} [n]")
     chunks = Chunks(**found, num_rows=num_rows, num_columns=num_columns)
+    if not check:
+        return chunks
     for name, of in (("row_ptr", "rows"), ("column_ptr", "columns"), ("indptr", "local")):
         _check_offsets(getattr(chunks, name), getattr(chunks, of).numel(), f"{direction}_{name}")
     _check(chunks.row_ptr.numel() == chunks.column_ptr.numel(), f"{direction}_row_ptr and _column_ptr differ in length")

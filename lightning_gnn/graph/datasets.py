@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import hashlib
 import json
-import os
 import shutil
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
@@ -28,6 +24,9 @@ from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.graph.csc import load_array
 from lightning_gnn.graph.folder import _class_numbers, is_writable, load_folder, write_csc
+from lightning_gnn.graph.processed import processed_elsewhere
+from lightning_gnn.runtime.place import cache_root
+from lightning_gnn.runtime.store import checksum, locked
 
 __all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
 
@@ -147,7 +146,7 @@ def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bo
         with _one_process(folder):
             if not (folder / "npy").exists():
                 convert_papers100m(folder, folder / "npy")
-        return load_folder(folder / "npy", check=False)
+        return load_folder(folder / "npy")
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
@@ -246,8 +245,8 @@ def _from_pyg(
                     f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
                     "written to"
                 )
-            root = _mirror(stack, root, folder, raw)
-            processed = root / folder / "processed" / "data.pt"
+            stack.enter_context(_explain(f"the dataset in {base}", base, raw))
+            return processed_elsewhere(make, base, folder, raw, check)
         if check is not None and not processed.exists() and not _missing(raw):
             check(raw)
         stack.enter_context(_explain(f"the dataset in {base}", base, raw, processed))
@@ -327,53 +326,12 @@ def _check_planetoid(raw: Sequence[Path]) -> None:
             )
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lightning_gnn"
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _mirror(stack: ExitStack, root: Path, folder: str, raw: Sequence[Path]) -> Path:
-    """Return a root of our own that shows the raw files of a read-only one."""
-    # Other files at the same place must not meet what was processed from these.
-    state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in raw]
-    mirror = _cache() / f"{root.name}-{_digest(str(root.resolve()), folder, state)}"
-    try:
-        (mirror / folder).mkdir(parents=True, exist_ok=True)
-        writable = is_writable(mirror / folder)
-    except OSError:
-        writable = False
-    if not writable:
-        mirror = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_gnn-")))
-        (mirror / folder).mkdir(exist_ok=True)
-    link = mirror / folder / "raw"
-    if not link.exists():
-        try:
-            link.symlink_to(raw[0].parent.resolve(), target_is_directory=True)
-        except OSError:  # Windows lets not every user make links
-            link.mkdir()
-            for path in raw:
-                shutil.copyfile(path, link / path.name)
-    return mirror
-
-
 @contextmanager
 def _one_process(base: Path) -> Iterator[None]:
     """Keep the other processes of a distributed run out while one downloads and processes."""
-    lock = None
-    try:
-        _cache().mkdir(parents=True, exist_ok=True)
-        lock = FileLock(_cache() / f"{_digest(str(base.resolve()))}.lock")
-        lock.acquire()
-    except (OSError, NotImplementedError):  # no place for locks: better unguarded than not at all
-        lock = None
-    try:
+    root = cache_root()
+    with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _unpack(archive: Path, name: str, path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,10 @@ from lightning_gnn.graph.csc import (
     sort_by_target,
 )
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.runtime.place import is_writable
+from lightning_gnn.runtime.store import checked_once, checksum, kept
 
-__all__ = ["load_folder", "save_folder", "write_csc"]
+__all__ = ["is_writable", "load_folder", "save_folder", "write_csc"]
 
 SPLITS = ("train", "val", "test")
 _LAYOUT = (
@@ -32,6 +33,10 @@ _LAYOUT = (
     "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
 )
 _TOPOLOGY = ("indptr", "indices", "edge_ids")
+KEPT_FROM = 1_000_000
+"""Edge lists with so many edges or more are kept sorted."""
+CHECKED_ONCE = 1 << 26
+"""Bytes of a topology from which it is remembered that its ids were checked."""
 
 
 def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data:
@@ -41,8 +46,8 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
 
     - ``x.npy``: features, float32 or float16 ``[N, F]``.
     - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
-    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; the
-      result is kept in the subfolder ``csc``, or in memory where the folder is read-only or the disk full.
+    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
+      million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
     - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``. Floats are taken where they are whole numbers; NaN,
       which stands for an unlabelled node, becomes -1.
     - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and likewise ``val_…`` (or ``valid_…``) and
@@ -51,8 +56,9 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     Args:
         root: The folder.
         mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
-        check: Look for ids out of range, one pass over the topology and the splits. Features are not read. Without the
-            check, an id out of range crashes the sampler.
+        check: Look for ids out of range, one pass over the topology and the splits; a large topology that passed is
+            not read again until its files change. Features are not read. Without the check, an id out of range crashes
+            the sampler.
 
     Returns:
         ``Data`` with ``x``, ``y`` int64 ``[N]``, the splits under the names of their files (``valid_…`` as ``val_…``)
@@ -212,8 +218,11 @@ def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
     try:
         if indptr is None or indices is None:
             raise ValueError("indptr or indices is missing")
+        whole = partial(CSCGraph.from_csc, indptr, indices, edge_ids)
+        if check and sum(array.nbytes for array in arrays if array is not None) < CHECKED_ONCE:
+            return whole()
         if check:
-            return CSCGraph.from_csc(indptr, indices, edge_ids)
+            checked_once([path for path in paths if path.exists()], whole)
         for name, array in zip(_TOPOLOGY, arrays, strict=True):
             if array is not None:
                 check_integers(array, name)
@@ -228,56 +237,29 @@ def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
 
 def _sorted_edges(path: Path, num_nodes: int, mmap: bool) -> CSCGraph:
     edge_index = load_array(path, mmap)
-    cache = path.parent / "csc"
     try:
         check_edge_index(edge_index)
-        graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
-        if graph is None and _write_cache(edge_index, num_nodes, cache):
-            graph = _cached(path, cache, num_nodes, edge_index.size(1), mmap)
+        if edge_index.size(1) < KEPT_FROM:
+            return CSCGraph.from_edge_index(edge_index, num_nodes)
+        path = path.resolve()
+
+        def read(folder: Path, check: bool) -> CSCGraph:
+            graph = CSCGraph.load(folder / "csc", mmap) if check else _load_csc(folder / "csc", mmap, check=False)
+            if (graph.num_nodes, graph.num_edges) != (num_nodes, edge_index.size(1)):
+                raise ValueError(f"it has {graph.num_nodes} nodes and {graph.num_edges} edges")
+            return graph
+
+        graph = kept(
+            "topology",
+            checksum("sorted edges 1", str(path), num_nodes),
+            lambda folder: write_csc(edge_index, num_nodes, folder / "csc"),
+            read,
+            title=f"{path}, {num_nodes} nodes",
+            sources=[path],
+        )
         return CSCGraph.from_edge_index(edge_index, num_nodes) if graph is None else graph
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}; x.npy has {num_nodes} rows, one per node") from None
-
-
-def _cached(path: Path, cache: Path, num_nodes: int, num_edges: int, mmap: bool) -> CSCGraph | None:
-    """Return what was sorted before, unless it is older than the edges, damaged or of another graph."""
-    try:
-        if (cache / "indptr.npy").stat().st_mtime_ns < path.stat().st_mtime_ns:
-            return None
-        graph = _load_csc(cache, mmap, check=False)
-    except (OSError, TypeError, ValueError):
-        return None
-    return graph if (graph.num_nodes, graph.num_edges) == (num_nodes, num_edges) else None
-
-
-def _write_cache(edge_index: Tensor, num_nodes: int, cache: Path) -> bool:
-    """Sort next to the edges if there is room, and move the whole result into place at once."""
-    if not is_writable(cache.parent):
-        return False
-    fresh = cache.with_name(f".csc-{uuid.uuid4().hex}")
-    stale = cache.with_name(f"{fresh.name}-stale")
-    try:
-        write_csc(edge_index, num_nodes, fresh)
-        if cache.exists():
-            cache.rename(stale)
-        fresh.rename(cache)
-        return True
-    except OSError:
-        return False
-    finally:
-        for folder in (fresh, stale):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_writable(folder: Path) -> bool:
-    """Tell whether files may be made in a folder, or in the nearest one above it that exists.
-
-    Permissions count even for a superuser, who could override them: data that was set read-only stays as it is.
-    """
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
 
 
 def _class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ from filelock import FileLock, Timeout
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gnn.graph.user_cache import cache_folder, checksum
+from lightning_gnn.runtime.documents import read_json, read_text, write_whole
+from lightning_gnn.runtime.place import cache_root, is_writable, say_once
+from lightning_gnn.runtime.store import checksum, discard, remove, scratch, sweep
 
 _SECONDS = 1.0
 """From one note of the finished rows to the next."""
+_BLOCK = 1 << 24
+"""Bytes that are summed at a time."""
 
 
 class Outputs:
@@ -29,8 +34,14 @@ class Outputs:
     layer = 0
     rows = 0
 
-    def resumed(self, x: Tensor) -> Tensor:
-        """Return the output with which to go on."""
+    def resumed(self, x: Tensor, orders: Sequence[Tensor]) -> Tensor:
+        """Return the output with which to go on.
+
+        Args:
+            x: Features ``[N, F]``.
+            orders: For each layer the vertices in the order in which their rows are written, integer ``[R]``; one that
+                comes several times in a row counts once.
+        """
         return x
 
     def layer_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -47,38 +58,66 @@ class Outputs:
 
 
 class OutputFiles(Outputs):
-    """The outputs of layers as files ``layer_<i>.npy``, and a note of what is written, ``state.json``."""
+    """The outputs of layers as files ``layer_<i>.npy``, and ``state.json``: what is written, with checksums."""
 
     def __init__(self, folder: Path, identity: str | None, num_layers: int) -> None:
         self.folder, self.identity, self.num_layers = folder, identity, num_layers
         self._map: np.memmap | None = None
         self._noted = 0.0
+        self._orders: Sequence[Tensor] = ()
+        # Checksums of the layer that was finished last, and of the rows of the next one. CRC-32 keeps up with the disk,
+        # and nobody forges what lies here.
+        self._last = self._running = 0
         state = None if identity is None else self._read()
-        if state is not None and state["checksum"] == identity and self._whole(state):
-            self.layer, self.rows = state["layer"], state["rows"]
+        self._found = state if state is not None and state["checksum"] == identity else None
+        if self._found is not None:
             return
-        if state is not None and state["checksum"] != identity:
-            # Outputs that are complete are replaced without a word, as after each epoch of training.
-            if state["layer"] < state["layers"]:
-                rank_zero_warn(
-                    f"{folder} holds outputs of an interrupted run on another model, graph or features; they are "
-                    "overwritten"
-                )
-        elif state is not None:
-            rank_zero_warn(f"{folder} lacks layer outputs of the interrupted run; everything is computed again")
+        # Outputs that are complete are replaced without a word, as after each epoch of training.
+        if state is not None and state["layer"] < state["layers"]:
+            rank_zero_warn(
+                f"{folder} holds outputs of an interrupted run on another model, graph or features; they are "
+                "overwritten"
+            )
+        if state is None:
+            discard(folder / "state.json")
         self.note()  # before a file is touched that the old note tells of
 
-    def resumed(self, x: Tensor) -> Tensor:
-        """Return the output with which to go on."""
-        return x if self.layer == 0 else _open(self._path(self.layer - 1))
+    def resumed(self, x: Tensor, orders: Sequence[Tensor]) -> Tensor:
+        """Return the output with which to go on: what was noted, as far as it is still there as it was written."""
+        self._orders = orders
+        if self._found is None:
+            return x
+        layer, rows = self._found["layer"], self._found["rows"]
+        self._last = self._found["last"]
+        if layer > 0 and not self._holds(layer - 1, orders[layer - 1].numel(), self._last):
+            rank_zero_warn(
+                f"{self.folder} lacks layer outputs of the interrupted run, or they were damaged; everything is "
+                "computed again"
+            )
+            layer, rows, self._last = 0, 0, 0
+        elif rows > 0 and not self._holds(layer, rows, self._found["running"]):
+            rank_zero_warn(
+                f"{self.folder}: the outputs of layer {layer + 1} are missing or were damaged; the layer is computed "
+                "again"
+            )
+            rows = 0
+        if rows == 0:
+            self._running = 0
+        self.layer, self.rows, self._found = layer, rows, None
+        self.note()
+        return x if layer == 0 else _open(self._path(layer - 1))
 
     def layer_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return what a layer writes to."""
         path = self._path(layer)
         kept = torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16
         if self.rows == 0:
+            discard(path)  # someone may still read the old file
             np.lib.format.open_memmap(path, mode="w+", dtype=str(kept).split(".")[1], shape=shape).flush()
+            self._running = 0
         self._map = np.lib.format.open_memmap(path, mode="r+")
+        if self.rows == 0:
+            self._running = zlib.crc32(_heading(self._map))
         return torch.from_numpy(self._map)
 
     def result(self, source: Tensor) -> Tensor:
@@ -87,7 +126,11 @@ class OutputFiles(Outputs):
 
     def finished(self, layer: int, rows: int) -> None:
         """Note it, once a second and at the end of a layer."""
+        if rows > self.rows and self._map is not None and self.identity is not None:
+            self._running = _add(self._running, self._map, self._orders[layer][self.rows : rows])
         super().finished(layer, rows)
+        if rows == 0:
+            self._last = self._running
         if rows == 0 or time.monotonic() - self._noted >= _SECONDS:
             self.note()
             if rows == 0 and layer > 1:
@@ -97,25 +140,41 @@ class OutputFiles(Outputs):
         """Write the rows, and then that they are written."""
         if self._map is not None:
             self._map.flush()
-        state = {"checksum": self.identity, "layer": self.layer, "rows": self.rows, "layers": self.num_layers}
-        part = self.folder / "state.part"
-        part.write_text(json.dumps(state))
-        os.replace(part, self.folder / "state.json")
+        sums = {"last": self._last, "running": self._running}
+        state = {"checksum": self.identity, "layer": self.layer, "rows": self.rows, "layers": self.num_layers, **sums}
+        if self._found is None:  # else nothing was looked at yet, and the old note holds
+            try:
+                write_whole(self.folder / "state.json", json.dumps(state))
+            except OSError as error:  # an old note is never wrong: rows are only added
+                say_once(
+                    f"{self.folder}: the finished rows cannot be noted ({error}); an interrupted run does them again"
+                )
         self._noted = time.monotonic()
+
+    def _holds(self, layer: int, rows: int, expected: int) -> bool:
+        """Tell whether the first rows of a layer are in its file as they were written; leaves their sum."""
+        path = self._path(layer)
+        try:
+            if not path.is_file():
+                return False
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            self._running = _add(zlib.crc32(_heading(found)), found, self._orders[layer][:rows])
+        except (OSError, EOFError, ValueError, TypeError, IndexError, SyntaxError, TokenError):
+            return False
+        return self._running == expected
 
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer_{layer}.npy"
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            state = json.loads((self.folder / "state.json").read_text())
-            return {"checksum": state["checksum"], **{name: int(state[name]) for name in ("layer", "rows", "layers")}}
+            state = read_json(read_text(self.folder / "state.json"))
+            numbers = {name: int(state[name]) for name in ("layer", "rows", "layers", "last", "running")}
+            if not 0 <= numbers["layer"] <= self.num_layers or numbers["rows"] < 0:
+                return None
+            return {"checksum": state["checksum"], **numbers}
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-    def _whole(self, state: dict[str, Any]) -> bool:
-        needed = [state["layer"] - 1] * (state["layer"] > 0) + [state["layer"]] * (state["rows"] > 0)
-        return all(self._path(layer).is_file() for layer in needed)
 
 
 @contextmanager
@@ -141,32 +200,76 @@ def layer_outputs(
     if parts is not None:
         flat = [part.items() if isinstance(part, dict) else [(part,)] for part in parts]
         name = checksum(*(value for pairs in flat for pair in pairs for value in pair))
+    with ExitStack() as stack:
+        chosen = _place(stack, folder, name)
+        if chosen is None:
+            yield Outputs()
+            return
+        lock = FileLock(chosen / "lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RuntimeError(f"{chosen} is in use by another process; choose another folder for inference") from None
+        done = False
+        files = OutputFiles(chosen, name, num_layers)
+        try:
+            yield files
+            done = True
+        finally:
+            try:
+                if not done and name is not None:
+                    files.note()
+                    if folder is not None or chosen.name == name:
+                        rank_zero_warn(f"Stopped in layer {files.layer + 1}; the same run again goes on from {chosen}")
+            finally:
+                lock.release()
+            if done and folder is None and chosen.name == name:
+                # On Linux and macOS a mapped file lives on without a name; elsewhere it stays where it is.
+                with suppress(OSError):
+                    remove(chosen)
+
+
+def _place(stack: ExitStack, folder: str | Path | None, name: str | None) -> Path | None:
+    """Return the folder for the files, made; None where the outputs must stay in memory."""
     if folder is not None:
         chosen = Path(folder)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             chosen /= f"rank_{torch.distributed.get_rank()}"
-    else:
-        chosen = cache_folder("inference") / (f"{os.getpid()}-{time.time_ns()}" if name is None else name)
-    chosen.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(chosen / "lock", timeout=0)
+        chosen.mkdir(parents=True, exist_ok=True)
+        return chosen
+    root = cache_root()
+    if name is None:
+        part: Path | None = stack.enter_context(scratch("inference"))
+        if part is not None:
+            return part
+    elif root is not None and is_writable(root):
+        try:
+            sweep(root, "inference")
+            kept = root / "inference" / name
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return kept
+        except OSError as error:
+            say_once(f"layer outputs cannot be kept in {root} ({error}); an interrupted run begins anew")
     try:
-        lock.acquire()
-    except Timeout:
-        raise RuntimeError(f"{chosen} is in use by another process; choose another folder for inference") from None
-    done = False
-    files = OutputFiles(chosen, name, num_layers)
-    try:
-        yield files
-        done = True
-    finally:
-        if not done:
-            files.note()
-            if name is not None:
-                rank_zero_warn(f"Stopped in layer {files.layer + 1}; the same run again goes on from {chosen}")
-        lock.release()
-        if (done and folder is None) or (not done and name is None and folder is None):
-            # On Linux and macOS a mapped file lives on without a name; elsewhere it stays where it is.
-            shutil.rmtree(chosen, ignore_errors=True)
+        return Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_gnn-", ignore_cleanup_errors=True))
+        )
+    except OSError as error:
+        say_once(f"there is no folder for layer outputs ({error}); they are held in memory")
+        return None
+
+
+def _heading(rows: np.ndarray) -> bytes:
+    return f"{rows.dtype} {rows.shape} {rows.flags.c_contiguous};".encode()
+
+
+def _add(running: int, rows: np.ndarray, order: Tensor) -> int:
+    """Add rows to a checksum, in an order that does not depend on the blocks in which they were computed."""
+    vertices = torch.unique_consecutive(order)
+    step = max(1, _BLOCK // max(1, rows.dtype.itemsize * rows.shape[1]))
+    for part in vertices.split(step):
+        running = zlib.crc32(np.ascontiguousarray(rows[part.numpy()]).data, running)
+    return running
 
 
 def _open(path: Path) -> Tensor:

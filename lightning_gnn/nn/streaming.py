@@ -156,7 +156,7 @@ def stream(
     parts = None if identity is None else (*identity, x, graph.checksum(), edge_weight)
     total = sum(order.rows.numel() for order in orders)
     with layer_outputs(folder, in_memory, len(layers), parts) as files, _shown(bar, total) as show:
-        source = files.resumed(x)
+        source = files.resumed(x, [order.rows for order in orders])
         for i, layer in enumerate(layers):
             if i < files.layer:
                 show(i, orders[i].rows.numel())

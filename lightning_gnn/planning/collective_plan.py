@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, get_args
 
 import yaml
@@ -13,8 +15,11 @@ import yaml
 from lightning_gnn.planning.dual_buffer import DualBuffer
 from lightning_gnn.planning.plan import aligned
 from lightning_gnn.planning.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.documents import read_text, read_yaml, write_whole
 
 Mode = Literal["collective", "cpu", "gpu"]
+_BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
+_END = "..."
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
 
 
@@ -53,25 +58,27 @@ class CollectivePlan:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {self.mode!r}")
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
         least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "num_batches": 0, "rounds": 0}
         for name, minimum in least.items():
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {number!r}")
+                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
         if self.ratio is not None:
             _check_number("ratio", self.ratio)
         if not isinstance(self.epoch_s, Mapping):
-            raise ValueError(f"epoch_s must map collective, cpu and gpu to seconds, but is {self.epoch_s!r}")
+            raise ValueError(
+                f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
+            )
         for name, seconds in self.epoch_s.items():
             if name not in get_args(Mode):
-                raise ValueError(f"epoch_s has no place for {name!r}, only for {', '.join(get_args(Mode))}")
+                raise ValueError(f"epoch_s has no place for {reprlib.repr(name)}, only for {', '.join(get_args(Mode))}")
             _check_number(f"epoch_s[{name!r}]", seconds)
         if self.times is not None and not isinstance(self.times, StageTimes):
-            raise ValueError(f"times must be StageTimes, but is {self.times!r}")
+            raise ValueError(f"times must be StageTimes, but is {reprlib.repr(self.times)}")
         for name in ("machine", "configuration"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be text, but is {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be text, but is {reprlib.repr(getattr(self, name))}")
 
     @property
     def buffers(self) -> tuple[int, int]:
@@ -137,19 +144,21 @@ class CollectivePlan:
                 **{name: {"mean": float(d.mean), "spread": float(d.spread)} for name, d in durations.items()},
                 "cpu_workers": self.times.cpu_workers,
             }
-        return yaml.safe_dump(state, sort_keys=False, allow_unicode=True)
+        return f"{_BEGIN}{yaml.safe_dump(state, sort_keys=False, allow_unicode=True)}{_END}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
         """Read a plan from YAML; only ``mode`` and the buffer sizes must be there.
 
         Raises:
-            ValueError: It is no YAML, or no plan.
+            ValueError: It is no YAML, no plan, or one of :meth:`to_yaml` that was cut off.
         """
-        try:
-            state = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not YAML: {error}") from error
+        if text.startswith(_BEGIN) and text.rstrip().rpartition("\n")[2] != _END:
+            raise ValueError(
+                f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
+                "first line if you wrote it by hand"
+            )
+        state = read_yaml(text)
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
         state = _fields(state, {item.name for item in fields(cls)}, required, "a plan")
         if isinstance(state.get("ratio"), str):
@@ -163,7 +172,7 @@ class CollectivePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        write_whole(Path(path), self.to_yaml())
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:
@@ -174,7 +183,7 @@ class CollectivePlan:
             ValueError: It holds no plan; the message names the file and what is wrong.
         """
         try:
-            return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+            return cls.from_yaml(read_text(path))
         except ValueError as error:
             raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
 
@@ -188,16 +197,18 @@ def _stage_times(state: Any) -> StageTimes:
         durations[name] = Duration(**{key: _number(f"times: {name}: {key}", item) for key, item in numbers.items()})
     workers = state.get("cpu_workers", 1)
     if not isinstance(workers, int) or isinstance(workers, bool):
-        raise ValueError(f"times: cpu_workers must be a whole number, but is {workers!r}")
+        raise ValueError(f"times: cpu_workers must be a whole number, but is {reprlib.repr(workers)}")
     return StageTimes(**durations, cpu_workers=workers)
 
 
 def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[str, Any]:
     if not isinstance(state, dict):
-        raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {state!r}")
+        raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
     unknown = sorted(map(str, set(state) - known))
     if unknown:
-        raise ValueError(f"{what} has no place for {', '.join(unknown)}, only for {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{what} has no place for {shorten(', '.join(unknown), 200)}, only for {', '.join(sorted(known))}"
+        )
     missing = sorted(required - set(state))
     if missing:
         raise ValueError(f"{what} lacks {', '.join(missing)}")
@@ -210,11 +221,11 @@ def _number(name: str, value: Any) -> float:
         try:
             value = float(value)
         except ValueError:
-            raise ValueError(f"{name} must be a number, but is {value!r}") from None
+            raise ValueError(f"{name} must be a number, but is {reprlib.repr(value)}") from None
     _check_number(name, value)
     return float(value)
 
 
 def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, but is {reprlib.repr(value)}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gnn.planning.mapping import IterationTimes, Mapping, Stage
+from lightning_gnn.runtime.documents import read_json
 
 STAGE_NAMES: dict[Stage, str] = {
     "sample_cpu": "Sampling on the CPU",
@@ -64,7 +65,7 @@ def read_decisions(lines: Iterable[str]) -> list[Decision]:
         if not line.strip():
             continue
         try:
-            state = json.loads(line)
+            state = read_json(line)
             decision = Decision(
                 Mapping.from_dict(state["mapping"]),
                 str(state["explanation"]),

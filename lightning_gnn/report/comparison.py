@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import statistics
 import sys
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from lightning_gnn.console import warn
 from lightning_gnn.report.files import reporting, write_whole
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
 
 FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
 SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
@@ -104,7 +104,7 @@ def _metrics(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {"error": "the run has left no metrics.json"}
     try:
-        metrics: dict[str, Any] = dict(json.loads(path.read_text()))
+        metrics: dict[str, Any] = dict(read_json(read_text(path, LARGEST_JSON)))
     except (OSError, ValueError, TypeError) as error:
         return {"error": f"{path} cannot be read: {error}"}
     return metrics

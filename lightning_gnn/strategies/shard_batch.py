@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.user_cache import checksum
+from lightning_gnn.runtime.store import checksum
 from lightning_gnn.strategies.exchange import gather_rows
 from lightning_gnn.strategies.ownership import Ownership
 from lightning_gnn.strategies.row_shard import RowShard

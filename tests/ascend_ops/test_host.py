@@ -72,7 +72,12 @@ _REDIRECTED = """
 import pathlib, runpy, sys
 cache, script = sys.argv[1:]
 from lightning_gnn.ascend_ops import binding
-binding.cache_folder = lambda: pathlib.Path(cache) / "ascend_twin"
+from lightning_gnn.runtime.store import kept
+
+def keep(kind, key, make, title):
+    return kept(kind, key, make, lambda folder, check: folder, title=title, given=cache)
+
+binding.keep_folder = keep
 runpy.run_path(script, run_name="__main__")
 """
 
@@ -82,7 +87,7 @@ def test_compiler_output_is_in_the_error(stand_ins, tmp_path, monkeypatch):
     for name in ("ASCEND_HOME_PATH", "SOC_VERSION"):
         monkeypatch.setenv(name, stand_ins[name])
     monkeypatch.syspath_prepend(str(tmp_path / "stubs/site"))
-    monkeypatch.setattr(binding, "cache_folder", lambda: tmp_path / "cache" / "ascend_twin")
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     cmake = next((tmp_path / "stubs/cann").rglob("ascendc.cmake"))
     cmake.write_text('message(FATAL_ERROR "this chip is too new")')
     lines = []

@@ -288,6 +288,31 @@ def test_a_build_is_used_again():
     assert lines == []
 
 
+def test_a_damaged_library_is_built_anew(monkeypatch, tmp_path):
+    built = []
+
+    def link(path, flags, inputs, target, what):
+        built.append(target.name)
+        target.write_bytes(bytes(range(200)))
+
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_object", lambda path, flags, sources, target: target)
+    monkeypatch.setattr(build, "_link", link)
+    sources = [HERE / "kernels" / "copies.cpp", HERE / "kernels" / "vector_ops.cpp"]
+    runtime, libraries = build.build(sources, progress=lambda line: None)
+    assert sorted(built) == ["copies.so", runtime.name, "vector_ops.so"]
+    assert all(
+        path.is_relative_to(tmp_path / "twin") for path in (runtime, *(library.library for library in libraries))
+    )
+    for path in (runtime, libraries[0].library):
+        path.write_bytes(path.read_bytes()[:100])
+    built.clear()
+    with pytest.warns(UserWarning, match=r"is damaged \(.*\.so has 100 bytes, but 200 were written\)"):
+        assert build.build(sources, progress=lambda line: None) == (runtime, libraries)
+    assert sorted(built) == ["copies.so", runtime.name]
+    assert runtime.stat().st_size == 200
+
+
 SANITIZED = """
 import numpy as np, sys
 sys.path.insert(0, {root!r})

@@ -257,8 +257,7 @@ def test_a_plan_is_made_once_kept_and_found_again(cache):
     plan = data.plan
     assert plan.times is not None
     assert plan.machine
-    files = list(cache.rglob("*"))
-    assert [CollectivePlan.load(path) for path in files if path.is_file()] == [plan]
+    assert [CollectivePlan.load(path) for path in cache.glob("plans/*/plan.yaml")] == [plan]
 
     again = collective("auto")
     fitted(again, max_epochs=1)
@@ -268,7 +267,7 @@ def test_a_plan_is_made_once_kept_and_found_again(cache):
     other = collective("auto", num_neighbors=[3, 3])
     fitted(other)
     assert other.plan.configuration != plan.configuration
-    assert sum(path.is_file() for path in cache.rglob("*")) == 2
+    assert len(list(cache.glob("plans/*/plan.yaml"))) == 2
 
 
 def test_the_model_is_part_of_the_configuration():
@@ -290,16 +289,21 @@ def test_plans_need_not_be_kept(cache):
     assert not cache.exists()
 
 
-def test_a_kept_plan_that_cannot_be_read_is_made_anew(cache):
+@pytest.mark.parametrize("damage", ["other text", "a cut"])
+def test_a_kept_plan_that_was_damaged_is_made_anew(cache, damage):
     fitted(collective("auto"))
-    (path,) = (path for path in cache.rglob("*") if path.is_file())
-    path.write_text("mode: 7")
+    (path,) = cache.glob("plans/*/plan.yaml")
+    lines = path.read_text().splitlines(keepends=True)
+    machine = next(at for at, line in enumerate(lines) if line.startswith("machine"))
+    path.write_text("mode: 7" if damage == "other text" else "".join(lines[:machine]))
     data = collective("auto")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fitted(data)
-    assert len(messages(warned, "the kept plan cannot be read, measuring anew")) == 1
+    assert len(messages(warned, "is damaged (plan.yaml has ")) == 1
+    (path,) = cache.glob("plans/*/plan.yaml")
     assert CollectivePlan.load(path) == data.plan
+    assert data.plan.times is not None
 
 
 def test_a_plan_from_a_file(tmp_path):

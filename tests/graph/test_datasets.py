@@ -34,8 +34,9 @@ needs_planetoid = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.delenv("LIGHTNING_GNN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder / "lightning_gnn"
+    return folder / "lightning-gnn"
 
 
 @pytest.fixture
@@ -118,10 +119,24 @@ def test_read_only_root(read_only_cora: Path, cache: Path) -> None:
     before = listing(read_only_cora)
     first = planetoid(read_only_cora, "Cora")
     assert listing(read_only_cora) == before
-    (processed,) = cache.glob("*/Cora/processed/data.pt")
+    (processed,) = cache.glob("datasets/*/data.pt")
     written = processed.stat().st_mtime_ns
     assert_same(planetoid(read_only_cora, "Cora"), first)
     assert processed.stat().st_mtime_ns == written
+    processed.write_bytes(processed.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"is damaged \(data\.pt has 1000 bytes.*made anew"):
+        assert_same(planetoid(read_only_cora, "Cora"), first)
+    assert listing(read_only_cora) == before
+
+
+@needs_planetoid
+def test_locks_lie_with_all_that_is_cached(cora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "chosen"))
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
+    planetoid(cora, "Cora")
+    assert not elsewhere.exists()
+    assert [path.name for path in (tmp_path / "chosen").iterdir()] == ["locks"]
 
 
 @needs_planetoid

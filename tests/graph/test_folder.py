@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.datamodules import NeighborDataModule
-from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph import CSCGraph, folder
 from lightning_gnn.graph.folder import is_writable, load_folder, save_folder
+from lightning_gnn.runtime import manifest
 
 N, F, E = 50, 4, 300
 
@@ -151,26 +152,80 @@ def test_labels_and_splits_are_optional(tmp_path: Path) -> None:
     assert loaded.num_nodes == N
 
 
-def test_sorted_edges_are_kept_until_the_edges_change(tmp_path: Path) -> None:
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, in which graphs of any size are kept."""
+    root = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
+    monkeypatch.setattr(folder, "KEPT_FROM", 0)
+    return root
+
+
+def test_sorted_edges_are_kept_until_the_edges_change(tmp_path: Path, cache: Path) -> None:
     data = graph()
     write(tmp_path, **raw(data))
+    files = sorted(path.name for path in tmp_path.iterdir())
     load_folder(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "csc").iterdir()) == ["edge_ids.npy", "indices.npy", "indptr.npy"]
-    before = (tmp_path / "csc" / "indices.npy").stat().st_ino
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    (entry,) = (cache / "topology").iterdir()
+    assert sorted(path.name for path in (entry / "csc").iterdir()) == ["edge_ids.npy", "indices.npy", "indptr.npy"]
+    before = (entry / "csc" / "indices.npy").stat().st_ino
     held = load_folder(tmp_path)
-    assert (tmp_path / "csc" / "indices.npy").stat().st_ino == before
+    assert (entry / "csc" / "indices.npy").stat().st_ino == before
 
     other = graph(seed=1)
+    later = (tmp_path / "edge_index.npy").stat()
     write(tmp_path, edge_index=other.edge_index.numpy())
-    later = (tmp_path / "csc" / "indptr.npy").stat().st_mtime + 1
-    os.utime(tmp_path / "edge_index.npy", (later, later))
+    os.utime(tmp_path / "edge_index.npy", ns=(later.st_atime_ns, later.st_mtime_ns))  # as cp -p, tar and rsync -t do
     assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
     assert torch.equal(held.graph.to_edge_index(), data.edge_index)
 
-    indices = tmp_path / "csc" / "indices.npy"
+    indices = entry / "csc" / "indices.npy"
     indices.write_bytes(indices.read_bytes()[:-4])
-    assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".csc")]
+    with pytest.warns(UserWarning, match=r"is damaged \(csc/indices\.npy has \d+ bytes, but \d+ were written\)"):
+        assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
+    assert [path.name for path in (cache / "topology").iterdir()] == [entry.name]
+
+
+def test_a_copy_of_the_same_edges_keeps_what_was_sorted(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, **raw(graph()))
+    load_folder(tmp_path)
+    (entry,) = (cache / "topology").iterdir()
+    before = entry.stat().st_ino
+    edges = tmp_path / "edge_index.npy"
+    content = edges.read_bytes()
+    edges.unlink()
+    edges.write_bytes(content)
+    load_folder(tmp_path)
+    assert entry.stat().st_ino == before
+
+
+def test_small_graphs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    load_folder(write(tmp_path / "g", **raw(graph())))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_large_topology_is_checked_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "CHECKED_ONCE", 0)
+    monkeypatch.setattr(manifest, "_SETTLED_NS", 0)
+    passes = []
+    check = CSCGraph.from_csc.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(CSCGraph, "from_csc", classmethod(lambda cls, *args: passes.append(1) or check(cls, *args)))
+    save_folder(graph(), tmp_path / "g")
+    passes.clear()
+    for _ in range(3):
+        load_folder(tmp_path / "g")
+    assert passes == [1]
+    indices = tmp_path / "g" / "indices.npy"
+    before = indices.stat()
+    damaged = np.load(indices)
+    damaged[5] = 77
+    np.save(indices, damaged)
+    os.utime(indices, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="indices holds node 77"):
+            load_folder(tmp_path / "g")
 
 
 def test_edges_in_csc_order_need_no_ids(tmp_path: Path) -> None:
@@ -193,12 +248,13 @@ def test_read_only_folder(tmp_path: Path) -> None:
         (tmp_path / "g").chmod(0o755)
 
 
-def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = graph()
     write(tmp_path, **raw(data))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    assert_same(load_folder(tmp_path), data)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    with pytest.warns(UserWarning, match=r"edge_index\.npy, 50 nodes: cannot be kept .* the disk has 1000 left"):
+        assert_same(load_folder(tmp_path), data)
+    assert list((cache / "topology").iterdir()) == []
 
 
 def test_writes_do_not_reach_the_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Exact inference: the outputs of the whole-graph forward, however little memory there is, through interruptions."""
 
 import json
+import os
 import warnings
 
 import numpy as np
@@ -126,6 +127,63 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, cls, kwargs, laye
     stop()
     assert rows == []
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "again"),
+    [
+        ("shorter", "outputs of layer 2 are missing or were damaged; the layer is computed again", 1),
+        ("changed", "outputs of layer 2 are missing or were damaged; the layer is computed again", 1),
+        ("the layer before", "lacks layer outputs of the interrupted run, or they were damaged; everything", 0),
+    ],
+)
+def test_damaged_outputs_are_computed_again(tmp_path, damage, said, again):
+    model = trained(GraphSAGE)
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    _, stop = interrupt(model, 1, 3)
+    with pytest.raises(Interrupted), pytest.warns(UserWarning, match="Stopped in layer 2"):
+        infer(model, X, GRAPH, settings=options)
+    stop()
+    path = tmp_path / ("layer_0.npy" if damage == "the layer before" else "layer_1.npy")
+    content = path.read_bytes()
+    if damage == "shorter":
+        path.write_bytes(content[:200])
+        os.truncate(path, len(content))  # a file system that lost its last blocks gives zeros
+    else:
+        rows = np.load(path)
+        written = np.flatnonzero(rows.any(axis=1))[0]
+        rows[written] += 1e-9
+        np.save(path, rows)
+    rows, stop = interrupt(model, 2, 10**6)
+    with pytest.warns(UserWarning, match=said):
+        out = infer(model, X, GRAPH, settings=options)
+    stop()
+    assert sum(count for _, count in rows) == (3 - again) * NODES
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
+def test_a_killed_run_goes_on_from_its_last_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_files, "_SECONDS", 0)
+    model = trained(GraphSAGE)
+    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
+    notes = []
+    write = layer_files.write_whole
+    monkeypatch.setattr(layer_files, "write_whole", lambda path, text: notes.append(text) or write(path, text))
+    _, stop = interrupt(model, 1, 4)
+    with pytest.raises(Interrupted), pytest.warns(UserWarning, match="Stopped in layer 2"):
+        infer(model, X, GRAPH, settings=options)
+    stop()
+    noted = [json.loads(text) for text in notes]
+    early = next(at for at, state in enumerate(noted) if state["layer"] == 1 and state["rows"] > 0)
+    assert noted[early]["rows"] < noted[-1]["rows"]  # rows that no note tells of are in the file
+    (tmp_path / "state.json").write_text(notes[early])
+    rows, stop = interrupt(model, 2, 10**6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = infer(model, X, GRAPH, settings=options)
+    stop()
+    assert sum(count for _, count in rows) < 2 * NODES
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("change", ["weights", "features", "graph", "activation", "resume", "lost"])

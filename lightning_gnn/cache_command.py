@@ -1,0 +1,182 @@
+"""``lgnn cache``: what is kept on this machine, whether it is whole, and how to be rid of it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.table import Table
+
+from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
+from lightning_gnn.runtime.place import cache_root
+from lightning_gnn.runtime.store import KINDS, entries, is_held, locked, remove, sweep
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List, verify or clear; returns 1 where something was damaged or could not be removed."""
+    parser = argparse.ArgumentParser(
+        "lgnn cache",
+        description="What is kept in LIGHTNING_GNN_CACHE, by default the user's cache folder. All of it can be made "
+        "again: damaged files are noticed when they are read, and made anew.",
+        epilog="kinds: " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()),
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything, also what did not change since it was read last; what is damaged is removed, so that it "
+        "is made anew when it is needed; exit code 1 if anything was",
+    )
+    action.add_argument(
+        "--clear",
+        nargs="?",
+        const="all",
+        choices=["all", *KINDS],
+        metavar="KIND",
+        help="remove everything, or one kind, without asking; what a running process uses is left alone",
+    )
+    chosen = parser.parse_args(arguments)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    root = cache_root()
+    if root is None:
+        return 1
+    for kind in KINDS:
+        sweep(root, kind)
+    if chosen.verify:
+        return _verify(root, console)
+    if chosen.clear:
+        return _clear(root, list(KINDS) if chosen.clear == "all" else [chosen.clear], console)
+    return _list(root, console)
+
+
+def _list(root: Path, console: Console) -> int:
+    table = Table("kind", "for", "size", "age", box=None, pad_edge=False)
+    total = 0
+    for kind in KINDS:
+        for path in entries(root, kind):
+            total += (size := _size(path))
+            title, made = _about(path)
+            table.add_row(kind, title, _bytes(size), _age(made))
+    if table.row_count:
+        console.print(table)
+    count = table.row_count
+    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {_bytes(total)} in {root}")
+    return 0
+
+
+def _verify(root: Path, console: Console) -> int:
+    found = {"whole": 0, "damaged": 0, "outdated": 0}
+    for kind in KINDS:
+        for path in entries(root, kind):
+            if _in_use(root, kind, path):
+                console.print(f"in use    {kind}  {path}")
+                continue
+            if kind == "inference" and (path / "state.json").exists():
+                console.print(f"skipped   {kind}  {path}: it is verified when the interrupted run goes on")
+                continue
+            with locked(root, kind, path.name):
+                title, _ = _about(path)
+                state, why = _state(path)
+                found[state] += 1
+                console.print(f"{state:8}  {kind}  {title}{why}", style="red" if why else None)
+                if why:
+                    _remove(path, console)
+    console.print(", ".join(f"{number} {state}" for state, number in found.items()))
+    return int(found["whole"] < sum(found.values()))
+
+
+def _state(path: Path) -> tuple[str, str]:
+    try:
+        manifest = Manifest.load(path)
+        manifest.verify(path, [Path(name) for name in manifest.sources if Path(name).exists()], everything=True)
+        return "whole", ""
+    except StaleEntry as error:
+        return "outdated", f": {error}"
+    except (DamagedEntry, OSError) as error:
+        return "damaged", f": {error}"
+
+
+def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
+    failed = False
+    for kind in kinds:
+        gone, size = 0, 0
+        for path in entries(root, kind):
+            if _in_use(root, kind, path):
+                console.print(f"{kind}: {path} is in use and stays")
+                continue
+            taken = _size(path)
+            if _remove(path, console):
+                gone, size = gone + 1, size + taken
+            else:
+                failed = True
+        if gone:
+            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {_bytes(size)}")
+    if not failed and not any(entries(root, kind) for kind in kinds):
+        console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
+    return int(failed)
+
+
+def _in_use(root: Path, kind: str, path: Path) -> bool:
+    try:
+        if is_held(root, kind, path.name):
+            return True
+        if (path / "lock").exists():  # layer outputs, which are written as long as a run lasts
+            with FileLock(path / "lock", timeout=0):
+                pass
+    except Timeout:
+        return True
+    except OSError:  # a read-only store
+        return False
+    return False
+
+
+def _remove(path: Path, console: Console) -> bool:
+    try:
+        remove(path)
+        return True
+    except OSError as error:
+        console.print(f"{path} cannot be removed ({error})", style="red")
+        return False
+
+
+def _about(path: Path) -> tuple[str, float]:
+    """Return what an entry is for, and when it was made."""
+    try:
+        manifest = Manifest.load(path)
+        gone = any(not Path(name).exists() for name in manifest.sources)
+        return manifest.title + " (which is gone)" * gone, manifest.made
+    except (DamagedEntry, OSError):
+        made = path.lstat().st_mtime
+    try:
+        state = read_json(read_text(path / "state.json"))
+        return f"an interrupted run, in layer {int(state['layer']) + 1} of {int(state['layers'])}", made
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown: damaged, or of another release", made
+
+
+def _size(path: Path) -> int:
+    """Return the bytes on the disk."""
+    found = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in found if not file.is_dir())
+
+
+def _bytes(size: float) -> str:
+    unit = 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}"
+
+
+def _age(made: float) -> str:
+    seconds = max(0.0, time.time() - made)
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {name}"
+    return "now"

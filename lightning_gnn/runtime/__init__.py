@@ -1,0 +1,1 @@
+"""What everything else stands on: the store of cached files, and the reading of small documents."""

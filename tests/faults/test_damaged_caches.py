@@ -1,0 +1,356 @@
+"""Campaigns against everything cached: whatever happens to the files, no crash, no wrong data, and it is made anew."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gnn.datamodules import compressed
+from lightning_gnn.datamodules.plan_files import keep_plan, kept_plan
+from lightning_gnn.graph import CompressedGraph, CSCGraph, folder
+from lightning_gnn.graph.csc import check_csc
+from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.nn import FullInference, GraphSAGE, infer
+from lightning_gnn.planning import CollectivePlan, Duration, StageTimes
+from lightning_gnn.runtime import manifest
+
+NODES, EDGES = 60, 400
+ROOT = Path(__file__).parents[2]
+TICK = {"seconds": 0.0}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(folder, "KEPT_FROM", 0)
+    monkeypatch.setattr(compressed, "KEPT_FROM", 0)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here
+    return tmp_path / "cache"
+
+
+def flip_a_bit(rng, path, others):
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def change_a_byte_in_place(rng, path, others):
+    with path.open("r+b") as file:
+        file.seek(at := rng.randrange(path.stat().st_size))
+        old = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([(old + rng.randrange(1, 256)) % 256]))
+
+
+def change_the_last_bytes(rng, path, others):
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(rng.randrange(256) for _ in content[-8:]))
+
+
+def truncate(rng, path, others):
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def lengthen(rng, path, others):
+    with path.open("ab") as file:
+        file.write(bytes(rng.randrange(1, 100)))
+
+
+def zero_a_block(rng, path, others):
+    content = bytearray(path.read_bytes())
+    at = rng.randrange(max(1, len(content) - 1))
+    content[at : at + 64] = bytes(len(content[at : at + 64]))
+    path.write_bytes(content)
+
+
+def fill_with_ones(rng, path, others):
+    content = bytearray(path.read_bytes())
+    at = rng.randrange(min(128, len(content) - 1), len(content))
+    content[at : at + 16] = b"\xff" * len(content[at : at + 16])
+    path.write_bytes(content)
+
+
+def swap(rng, path, others):
+    other = rng.choice([found for found in others if found != path])
+    away = path.with_suffix(".away")
+    path.rename(away)
+    other.rename(path)
+    away.rename(other)
+
+
+def copy_over(rng, path, others):
+    shutil.copyfile(rng.choice([found for found in others if found != path]), path)
+
+
+def change_and_restore_the_time(rng, path, others):
+    before = path.stat()
+    change_the_last_bytes(rng, path, others)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def remove(rng, path, others):
+    path.unlink()
+
+
+def become_a_folder(rng, path, others):
+    path.unlink()
+    path.mkdir()
+
+
+def become_a_pipe(rng, path, others):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [
+    flip_a_bit,
+    change_a_byte_in_place,
+    change_the_last_bytes,
+    truncate,
+    lengthen,
+    zero_a_block,
+    fill_with_ones,
+    swap,
+    copy_over,
+    change_and_restore_the_time,
+    remove,
+    become_a_folder,
+    become_a_pipe,
+]
+
+
+def content(path):
+    return path.read_bytes() if path.is_file() else None
+
+
+def campaign(count, seed, files, load, judge, damages=DAMAGES):
+    """Damage cached files, load, and load again; return how often what came of it was no good.
+
+    Args:
+        count: How many damages are done that change anything.
+        seed: Seed of the choices.
+        files: Returns the files of an entry that is whole.
+        load: Loads what is cached.
+        judge: Returns what is wrong with what was loaded, or None.
+    """
+    rng, found, done = random.Random(seed), Counter(), 0
+    while done < count:
+        present = files()
+        path, damage = rng.choice(present), damages[done % len(damages)]
+        before = [content(other) for other in present]
+        time.sleep(TICK["seconds"])
+        damage(rng, path, present)
+        if before == [content(other) for other in present]:
+            continue
+        done += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                outcome = judge(load())
+            except Exception as error:
+                outcome = f"ended the run: {type(error).__name__}"
+        if outcome:
+            found[outcome] += 1
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                again = judge(load())
+            except Exception as error:
+                again = type(error).__name__
+        if again or any("damaged" in str(warning.message) for warning in said):
+            found["never healed"] += 1
+    return dict(found)
+
+
+def edges(seed=0):
+    return torch.randint(NODES, (2, EDGES), generator=torch.Generator().manual_seed(seed))
+
+
+def same(a, b):
+    return a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
+
+
+def judge_topology(graph, truth):
+    """Return whether the sampler would read outside of the graph, or find other neighbours."""
+    try:
+        check_csc(graph.indptr, graph.indices, graph.edge_ids, NODES)
+    except (TypeError, ValueError):
+        return "crash"
+    return (
+        None if all(same(getattr(graph, n), getattr(truth, n)) for n in ("indptr", "indices", "edge_ids")) else "wrong"
+    )
+
+
+def data_folder(root):
+    root.mkdir()
+    np.save(root / "x.npy", np.zeros((NODES, 2), np.float32))
+    np.save(root / "edge_index.npy", edges().numpy())
+    return root
+
+
+def as_after_two_seconds(monkeypatch):
+    """What was verified is not read again, although it was written just now; the clock of files must tick between."""
+    monkeypatch.setattr(manifest, "_SETTLED_NS", -(10**9))
+    monkeypatch.setitem(TICK, "seconds", 0.01)
+
+
+def entry_files(cache, kind):
+    return lambda: [path for path in sorted((cache / kind).rglob("*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_sorted_edges(tmp_path, cache, monkeypatch, remembered):
+    root = data_folder(tmp_path / "g")
+    if remembered:
+        as_after_two_seconds(monkeypatch)
+    truth = CSCGraph.from_edge_index(edges(), NODES)
+    load_folder(root)
+    files = entry_files(cache, "topology")
+    judge = partial(judge_topology, truth=truth)
+    assert campaign(270, int(remembered), files, lambda: load_folder(root).graph, judge) == {}
+
+
+def test_edges_replaced_by_files_with_the_old_time(tmp_path, cache, monkeypatch):
+    as_after_two_seconds(monkeypatch)
+    root = data_folder(tmp_path / "g")
+    path = root / "edge_index.npy"
+    found = Counter()
+    for seed in range(60):
+        load_folder(root)
+        before = path.stat()
+        time.sleep(TICK["seconds"])
+        if seed % 2:
+            path.unlink()
+        np.save(path, edges(seed + 1).numpy())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        found[judge_topology(load_folder(root).graph, CSCGraph.from_edge_index(edges(seed + 1), NODES))] += 1
+    assert found == {None: 60}
+
+
+CHILD = """
+import random, sys, warnings
+from pathlib import Path
+import torch
+from lightning_gnn.graph import folder
+from lightning_gnn.ops import sample_neighbors
+from tests.faults import test_damaged_caches as campaign
+
+warnings.simplefilter("ignore")
+folder.KEPT_FROM = 0
+root, cache = map(Path, sys.argv[1:])
+truth = folder.load_folder(root).graph
+damages = [campaign.fill_with_ones, campaign.change_the_last_bytes, campaign.copy_over, campaign.truncate]
+for number in range(24):
+    files = [path for path in cache.rglob("*.npy")]
+    damages[number % 4](random.Random(number), files[number % len(files)], files)
+    graph = folder.load_folder(root).graph
+    sampled = [sample_neighbors(g, torch.arange(60), [5, 5], 1) for g in (graph, truth)]
+    assert repr(sampled[0]) == repr(sampled[1]), number
+print("alive")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_samples_survives(tmp_path, cache):
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(data_folder(tmp_path / "g")), str(cache / "topology")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr[-2000:]
+
+
+def arrays(graph):
+    sides = [side.tensors() for side in (graph.forward, graph.backward)]
+    return [graph.edge_ids, *(tensor for side in sides for tensor in side.values())]
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_compressed_graphs(cache, monkeypatch, remembered):
+    if remembered:
+        as_after_two_seconds(monkeypatch)
+    graph = CSCGraph.from_edge_index(edges(), NODES)
+    truth = CompressedGraph.from_graph(graph, num_chunks=4)
+    expected = (truth.num_user_edges, truth.settings, truth.order, truth.limits, truth.redundancy())
+    monkeypatch.setattr(CompressedGraph, "from_graph", classmethod(lambda cls, *args, **kwargs: truth))
+
+    def judge(found):
+        got, redundancy = found
+        fields = (got.num_user_edges, got.settings, got.order, got.limits, redundancy)
+        whole = all(same(a, b) for a, b in zip(arrays(got), arrays(truth), strict=True))
+        return None if whole and fields == expected else "wrong"
+
+    def load():
+        return compressed.compressed_graph(graph, num_chunks=4)
+
+    assert judge(load()) is None
+    assert campaign(240, 2 + remembered, entry_files(cache, "graphs"), load, judge) == {}
+
+
+TIMES = StageTimes(Duration(0.08, 0.004), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 8)
+PLAN = CollectivePlan("collective", 8, 3, 100, 2.5, TIMES, {"collective": 1.0, "cpu": 3.0}, 4, "a machine", "a model")
+
+
+def test_kept_plans(cache):
+    def load():
+        if (plan := kept_plan(PLAN.machine, PLAN.configuration)) is None:
+            keep_plan(PLAN)
+            plan = kept_plan(PLAN.machine, PLAN.configuration)
+        return plan
+
+    load()
+    judge = lambda plan: None if plan == PLAN else "wrong"  # noqa: E731
+    assert campaign(120, 4, entry_files(cache, "plans"), load, judge) == {}
+
+
+def test_plans_of_users_that_were_cut(tmp_path):
+    path = tmp_path / "plan.yaml"
+    PLAN.save(path)
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    cuts = ["".join(lines[:count]) for count in range(len(lines))] + [whole[:at] for at in range(0, len(whole) - 4, 7)]
+    for cut in cuts:
+        path.write_text(cut)
+        with pytest.raises(ValueError, match=r"plan\.yaml holds no plan of collective batching: "):
+            CollectivePlan.load(path)
+
+
+def test_layer_outputs_of_an_interrupted_run(tmp_path, cache):
+    torch.manual_seed(0)
+    model = GraphSAGE(6, 8, 3, 4).double().eval()
+    x, graph = torch.rand(NODES, 6, dtype=torch.double), CompressedGraph.from_edge_index(edges(), NODES, num_chunks=6)
+    truth = model(x, edges())
+    folder, whole = tmp_path / "layers", tmp_path / "whole"
+    options = FullInference(folder=folder, memory_limit=0, progress=False)
+    calls = []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.convs[2].register_forward_hook(stop)
+    with pytest.warns(UserWarning, match="Stopped in layer 3"), pytest.raises(KeyboardInterrupt):
+        infer(model, x, graph, settings=options)
+    hook.remove()
+    folder.rename(whole)
+
+    def files():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+
+    assert len(files()) == 3
+
+    def load():
+        return infer(model, x, graph, settings=options)
+
+    judge = lambda out: None if torch.allclose(out, truth, rtol=1e-10, atol=1e-10) else "wrong"  # noqa: E731
+    assert campaign(180, 5, files, load, judge) == {}

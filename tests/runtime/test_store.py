@@ -1,0 +1,413 @@
+"""The store of cached files: verified once, healed, private, swept, and never in the way of a run."""
+
+import errno
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+from lightning_gnn import cache_command
+from lightning_gnn.runtime import manifest, place, store
+from lightning_gnn.runtime.manifest import Manifest
+from lightning_gnn.runtime.place import cache_root
+from lightning_gnn.runtime.store import checksum, find, keep, kept, kept_folder, locked, scratch
+
+KEY, OTHER = "0" * 32, "1" * 32
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "root"))
+    monkeypatch.setattr(place, "_said", set())
+    return tmp_path / "root"
+
+
+class Thing:
+    """Something that is kept, and a count of what was done for it."""
+
+    def __init__(self, text="content", sources=()):
+        self.text, self.sources = text, sources
+        self.made = self.read = self.checked = 0
+
+    def get(self, key=KEY):
+        return kept("graphs", key, self._make, self._read, title="a thing", sources=self.sources)
+
+    def _make(self, folder):
+        self.made += 1
+        (folder / "text").write_text(self.text)
+        (folder / "deeper").mkdir()
+        (folder / "deeper" / "more").write_bytes(bytes(100))
+
+    def _read(self, folder, check):
+        self.read += 1
+        self.checked += check
+        return (folder / "text").read_text()
+
+
+def settled(monkeypatch):
+    """What is written counts as written long ago."""
+    monkeypatch.setattr(manifest, "_SETTLED_NS", -(10**9))
+
+
+def hashed(monkeypatch):
+    names = []
+    hash_file = manifest.hash_file
+    monkeypatch.setattr(manifest, "hash_file", lambda path: names.append(path.name) or hash_file(path))
+    return names
+
+
+def test_it_is_made_once_and_hashed_once(root, monkeypatch):
+    settled(monkeypatch)
+    names, thing = hashed(monkeypatch), Thing()
+    assert [thing.get() for _ in range(3)] == ["content"] * 3
+    assert (thing.made, thing.read, thing.checked) == (1, 3, 0)
+    assert sorted(names) == ["more", "text"]
+    assert sorted(path.name for path in (root / "graphs").iterdir()) == [KEY]
+
+
+def test_what_was_written_just_now_is_verified_once_more(monkeypatch):
+    thing = Thing()
+    assert thing.get() == "content"
+    assert thing.checked == 1
+    settled(monkeypatch)
+    names = hashed(monkeypatch)
+    assert [thing.get() for _ in range(3)] == ["content"] * 3
+    assert sorted(names) == ["more", "text"]
+    assert (thing.made, thing.checked) == (1, 2)
+
+
+@pytest.mark.parametrize("how", ["touched", "copied"])
+def test_files_that_look_new_are_verified_and_kept(root, monkeypatch, how):
+    settled(monkeypatch)
+    thing = Thing()
+    thing.get()
+    path = root / "graphs" / KEY / "text"
+    if how == "touched":
+        os.utime(path)
+    else:
+        before = path.stat()
+        path.rename(path.with_name("old"))
+        path.write_text("content")
+        path.with_name("old").unlink()
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    names = hashed(monkeypatch)
+    assert [thing.get(), thing.get()] == ["content"] * 2
+    assert names == ["text"]
+    assert (thing.made, thing.checked) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda entry: (entry / "text").write_text("CONTENT"), "text holds something else than was written"),
+        (lambda entry: (entry / "text").write_text("cont"), "text has 4 bytes, but 7 were written"),
+        (lambda entry: (entry / "text").unlink(), "text is missing"),
+        (lambda entry: (entry / "new").write_text(""), "new does not belong there"),
+        (lambda entry: (entry / manifest.NAME).unlink(), "manifest.json is missing"),
+        (lambda entry: (entry / manifest.NAME).write_text("{}"), "manifest.json cannot be used"),
+        (lambda entry: (entry / manifest.NAME).write_bytes(bytes(10)), "manifest.json cannot be used"),
+        (lambda entry: os.truncate(entry / manifest.NAME, 1 << 30), "manifest.json is missing"),
+        (lambda entry: (entry / "text").unlink() or os.mkfifo(entry / "text"), "text is no regular file"),
+        (lambda entry: (entry / "text").unlink() or (entry / "text").symlink_to("deeper/more"), "text is no regular"),
+        (lambda entry: (entry.rename(entry.parent / "x"), entry.write_text("a file")), "manifest.json is missing"),
+    ],
+)
+def test_damage_is_said_and_healed(root, monkeypatch, damage, message):
+    settled(monkeypatch)
+    thing = Thing()
+    thing.get()
+    time.sleep(0.01)  # the clock of the file system ticks
+    damage(root / "graphs" / KEY)
+    with pytest.warns(UserWarning, match=rf"{KEY} is damaged \({message}.*; it is made anew"):
+        assert thing.get() == "content"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert thing.get() == "content"
+    assert thing.made == 2
+
+
+def test_content_that_cannot_be_read_is_made_anew():
+    thing = Thing("wrong")
+    read = thing._read
+
+    def picky(folder, check):
+        if (text := read(folder, check)) == "wrong":
+            raise ValueError("of another release")
+        return text
+
+    thing._read = picky
+    with pytest.warns(UserWarning, match="of another release"):
+        assert thing.get() is None
+    thing.text = "right"
+    with pytest.warns(UserWarning, match="of another release"):
+        assert thing.get() == "right"
+
+
+def test_a_source_is_told_by_content_and_read_only_when_it_seems_new(tmp_path, monkeypatch):
+    settled(monkeypatch)
+    source = tmp_path / "source"
+    source.write_text("first")
+    thing = Thing(sources=[source])
+    thing.get()
+    names = hashed(monkeypatch)
+    thing.get()
+    assert names == []
+    before = source.stat()
+    time.sleep(0.01)
+    source.write_text("FIRST")
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))  # cp -p
+    thing.get()
+    assert thing.made == 2
+    copy = tmp_path / "copy"
+    copy.write_text("FIRST")
+    copy.replace(source)
+    thing.get()
+    names.clear()
+    thing.get()
+    assert (thing.made, names) == (2, [])
+
+
+def test_a_user_error_while_making_is_raised_and_leaves_nothing(root):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise ValueError("edge_index holds node 7")
+
+    with pytest.raises(ValueError, match="holds node 7"):
+        kept("graphs", KEY, fail, lambda folder, check: 1, title="a thing")
+    assert list((root / "graphs").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_full_disk_means_no_cache_and_one_warning(root, number):
+    thing = Thing()
+
+    def full(folder):
+        raise OSError(number, os.strerror(number), str(folder))
+
+    thing._make = full
+    with pytest.warns(UserWarning, match=r"a thing: cannot be kept in .*; it is made anew each time") as said:
+        assert [thing.get() for _ in range(3)] == [None] * 3
+    assert len(said) == 1
+    assert list((root / "graphs").iterdir()) == []
+
+
+def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
+    thing = Thing()
+    thing.get()
+    folders = [root, root / "graphs", root / "graphs" / KEY]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        assert thing.get() == "content"
+        with pytest.warns(UserWarning, match=r"a thing: cannot be kept, .* is read-only"):
+            assert thing.get(OTHER) is None
+        with scratch("inference") as place_:
+            assert place_ is None
+        assert thing.made == 1
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+
+
+def test_no_place_at_all(root, tmp_path):
+    root.write_text("a file in the way")
+    with pytest.warns(UserWarning, match=r"cached files cannot be kept in .*root") as said:
+        assert [Thing().get() for _ in range(2)] == [None, None]
+    assert len(said) == 1
+    assert find("plans", KEY, lambda folder, check: 1) is None
+    assert not keep("plans", KEY, lambda folder: None, title="a plan")
+    folder = kept_folder("twin", KEY, lambda folder: (folder / "library").write_text("built"), "a library")
+    assert (folder / "library").read_text() == "built"
+
+
+def test_folders_are_private(root):
+    Thing().get()
+    with locked(root, "graphs", KEY):
+        pass
+    for folder in (root, root / "graphs", root / "graphs" / KEY, root / "locks"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o722])
+def test_a_folder_that_others_may_write_to_is_not_used(root, tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.warns(UserWarning, match=r"can be written to by others, so cached files are kept in .*own") as said:
+        assert [Thing().get(), Thing().get()] == ["content"] * 2
+    assert len(said) == 1
+    assert list(root.iterdir()) == []
+    assert (tmp_path / "own" / "lightning-gnn" / "graphs" / KEY).is_dir()
+
+
+def test_in_a_sticky_folder_a_private_one_is_made(root):
+    root.mkdir()
+    root.chmod(0o1777)
+    with pytest.warns(UserWarning, match="so cached files are kept in"):
+        found = cache_root()
+    assert found == root / f"private-{os.geteuid()}"
+    assert found.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder_of_another_user_is_not_used(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    root.mkdir(mode=0o755)
+    if os.geteuid() == 0:
+        os.chown(root, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        found = cache_root()
+    assert found != root
+    if os.geteuid() == 0:
+        assert found == tmp_path / "own" / "lightning-gnn"
+
+
+def test_the_users_cache_folder_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.delenv("LIGHTNING_GNN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg" / "lightning-gnn"
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", "")
+    assert cache_root() == tmp_path / "xdg" / "lightning-gnn"
+    assert cache_root(tmp_path / "given") == tmp_path / "given"
+
+
+def writer(ready, dies):
+    def make(folder):
+        (folder / "half").write_text("x")
+        ready.set()
+        if dies:
+            os._exit(9)
+        time.sleep(300)
+
+    kept("graphs", KEY, make, lambda folder, check: 1, title="a thing")
+
+
+def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root):
+    context = multiprocessing.get_context("fork")  # which imports nothing again
+    ready = [context.Event(), context.Event()]
+    dead, living = (context.Process(target=writer, args=(ready[at], at == 0), daemon=True) for at in (0, 1))
+    try:
+        dead.start()
+        dead.join(timeout=60)
+        (left,) = (root / "graphs").iterdir()
+        assert left.name.endswith(".part")
+        living.start()
+        assert ready[1].wait(timeout=60)
+        (part,) = (root / "graphs").iterdir()  # the same key: the living one swept before it wrote
+        assert part != left
+        assert Thing().get(OTHER) == "content"
+        assert (part / "half").exists()
+    finally:
+        living.kill()
+        living.join(timeout=60)
+    Thing().get("2" * 32)
+    assert sorted(path.name for path in (root / "graphs").iterdir()) == [OTHER, "2" * 32]
+
+
+def test_of_several_threads_one_makes_it():
+    thing, found = Thing(), []
+    make = thing._make
+    thing._make = lambda folder: time.sleep(0.05) or make(folder)
+    threads = [threading.Thread(target=lambda: found.append(thing.get())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == ["content"] * 4
+    assert thing.made == 1
+
+
+def test_scratch_folders_go(root):
+    with scratch("inference") as folder:
+        (folder / "layer").write_text("x")
+        assert folder.parent == root / "inference"
+        assert store.sweep(root, "inference") == []
+        assert folder.exists()
+    assert list((root / "inference").iterdir()) == list((root / "locks").iterdir()) == []
+
+
+def test_a_checksum_tells_content_type_and_shape():
+    x = torch.arange(6)
+    sums = [checksum(x), checksum(x.view(2, 3)), checksum(x.int()), checksum(x + 1), checksum(None), checksum("a", "b")]
+    assert len(set(sums)) == len(sums)
+    assert checksum(x.clone()) == sums[0]
+
+
+# -- lgnn cache
+
+
+def printed(capsys, *arguments):
+    code = cache_command.main(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_the_command_lists_verifies_and_clears(root, capsys):
+    Thing().get()
+    keep("plans", OTHER, lambda folder: (folder / "plan.yaml").write_text("x" * 2000), title="plan for [a machine]")
+    code, text = printed(capsys)
+    assert code == 0
+    assert "graphs" in text
+    assert "plan for [a machine]" in text
+    assert "2 entries, " in text
+    assert printed(capsys, "--verify") == (
+        0,
+        "whole     graphs  a thing\nwhole     plans  plan for [a machine]\n2 whole, 0 damaged, 0 outdated\n",
+    )
+    code, text = printed(capsys, "--clear", "plans")
+    assert (code, text.splitlines()[0][:25]) == (0, "plans: 1 entry removed, 2")
+    assert printed(capsys, "--verify")[1] == "whole     graphs  a thing\n1 whole, 0 damaged, 0 outdated\n"
+    assert "graphs: 1 entry removed" in printed(capsys, "--clear")[1]
+    assert "0 entries, 0 B" in printed(capsys)[1]
+
+
+def test_verifying_reads_what_was_verified_before(root, capsys, monkeypatch, tmp_path):
+    settled(monkeypatch)
+    source = tmp_path / "source"
+    source.write_text("s")
+    thing, sourced = Thing(), Thing(sources=[source])
+    thing.get(), sourced.get(OTHER)
+    folder = root / "graphs" / KEY
+    found = Manifest.load(folder)
+    (folder / "text").write_text("CONTENT")  # as if the disk had changed it: nothing else tells
+    found.seen["text"] = manifest.identity((folder / "text").stat())
+    found.save(folder)
+    found = Manifest.load(root / "graphs" / OTHER)
+    source.write_text("t")
+    found.seen[str(source)] = manifest.identity(source.stat())
+    found.save(root / "graphs" / OTHER)
+    assert thing.get() == "CONTENT"
+    code, text = printed(capsys, "--verify")
+    assert code == 1
+    assert "damaged   graphs  a thing: text holds something else than was written" in text
+    assert f"outdated  graphs  a thing: was made from another content of {source}" in text
+    assert (thing.get(), sourced.get(OTHER)) == ("content", "content")
+    assert printed(capsys, "--verify")[0] == 0
+
+
+def test_clearing_leaves_what_is_in_use_and_what_is_not_ours(root, capsys):
+    Thing().get()
+    (root / "graphs" / "my own graphs").mkdir()
+    (root / "notes.txt").write_text("mine")
+    with locked(root, "graphs", KEY):
+        code, text = printed(capsys, "--clear")
+        assert (code, "is in use and stays" in text) == (0, True)
+    printed(capsys, "--clear")
+    assert [path.name for path in (root / "graphs").iterdir()] == ["my own graphs"]
+    assert (root / "notes.txt").exists()
+
+
+def test_help_tells_the_kinds(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cache_command.main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for kind, meaning in store.KINDS.items():
+        assert f"{kind}: {meaning}" in text
+    with pytest.raises(SystemExit) as caught:
+        cache_command.main(["--clear", "everything"])
+    assert caught.value.code == 2
