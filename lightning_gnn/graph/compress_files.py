@@ -7,13 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.build import Limits
 from lightning_gnn.graph.chunks import ARRAYS, Chunks
-from lightning_gnn.graph.csc import load_array
 from lightning_gnn.planning.grouping import PlanSettings
 from lightning_gnn.runtime.documents import read_json, read_text
 
@@ -38,7 +37,6 @@ def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
     if (folder / _META).exists():
         # The arrays may be mapped by someone, who would see them change.
         raise FileExistsError(f"{folder} holds a compressed graph already; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor | None] = {"edge_ids": graph.edge_ids}
     tensors |= {f"forward_{name}": tensor for name, tensor in graph.forward.tensors().items()}
     tensors |= {f"backward_{name}": tensor for name, tensor in graph.backward.tensors().items()}
@@ -47,9 +45,7 @@ def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if (weight_ids := graph.cache.get("weight_ids")) is not None:
         tensors["weight_ids"] = weight_ids
-    for name, tensor in tensors.items():
-        assert tensor is not None
-        np.save(folder / f"{name}.npy", tensor.cpu().numpy(), allow_pickle=False)
+    save_arrays(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     meta = {
         "format": _FORMAT,
         "num_sources": graph.num_sources,

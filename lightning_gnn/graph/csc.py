@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
 
 INT32_MAX = 2**31 - 1
@@ -180,12 +181,16 @@ class CSCGraph:
         return self
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy`` into a folder."""
+        """Write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy`` into a folder.
+
+        Raises:
+            OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, tensor in (("indptr", self.indptr), ("indices", self.indices), ("edge_ids", self.edge_ids)):
-            if tensor is not None:
-                np.save(folder / f"{name}.npy", tensor.numpy(), allow_pickle=False)
+        arrays = {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids}
+        save_arrays(folder, {name: tensor for name, tensor in arrays.items() if tensor is not None})
+        if self.edge_ids is None:  # those of a graph that was here before
+            (folder / "edge_ids.npy").unlink(missing_ok=True)
         return folder
 
     @classmethod
@@ -198,15 +203,21 @@ class CSCGraph:
 
         Raises:
             FileNotFoundError: The folder lacks an array.
+            OSError, MemoryError: A file cannot be read, or is too large.
+            TypeError: An array is not of an integer dtype.
             ValueError: A file is truncated or its content is not valid.
         """
         folder = Path(folder)
         edge_ids = folder / "edge_ids.npy"
-        return cls.from_csc(
+        arrays = (
             load_array(folder / "indptr.npy", mmap),
             load_array(folder / "indices.npy", mmap),
-            load_array(edge_ids, mmap) if edge_ids.exists() else None,
+            load_array(edge_ids, mmap) if os.path.lexists(edge_ids) else None,
         )
+        try:
+            return cls.from_csc(*arrays)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the graph in {folder}: {error}") from None
 
     def _map(self, function) -> CSCGraph:
         edge_ids = None if self.edge_ids is None else function(self.edge_ids)
@@ -214,26 +225,6 @@ class CSCGraph:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
-
-
-def load_array(path: str | Path, mmap: bool = True) -> Tensor:
-    """Read one ``.npy`` file as a tensor.
-
-    Args:
-        path: The file.
-        mmap: Map it copy-on-write: pages come in as they are touched, and writes stay in memory.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is truncated, is no ``.npy`` file or needs pickle.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        return torch.from_numpy(np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False))
-    except (ValueError, EOFError, OSError, TypeError) as error:
-        raise ValueError(f"{path} is not a complete .npy file of numbers ({error}); write it again") from error
 
 
 def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:

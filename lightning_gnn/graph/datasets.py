@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import shutil
+import os
+import pickle
+import re
+import threading
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import Flickr, Planetoid, Reddit
-from torch_geometric.io.planetoid import read_file
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import index_to_mask, to_undirected
 
-from lightning_gnn.graph.csc import load_array
-from lightning_gnn.graph.folder import _class_numbers, is_writable, load_folder, write_csc
+from lightning_gnn.graph.arrays import check_file, load_array
+from lightning_gnn.graph.folder import is_writable, load_folder
+from lightning_gnn.graph.papers100m import convert_papers100m
+from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
 from lightning_gnn.graph.processed import processed_elsewhere
 from lightning_gnn.runtime.place import cache_root
 from lightning_gnn.runtime.store import checksum, locked
@@ -32,27 +36,34 @@ __all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
 
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
 _OGBN = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M")
+_DISTRUST, _TRUST = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_unpickling_lock = threading.Lock()
 _PROMPT = "ogb asks a question on the terminal, and there is none; load it once in a terminal"
-_PAPERS_URL = "http://snap.stanford.edu/ogb/data/nodeproppred/papers100M-bin.zip"
-_PAPERS_FILES = (
-    "raw/data.npz",
-    "raw/node-label.npz",
-    "split/time/train.csv.gz",
-    "split/time/valid.csv.gz",
-    "split/time/test.csv.gz",
-)
+
+
+class _Planetoid(Planetoid):
+    def process(self) -> None:
+        self.save([read_planetoid(Path(self.raw_dir), self.name)], self.processed_paths[0])
 
 
 def planetoid(
-    root: str | Path = "data/planetoid", name: str = "Cora", normalize_features: bool = True, split: str = "public"
+    root: str | Path = "data/planetoid",
+    name: str = "Cora",
+    normalize_features: bool = True,
+    split: str = "public",
+    trust: bool = False,
 ) -> Data:
     """Load a citation graph through PyG's ``Planetoid``.
+
+    The raw files are pickles; whatever ``trust`` is, only arrays and containers are made of them, and no code is run.
 
     Args:
         root: Folder with ``<Name>/raw/ind.*``; what is missing is downloaded. It may be read-only.
         name: ``"Cora"``, ``"CiteSeer"`` or ``"PubMed"``.
         normalize_features: Scale each row of ``x`` to the sum 1.
         split: ``"public"``, ``"full"`` or ``"random"`` (drawn from torch's global random stream).
+        trust: Open a file ``processed/*.pt`` even if it holds more than tensors and PyG's own data. That runs the code
+            in it: say so only if you know who made it.
 
     Returns:
         ``Data`` with ``x`` float32 ``[N, F]``, ``y`` int64 ``[N]``, ``edge_index`` int64 ``[2, E]`` and ``train_mask``,
@@ -61,30 +72,30 @@ def planetoid(
     Raises:
         FileNotFoundError: Files are missing, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
-        ValueError: Another name or split, or a file that is damaged.
+        ValueError: Another name or split, or a file that is damaged or asks for code to be run.
     """
     if name.lower() not in _PLANETOID:
         raise ValueError(f"name={name!r} is no Planetoid dataset; use one of {', '.join(_PLANETOID.values())}")
     if split not in ("public", "full", "random"):
         raise ValueError(f"split={split!r}; use 'public', 'full' or 'random'")
     name = _PLANETOID[name.lower()]
-    suffixes = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
-    files = [f"ind.{name.lower()}.{suffix}" for suffix in suffixes]
+    files = [f"ind.{name.lower()}.{suffix}" for suffix in SUFFIXES]
     transform = NormalizeFeatures() if normalize_features else None
     return _from_pyg(
-        lambda folder: Planetoid(folder, name, split=split, transform=transform),
+        lambda folder: _Planetoid(folder, name, split=split, transform=transform),
         Path(root),
         name,
         files,
-        _check_planetoid,
+        trust,
     )
 
 
-def reddit(root: str | Path = "data/reddit") -> Data:
+def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
     """Load the Reddit posts of GraphSAGE (232,965 nodes, 114,615,892 edges) through PyG.
 
     Args:
         root: Folder with ``raw/reddit_data.npz`` and ``raw/reddit_graph.npz``; what is missing is downloaded.
+        trust: As for :func:`planetoid`.
 
     Returns:
         As :func:`planetoid`.
@@ -92,17 +103,18 @@ def reddit(root: str | Path = "data/reddit") -> Data:
     Raises:
         FileNotFoundError: Files are missing, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
-        ValueError: A file is damaged.
+        ValueError: A file is damaged or asks for code to be run.
     """
-    return _from_pyg(lambda folder: Reddit(folder), Path(root), ".", ["reddit_data.npz", "reddit_graph.npz"])
+    return _from_pyg(lambda folder: Reddit(folder), Path(root), ".", ["reddit_data.npz", "reddit_graph.npz"], trust)
 
 
-def flickr(root: str | Path = "data/flickr") -> Data:
+def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
     """Load the Flickr images of GraphSAINT (89,250 nodes, 899,756 edges) through PyG.
 
     Args:
         root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
             missing is downloaded.
+        trust: As for :func:`planetoid`.
 
     Returns:
         As :func:`planetoid`.
@@ -110,13 +122,15 @@ def flickr(root: str | Path = "data/flickr") -> Data:
     Raises:
         FileNotFoundError: Files are missing, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
-        ValueError: A file is damaged.
+        ValueError: A file is damaged or asks for code to be run.
     """
     files = ["adj_full.npz", "feats.npy", "class_map.json", "role.json"]
-    return _from_pyg(lambda folder: Flickr(folder), Path(root), ".", files)
+    return _from_pyg(lambda folder: Flickr(folder), Path(root), ".", files, trust)
 
 
-def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bool | None = None) -> Data:
+def ogbn(
+    root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bool | None = None, trust: bool = False
+) -> Data:
     """Load a node dataset of the Open Graph Benchmark.
 
     ``ogbn-papers100M`` is not downloaded (56 GB), needs no ``ogb`` package and is converted once, see
@@ -126,6 +140,7 @@ def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bo
         root: Folder in which ``ogb`` keeps its datasets; what is missing is downloaded.
         name: ``"ogbn-arxiv"``, ``"ogbn-products"`` or ``"ogbn-papers100M"``.
         undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already).
+        trust: As for :func:`planetoid`, also for the files ``split/*/*.pt``.
 
     Returns:
         As :func:`planetoid`; for ``ogbn-papers100M`` as :func:`~lightning_gnn.graph.folder.load_folder`.
@@ -134,7 +149,8 @@ def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bo
         FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
         ImportError: The ``ogb`` package is missing.
         RuntimeError: Files are missing, and the download failed.
-        ValueError: Another name, a damaged file, or ``undirected`` for ogbn-papers100M.
+        ValueError: Another name, a file that is damaged or asks for code to be run, or ``undirected`` for
+            ogbn-papers100M.
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
@@ -157,9 +173,7 @@ def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bo
     raw = [base / "raw" / file for file in ("edge.csv.gz", "node-feat.csv.gz")]
     if not is_writable(base) and not (base / "processed").exists():
         raise FileNotFoundError(f"{base} is read-only and holds no processed data; give a root that can be written to")
-    # ogb calls torch.load without saying that its file holds a PyG object.
-    safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
-    with _one_process(base), _explain(name, base, raw), safe:
+    with _one_process(base), _unpickling(trust), _explain(name, base, raw):
         dataset = PygNodePropPredDataset(name, root=str(root))
         split = dataset.get_idx_split()
     stored = dataset[0]
@@ -171,67 +185,12 @@ def ogbn(root: str | Path = "data/ogb", name: str = "ogbn-arxiv", undirected: bo
     return data
 
 
-def convert_papers100m(source: str | Path, folder: str | Path) -> None:
-    """Convert the raw files of ogbn-papers100M to a folder for ``load_folder``, without the graph ever in memory.
-
-    The arrays are unpacked block by block to disk, and the edges sorted there. The result takes 65 GB,
-    another 32 GB are needed meanwhile, and 2 GB of memory. Edges are then numbered in the order of their targets.
-
-    Args:
-        source: The unpacked archive of ogb: ``raw/data.npz`` with ``edge_index`` int64 ``[2, E]`` and ``node_feat``
-            float32 ``[N, F]``, ``raw/node-label.npz`` with ``node_label`` float32 ``[N, 1]`` (NaN: unlabelled), and
-            ``split/time/{train,valid,test}.csv.gz``.
-        folder: The folder to make. Unlabelled nodes get the label -1.
-
-    Raises:
-        FileExistsError: There is such a folder already.
-        FileNotFoundError: A raw file is missing, or the folder cannot be written to.
-        OSError: The disk has no room for it.
-        ValueError: A raw file is damaged.
-    """
-    source, folder = Path(source), Path(folder)
-    paths = [source / file for file in _PAPERS_FILES]
-    if missing := [str(path.relative_to(source)) for path in paths if not path.exists()]:
-        raise FileNotFoundError(
-            f"{source} lacks {', '.join(missing)}; download {_PAPERS_URL} (56 GB) and unpack it, so that "
-            f"its content lies in {source}"
-        )
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; remove it first")
-    if not is_writable(folder):
-        raise FileNotFoundError(f"{folder} cannot be made, its place is read-only; link the raw files elsewhere")
-    data, label, *splits = paths
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _unpack(data, "node_feat", partial / "x.npy")
-        _unpack(data, "edge_index", partial / "edge_index.npy")
-        _unpack(label, "node_label", partial / "y.npy")
-        num_nodes = load_array(partial / "x.npy").size(0)
-        y = _class_numbers(load_array(partial / "y.npy", mmap=False), num_nodes, f"node_label of {label}")
-        np.save(partial / "y.npy", y.numpy(), allow_pickle=False)
-        for split, path in zip(("train", "val", "test"), splits, strict=True):
-            np.save(partial / f"{split}_idx.npy", _read_ids(path), allow_pickle=False)
-        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial / "csc", edge_ids=False)
-        (partial / "edge_index.npy").unlink()
-        for path in (partial / "csc").iterdir():
-            path.rename(partial / path.name)
-        (partial / "csc").rmdir()
-        load_folder(partial)  # its checks run once, here
-        partial.rename(folder)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source} cannot be converted: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _from_pyg(
     make: Callable[[str], InMemoryDataset],
     root: Path,
     folder: str,
     files: Sequence[str],
-    check: Callable[[Sequence[Path]], None] | None = None,
+    trust: bool,
 ) -> Data:
     """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only."""
     base = root / folder
@@ -245,10 +204,10 @@ def _from_pyg(
                     f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
                     "written to"
                 )
+            stack.enter_context(_unpickling(trust))
             stack.enter_context(_explain(f"the dataset in {base}", base, raw))
-            return processed_elsewhere(make, base, folder, raw, check)
-        if check is not None and not processed.exists() and not _missing(raw):
-            check(raw)
+            return processed_elsewhere(make, base, folder, raw)
+        stack.enter_context(_unpickling(trust))
         stack.enter_context(_explain(f"the dataset in {base}", base, raw, processed))
         return make(str(root))[0]
 
@@ -261,8 +220,15 @@ def _missing(paths: Sequence[Path]) -> str:
 def _explain(name: str, base: Path, raw: Sequence[Path], processed: Path | None = None) -> Iterator[None]:
     """Turn what goes wrong while a dataset is downloaded and processed into one message that says what to do."""
     had_processed = processed is not None and processed.exists()
+    folders = {base / "processed", *base.glob("split/*"), *(() if processed is None else (processed.parent,))}
+    stored = sorted(path for folder in folders for path in folder.glob("*.pt"))
+    for path in (*raw, *stored):
+        if os.path.lexists(path):  # a FIFO would be waited for
+            check_file(path)
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise _refused(name, stored, error) from None
     except Exception as error:
         missing = _missing(raw)
         if missing and isinstance(error, zipfile.BadZipFile):
@@ -306,24 +272,43 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _check_planetoid(raw: Sequence[Path]) -> None:
-    """Name the damaged file: PyG unpickles all of them in one go, and takes a list of test nodes that was cut off."""
-    rows = {}
-    for path in raw:
-        _, prefix, suffix = path.name.split(".", 2)
+@contextmanager
+def _unpickling(trust: bool) -> Iterator[None]:
+    """Let the libraries that read a dataset unpickle tensors and PyG's own data alone, or anything.
+
+    PyG asks torch for anything where that does not suffice. Torch's own switch overrules it, for all threads.
+    """
+    # ogb's files hold these, and it does not tell torch so.
+    safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
+    with _unpickling_lock, safe, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Weights only load failed|Environment variable TORCH_FORCE")
+        before = {name: os.environ.pop(name, None) for name in (_DISTRUST, _TRUST)}
+        chosen = _TRUST if trust else _DISTRUST
+        os.environ[chosen] = "1"
         try:
-            rows[suffix] = len(read_file(str(path.parent), prefix, suffix))
-        except Exception as error:  # a damaged pickle can raise anything
-            raise ValueError(
-                f"{path} is damaged ({type(error).__name__}: {error}); delete it, then download or copy it again"
-            ) from None
-    for suffix, other in (("y", "x"), ("ally", "allx"), ("ty", "tx"), ("test.index", "tx")):
-        if rows[suffix] != rows[other]:
-            path = next(path for path in raw if path.name.endswith(f".{suffix}"))
-            raise ValueError(
-                f"{path} is damaged: it has {rows[suffix]} rows, but {other} has {rows[other]}; delete it, then "
-                "download or copy it again"
+            yield
+        finally:
+            del os.environ[chosen]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _refused(name: str, stored: Sequence[Path], error: pickle.UnpicklingError) -> ValueError:
+    """Return an error that names the file which torch does not unpickle."""
+    trusted = os.environ.get(_TRUST) == "1"  # some modules PyG refuses even so
+    advice = ". If you know who made it, trust=True (data.trust=true) opens it, and runs the code in it"
+    for path in stored:
+        try:
+            torch.load(path, weights_only=True)
+        except pickle.UnpicklingError as found:
+            known = re.search(r"((?:Unsupported|Trying) .*?)\.(?:\s|$)", str(found), re.MULTILINE)
+            reason = known[1] if known else str(found).splitlines()[0]
+            return ValueError(
+                f"{path} holds more than tensors and PyG's own data, or is damaged ({reason}); delete it, and it is "
+                f"made again{'' if trusted else advice}"
             )
+        except Exception as found:
+            return ValueError(f"{path} cannot be read ({found}); delete it, and it is made again")
+    return ValueError(f"{name} cannot be read: {error}")
 
 
 @contextmanager
@@ -332,22 +317,3 @@ def _one_process(base: Path) -> Iterator[None]:
     root = cache_root()
     with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
-
-
-def _unpack(archive: Path, name: str, path: Path) -> None:
-    """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it."""
-    try:
-        with zipfile.ZipFile(archive) as members:
-            if f"{name}.npy" not in members.namelist():
-                raise ValueError(f"{archive} holds no {name}, but {', '.join(members.namelist())}")
-            with members.open(f"{name}.npy") as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 24)
-    except (EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{archive} is damaged ({error}); download it again") from None
-
-
-def _read_ids(path: Path) -> np.ndarray:
-    try:
-        return np.loadtxt(path, dtype=np.int64, ndmin=1)
-    except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}); download it again") from None

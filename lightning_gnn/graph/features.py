@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.cache import RowCache
-from lightning_gnn.graph.csc import load_array
 
 _BLOCK = 1 << 16
 _NAMED = 5
@@ -120,13 +119,14 @@ class FeatureTable:
         check_finite_rows(self.values)
         values = torch.empty(self.values.shape, dtype=torch.int8)
         scales = torch.empty(self.num_nodes)
-        for start in range(0, self.num_nodes, _BLOCK):
-            rows = self.values[start : start + _BLOCK].to("cpu", torch.float32)
-            largest = rows.abs().amax(dim=1) if self.num_features else torch.zeros(rows.size(0))
-            # A scale below the normal numbers would lose bits; rows of zeros get one too, and stay zeros.
-            scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-            values[start : start + _BLOCK] = (rows / scale[:, None]).round_().clamp_(-127, 127)
-            scales[start : start + _BLOCK] = scale
+        with read_in_order(self.values):
+            for start in range(0, self.num_nodes, _BLOCK):
+                rows = self.values[start : start + _BLOCK].to("cpu", torch.float32)
+                largest = rows.abs().amax(dim=1) if self.num_features else torch.zeros(rows.size(0))
+                # A scale below the normal numbers would lose bits; rows of zeros get one too, and stay zeros.
+                scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+                values[start : start + _BLOCK] = (rows / scale[:, None]).round_().clamp_(-127, 127)
+                scales[start : start + _BLOCK] = scale
         return FeatureTable(values, scales=scales)
 
     def cached(self, nodes: Tensor, device: torch.device | str) -> FeatureTable:
@@ -162,13 +162,24 @@ class FeatureTable:
         return self
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as one ``.npy`` file; the scales of an int8 table go beside it, as ``….scales.npy``."""
+        """Write the table as one ``.npy`` file; the scales of an int8 table go beside it, as ``….scales.npy``.
+
+        Args:
+            path: The file; ``.npy`` is appended where it is missing.
+
+        Returns:
+            The file.
+
+        Raises:
+            OSError: The disk has no room for it, or cannot be written to; what was there before is still there.
+        """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        name = path.stem if path.suffix == ".npy" else path.name
+        arrays = {name: self.values}
         if self.scales is not None:
-            np.save(_scales_path(path), self.scales.cpu().numpy(), allow_pickle=False)
-        np.save(path, self.values.cpu().numpy(), allow_pickle=False)
-        return path
+            arrays[f"{name}.scales"] = self.scales
+        save_arrays(path.parent, arrays)
+        return path.with_name(f"{name}.npy")
 
     @classmethod
     def load(cls, path: str | Path, mmap: bool = True) -> FeatureTable:
@@ -176,11 +187,17 @@ class FeatureTable:
 
         Raises:
             FileNotFoundError: There is no such file, or no scales beside an int8 table.
-            ValueError: It is truncated or holds no numbers.
+            OSError, MemoryError: A file cannot be read, or is too large.
+            TypeError: The file holds another dtype.
+            ValueError: A file is truncated or holds no numbers, or no rows of them.
         """
+        path = Path(path)
         values = load_array(path, mmap)
-        scales = load_array(_scales_path(Path(path)), mmap=False) if values.dtype == torch.int8 else None
-        return cls(values, scales=scales)
+        scales = load_array(_scales_path(path), mmap=False) if values.dtype == torch.int8 else None
+        try:
+            return cls(expect_scattered_reads(values) if mmap else values, scales=scales)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}: {error}") from None
 
     def __repr__(self) -> str:
         kind = self.dtype if self.scales is None else self.values.dtype
@@ -215,11 +232,12 @@ def check_finite_rows(
     """
     values = values.detach()
     bad = []
-    for start in range(0, values.size(0) if values.numel() else 0, block):
-        part = values[start : start + block]
-        # NaN and infinity come through: one read, where isfinite writes a result per value and reads that.
-        if not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
-            bad.append((~part.reshape(part.size(0), -1).isfinite()).any(dim=1).nonzero().view(-1).cpu() + start)
+    with read_in_order(values):
+        for start in range(0, values.size(0) if values.numel() else 0, block):
+            part = values[start : start + block]
+            # NaN and infinity come through: one read, where isfinite writes a result per value and reads that.
+            if not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
+                bad.append((~part.reshape(part.size(0), -1).isfinite()).any(dim=1).nonzero().view(-1).cpu() + start)
     if not bad:
         return
     found = torch.cat(bad) if rows is None else rows.cpu()[torch.cat(bad)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.graph.arrays import check_room, create_array, expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.graph.checks import check_node_data, check_nodes
 from lightning_gnn.graph.csc import (
     CSCGraph,
@@ -18,7 +19,6 @@ from lightning_gnn.graph.csc import (
     check_ids,
     check_integers,
     index_dtype,
-    load_array,
     sort_by_target,
 )
 from lightning_gnn.graph.features import FeatureTable
@@ -76,14 +76,14 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     x = _features(root, mmap)
     data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
     path = root / "y.npy"
-    if path.exists():
+    if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
         data.y = _class_numbers(load_array(path, mmap), x.size(0), str(path))
     for split in SPLITS:
         found = [
             path
             for name in ((split, "valid") if split == "val" else (split,))
             for path in (root / f"{name}_mask.npy", root / f"{name}_idx.npy")
-            if path.exists()
+            if os.path.lexists(path)
         ]
         if len(found) > 1:
             raise ValueError(f"{found[0]} and {found[1].name} both give the {split} split; remove one of them")
@@ -106,6 +106,7 @@ def save_folder(data: Data, root: str | Path) -> Path:
 
     Raises:
         FileExistsError: The folder holds a graph already.
+        OSError: The disk has no room for it, or cannot be written to; nothing is left in the folder.
         TypeError: No homogeneous graph, or an array of another dtype.
         ValueError: ``data`` has no features or no topology, a tensor of a wrong length, a node out of range, or an
             attribute that the folder has no place for.
@@ -128,12 +129,12 @@ def save_folder(data: Data, root: str | Path) -> Path:
     if graph.num_nodes != num_nodes:
         raise ValueError(f"data.graph has {graph.num_nodes} nodes, but data.x has {num_nodes} rows")
     for name in ("x", "edge_index", *_TOPOLOGY, *arrays):
-        if (root / f"{name}.npy").exists():
+        if os.path.lexists(root / f"{name}.npy"):
             raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
-    graph.save(root)
-    for name, tensor in arrays.items():
-        np.save(root / f"{name}.npy", tensor.numpy(), allow_pickle=False)
-    features.save(root / "x.npy")  # last: without it an interrupted save is no graph
+    topology = {name: getattr(graph, name) for name in _TOPOLOGY if getattr(graph, name) is not None}
+    save_arrays(
+        root, {"x": features.values, **arrays, **topology}
+    )  # x gets its name last: without it there is no graph
     return root
 
 
@@ -159,16 +160,13 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
     dtypes = {"indices": index_dtype(num_nodes), "edge_ids": index_dtype(row.size)}
     needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
     folder.mkdir(parents=True)
-    # A mapped file that outgrows the disk would kill the process instead of raising.
-    if (free := shutil.disk_usage(folder).free) < needed + (1 << 20):
-        raise OSError(f"{folder} needs {needed} bytes, but the disk has {free} left")
+    check_room(folder, needed + (1 << 20))
     indices, order = (
-        np.asarray(np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (row.size,)))
-        for name, dtype in dtypes.items()
+        np.asarray(create_array(folder / f"{name}.npy", dtype, (row.size,))) for name, dtype in dtypes.items()
     )
     indptr = sort_by_target(row, col, num_nodes, indices, order)
     del indices, order  # Windows removes no file that is mapped
-    np.save(folder / "indptr.npy", indptr, allow_pickle=False)
+    save_arrays(folder, {"indptr": indptr})
     block = 1 << 24
     in_order = all(
         bool((col[at + 1 : at + 1 + block] >= col[at : at + block][: col.size - 1 - at]).all())
@@ -180,26 +178,28 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
 
 def _features(root: Path, mmap: bool) -> Tensor:
     path = root / "x.npy"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
+    values = load_array(path, mmap)
     try:
-        return FeatureTable(load_array(path, mmap)).values
+        values = FeatureTable(values).values
     except TypeError as error:
         raise TypeError(f"{path}: {error}; convert it with x.astype(np.float32)") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return expect_scattered_reads(values) if mmap else values
 
 
 def _topology(root: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
     sorted_files = [root / "indptr.npy", root / "indices.npy"]
-    present = [path for path in sorted_files if path.exists()]
+    present = [path for path in sorted_files if os.path.lexists(path)]
     edge_index = root / "edge_index.npy"
-    if edge_index.exists():
+    if os.path.lexists(edge_index):
         if present:
             raise ValueError(f"{edge_index} and {present[0].name} both give the topology; remove one of them")
         return _sorted_edges(edge_index, num_nodes, mmap)
     for path in sorted_files:
-        if not path.exists():
+        if not os.path.lexists(path):
             raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
     graph = _load_csc(root, mmap, check)
     if graph.num_nodes != num_nodes:
@@ -213,7 +213,7 @@ def _topology(root: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
 def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
     """Like :meth:`CSCGraph.load`, with messages that name the files, and without the passes over them if wished."""
     paths = [folder / f"{name}.npy" for name in _TOPOLOGY]
-    arrays = [load_array(path, mmap) if path.exists() else None for path in paths]
+    arrays = [load_array(path, mmap) if os.path.lexists(path) else None for path in paths]
     indptr, indices, edge_ids = arrays
     try:
         if indptr is None or indices is None:

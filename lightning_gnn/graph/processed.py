@@ -19,7 +19,6 @@ def processed_elsewhere(
     base: Path,
     folder: str,
     raw: Sequence[Path],
-    check: Callable[[Sequence[Path]], None] | None,
 ) -> Data:
     """Make a PyG dataset from raw files in a read-only folder.
 
@@ -28,12 +27,9 @@ def processed_elsewhere(
         base: The folder, with ``raw``.
         folder: What PyG calls it below the root.
         raw: The raw files.
-        check: Raises for a damaged raw file.
     """
 
     def process(target: Path) -> None:
-        if check is not None:
-            check(raw)
         with _mirror(folder, raw, target) as root:
             make(root)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_gnn.graph.arrays import check_room, create_array, load_array
 from lightning_gnn.runtime.documents import read_json, read_text, write_whole
 from lightning_gnn.runtime.place import cache_root, is_writable, say_once
 from lightning_gnn.runtime.store import checksum, discard, remove, scratch, sweep
@@ -43,6 +44,9 @@ class Outputs:
                 comes several times in a row counts once.
         """
         return x
+
+    def prepare(self, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+        """Raise an OSError unless there is room for the outputs of all layers."""
 
     def layer_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return what a layer writes to."""
@@ -82,6 +86,11 @@ class OutputFiles(Outputs):
             discard(folder / "state.json")
         self.note()  # before a file is touched that the old note tells of
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to go on with."""
+        return self._found is not None or (self.layer, self.rows) != (0, 0)
+
     def resumed(self, x: Tensor, orders: Sequence[Tensor]) -> Tensor:
         """Return the output with which to go on: what was noted, as far as it is still there as it was written."""
         self._orders = orders
@@ -105,24 +114,31 @@ class OutputFiles(Outputs):
             self._running = 0
         self.layer, self.rows, self._found = layer, rows, None
         self.note()
-        return x if layer == 0 else _open(self._path(layer - 1))
+        return x if layer == 0 else load_array(self._path(layer - 1))
+
+    def prepare(self, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+        """Look now whether the last layer will fit too: two layers are there at a time."""
+        missing = [0] * len(shapes)
+        for layer in range(self.layer + (self.rows > 0), len(shapes)):
+            # Of a run before. Whoever has mapped it keeps what is in it.
+            discard(self._path(layer))
+            missing[layer] = math.prod(shapes[layer]) * _kept(dtype).itemsize
+        for layer in range(self.layer, len(shapes)):
+            check_room(self._path(layer), missing[layer] + (missing[layer - 1] if layer else 0))
 
     def layer_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return what a layer writes to."""
+        """Return what a layer writes to, its room on the disk reserved."""
         path = self._path(layer)
-        kept = torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16
         if self.rows == 0:
-            discard(path)  # someone may still read the old file
-            np.lib.format.open_memmap(path, mode="w+", dtype=str(kept).split(".")[1], shape=shape).flush()
-            self._running = 0
-        self._map = np.lib.format.open_memmap(path, mode="r+")
-        if self.rows == 0:
+            self._map = create_array(path, str(_kept(dtype)).split(".")[1], shape)
             self._running = zlib.crc32(_heading(self._map))
+        else:
+            self._map = np.lib.format.open_memmap(path, mode="r+")
         return torch.from_numpy(self._map)
 
     def result(self, source: Tensor) -> Tensor:
         """Return the output of the last layer; writes never reach the file."""
-        return _open(self._path(self.layer - 1))
+        return load_array(self._path(self.layer - 1))
 
     def finished(self, layer: int, rows: int) -> None:
         """Note it, once a second and at the end of a layer."""
@@ -155,11 +171,9 @@ class OutputFiles(Outputs):
         """Tell whether the first rows of a layer are in its file as they were written; leaves their sum."""
         path = self._path(layer)
         try:
-            if not path.is_file():
-                return False
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            found = load_array(path).numpy()
             self._running = _add(zlib.crc32(_heading(found)), found, self._orders[layer][:rows])
-        except (OSError, EOFError, ValueError, TypeError, IndexError, SyntaxError, TokenError):
+        except (OSError, ValueError, TypeError, IndexError):
             return False
         return self._running == expected
 
@@ -191,6 +205,7 @@ def layer_outputs(
             those of an interrupted run can be used; None starts anew.
 
     Raises:
+        OSError: The disk has no room for the outputs.
         RuntimeError: Another process writes to the folder.
     """
     if in_memory:
@@ -219,11 +234,11 @@ def layer_outputs(
             try:
                 if not done and name is not None:
                     files.note()
-                    if folder is not None or chosen.name == name:
+                    if files.begun and (folder is not None or chosen.name == name):
                         rank_zero_warn(f"Stopped in layer {files.layer + 1}; the same run again goes on from {chosen}")
             finally:
                 lock.release()
-            if done and folder is None and chosen.name == name:
+            if (done or not files.begun) and folder is None and chosen.name == name:
                 # On Linux and macOS a mapped file lives on without a name; elsewhere it stays where it is.
                 with suppress(OSError):
                     remove(chosen)
@@ -272,5 +287,5 @@ def _add(running: int, rows: np.ndarray, order: Tensor) -> int:
     return running
 
 
-def _open(path: Path) -> Tensor:
-    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from lightning_gnn.graph.arrays import read_in_order
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import GCNConv
@@ -146,6 +147,7 @@ def stream(
         stop: Called after each block; may raise.
 
     Raises:
+        OSError: The disk has no room for the outputs of two layers, which are there at a time.
         RuntimeError: Another process writes to the folder.
     """
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
@@ -155,8 +157,13 @@ def stream(
     orders = [whole.forward for whole in graphs]
     parts = None if identity is None else (*identity, x, graph.checksum(), edge_weight)
     total = sum(order.rows.numel() for order in orders)
-    with layer_outputs(folder, in_memory, len(layers), parts) as files, _shown(bar, total) as show:
+    with (
+        read_in_order(x),
+        layer_outputs(folder, in_memory, len(layers), parts) as files,
+        _shown(bar, total) as show,
+    ):
         source = files.resumed(x, [order.rows for order in orders])
+        files.prepare([(x.size(0), layer.width) for layer in layers], dtype)
         for i, layer in enumerate(layers):
             if i < files.layer:
                 show(i, orders[i].rows.numel())

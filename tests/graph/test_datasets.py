@@ -20,7 +20,7 @@ from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.datasets import Flickr, Planetoid, Reddit
 
 from lightning_gnn.datamodules import NeighborDataModule
-from lightning_gnn.graph import datasets
+from lightning_gnn.graph import papers100m
 from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
 from lightning_gnn.graph.folder import is_writable, load_folder
 
@@ -482,6 +482,6 @@ def test_papers100m_refuses_to_overwrite(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_folder(tmp_path / "npy").num_nodes == 300
     with pytest.raises(FileExistsError, match="remove it first"):
         convert_papers100m(source, tmp_path / "npy")
-    monkeypatch.setattr(datasets, "is_writable", lambda folder: False)
+    monkeypatch.setattr(papers100m, "is_writable", lambda folder: False)
     with pytest.raises(FileNotFoundError, match="read-only"):
         convert_papers100m(source, tmp_path / "other")

@@ -252,7 +252,7 @@ def test_full_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch)
     data = graph()
     write(tmp_path, **raw(data))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.warns(UserWarning, match=r"edge_index\.npy, 50 nodes: cannot be kept .* the disk has 1000 left"):
+    with pytest.warns(UserWarning, match=r"edge_index\.npy, 50 nodes: cannot be kept .* disk has 1000 bytes left"):
         assert_same(load_folder(tmp_path), data)
     assert list((cache / "topology").iterdir()) == []
 

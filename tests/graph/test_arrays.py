@@ -1,0 +1,246 @@
+"""Files of arrays: larger than memory, no address space, scattered reads, writes in place, links, saving again."""
+
+import errno
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from lightning_gnn.graph import CSCGraph, FeatureTable
+from lightning_gnn.graph.arrays import create_array, expect_scattered_reads, load_array, read_in_order, save_arrays
+from lightning_gnn.graph.folder import load_folder
+
+WIDTH = 1 << 18
+on_linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the system's account of mappings")
+
+
+def sparse_table(path: Path, num_bytes: int) -> int:
+    """Write a file of zeros that takes no room on the disk; returns its number of rows."""
+    rows = num_bytes // (4 * WIDTH)
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, WIDTH)})
+        file.truncate(file.tell() + 4 * rows * WIDTH)
+    return rows
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> tuple[Path, int]:
+    """A table of twice the memory."""
+    overcommit = Path("/proc/sys/vm/overcommit_memory")
+    if overcommit.exists() and overcommit.read_text().strip() == "2":
+        pytest.skip("this system counts every mapping as memory")
+    path = tmp_path / "x.npy"
+    return path, sparse_table(path, 2 * psutil.virtual_memory().total)
+
+
+def test_features_larger_than_memory_load_and_take_writes_in_place(huge: tuple[Path, int]) -> None:
+    path, rows = huge
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = FeatureTable.load(path)
+    table.values[rows - 1, :3] = 7
+    assert table.gather(torch.tensor([0, rows - 1]))[:, :4].tolist() == [[0, 0, 0, 0], [7, 7, 7, 0]]
+    assert FeatureTable.load(path).values[rows - 1, 0] == 0  # the file is as it was
+
+
+def test_a_folder_with_features_larger_than_memory(huge: tuple[Path, int]) -> None:
+    path, rows = huge
+    np.save(path.parent / "edge_index.npy", np.array([[0, 1], [rows - 1, 0]]))
+    data = load_folder(path.parent)
+    assert data.num_nodes == rows
+    assert data.x[data.graph.indices.long()].abs().sum() == 0
+
+
+def flags(tensor: torch.Tensor) -> set[str]:
+    """What the system notes of the mapping in which a tensor lies."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError("no such mapping")
+
+
+@on_linux
+def test_no_read_ahead_around_the_rows_of_a_table_larger_than_memory(huge: tuple[Path, int], tmp_path: Path) -> None:
+    table = FeatureTable.load(huge[0])
+    assert "rr" in flags(table.values)  # random reads
+    with read_in_order(table.values):
+        assert "rr" not in flags(table.values)
+    assert "rr" in flags(table.values)
+    save_arrays(tmp_path, {"small": torch.zeros(5, 3)})
+    assert "rr" not in flags(FeatureTable.load(tmp_path / "small.npy").values)
+    assert expect_scattered_reads(torch.zeros(3)).tolist() == [0, 0, 0]
+
+
+@contextmanager
+def limited(kind: str, more: int) -> Iterator[None]:
+    """Let this process take only so many bytes more of something."""
+    import resource
+
+    status = Path("/proc/self/status").read_text()
+    field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[kind]
+    match = re.search(rf"{field}:\s+(\d+) kB", status)
+    assert match
+    which = getattr(resource, kind)
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (1024 * int(match[1]) + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
+
+
+@on_linux
+def test_where_mappings_count_as_memory_a_large_one_is_read_only(tmp_path: Path) -> None:
+    rows = sparse_table(tmp_path / "x.npy", 2 << 30)
+    with limited("RLIMIT_DATA", 1 << 30), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        table = FeatureTable.load(tmp_path / "x.npy")
+    (warning,) = said  # and torch says nothing of its own
+    assert "x.npy is mapped read-only" in str(warning.message)
+    assert "ulimit -d" in str(warning.message)
+    assert table.gather(torch.tensor([rows - 1])).abs().sum() == 0
+
+
+@on_linux
+def test_no_address_space_is_not_a_damaged_file(tmp_path: Path) -> None:
+    sparse_table(tmp_path / "x.npy", 8 << 30)
+    with limited("RLIMIT_AS", 1 << 30):
+        with pytest.raises(OSError, match=r"x\.npy is whole, but .*address space.*ulimit -v") as caught:
+            FeatureTable.load(tmp_path / "x.npy")
+        with pytest.raises(MemoryError, match=r"x\.npy is whole, but memory does not suffice for .* mmap=True"):
+            FeatureTable.load(tmp_path / "x.npy", mmap=False)
+    assert caught.value.errno == errno.ENOMEM
+    assert "write it again" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.int32).reshape(3, 4),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.array(5),
+        np.zeros((0, 3)),
+        np.zeros((3, 0, 2), np.float16),
+        np.array([True, False]),
+        np.arange(3, dtype=np.uint16),
+        np.array([1j]),
+    ],
+    ids=str,
+)
+def test_arrays_come_back_as_they_were(tmp_path: Path, array: np.ndarray, mmap: bool) -> None:
+    np.save(tmp_path / "a.npy", array)
+    save_arrays(tmp_path / "b", {"a": array})
+    assert (tmp_path / "b" / "a.npy").read_bytes() == (tmp_path / "a.npy").read_bytes()
+    loaded = load_array(tmp_path / "a.npy", mmap)
+    assert torch.equal(loaded, torch.from_numpy(array))
+    assert loaded.is_contiguous() == torch.from_numpy(array).is_contiguous()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_arrays_behind_an_odd_header_are_aligned(tmp_path: Path, mmap: bool) -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (2,), }\n"
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "a.npy").write_bytes(start + np.array([1.5, 2.5]).tobytes())
+    loaded = load_array(tmp_path / "a.npy", mmap)
+    assert loaded.tolist() == [1.5, 2.5]
+    assert loaded.data_ptr() % 8 == 0
+
+
+def test_messages_of_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+
+    def message() -> str:
+        with pytest.raises(ValueError, match=r"a\.npy") as caught:
+            load_array(path)
+        return str(caught.value)
+
+    np.save(path, np.arange(4, dtype=">i4"))
+    assert "byte order of other machines: array.astype('i4')" in message()
+    np.save(path, np.array([{}], dtype=object))
+    assert "is not a complete .npy file of numbers" in message()
+    np.save(path, np.arange(4, dtype=np.int32))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"more")
+    assert "its header tells of int32 [4] and so of 144 bytes, but it has 148" in message()
+    path.write_bytes(whole[:20])
+    assert "is not a complete .npy file of numbers" in message()
+    path.write_bytes(whole.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "))
+    assert "is not a complete .npy file of numbers" in message()
+    np.save(path, np.array([True, False]))
+    path.write_bytes(path.read_bytes()[:-1] + b"A")
+    assert "neither true nor false" in message()
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    with pytest.raises(FileNotFoundError, match=r"x\.npy does not exist$"):
+        load_array(path)
+    path.mkdir()
+    with pytest.raises(ValueError, match=r"x\.npy is a folder, but must be a file"):
+        load_array(path)
+    path.rmdir()
+    path.symlink_to(tmp_path / "gone.npy")
+    with pytest.raises(
+        FileNotFoundError, match=r"x\.npy does not exist: it is a link to .*gone\.npy, where nothing is"
+    ):
+        load_array(path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "gone.npy")
+        with pytest.raises(ValueError, match=r"x\.npy is a FIFO"):
+            load_array(path)
+
+
+def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 2), np.float32))
+    np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
+    assert "y" not in load_folder(tmp_path)
+    for name in ("y", "val_mask", "edge_index"):
+        path = tmp_path / f"{name}.npy"
+        path.unlink(missing_ok=True)
+        path.symlink_to(tmp_path / "unmounted" / "a.npy")
+        with pytest.raises(FileNotFoundError, match=rf"{name}\.npy does not exist: it is a link"):
+            load_folder(tmp_path)
+        path.unlink()
+
+
+def test_saving_over_a_graph_leaves_nothing_of_it(tmp_path: Path) -> None:
+    unsorted = CSCGraph.from_edge_index(torch.tensor([[0, 1, 2], [2, 1, 0]]))
+    in_order = CSCGraph.from_edge_index(torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    unsorted.save(tmp_path)
+    held = CSCGraph.load(tmp_path)
+    in_order.save(tmp_path)
+    assert torch.equal(CSCGraph.load(tmp_path).to_edge_index(), in_order.to_edge_index())
+    assert torch.equal(held.to_edge_index(), unsorted.to_edge_index())  # it maps the files of before
+
+
+def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path: Path) -> None:
+    create_array(tmp_path / "a.npy", "float32", (3,))[:] = 1
+    held = load_array(tmp_path / "a.npy")
+    create_array(tmp_path / "a.npy", "float32", (3,))[:] = 2
+    assert held.tolist() == [1, 1, 1]
+    assert load_array(tmp_path / "a.npy").tolist() == [2, 2, 2]
+
+
+def test_a_table_says_where_it_went(tmp_path: Path) -> None:
+    table = FeatureTable(torch.rand(3, 2)).quantized()
+    path: Any = table.save(tmp_path / "deeper" / "features")
+    assert path == tmp_path / "deeper" / "features.npy"
+    loaded = FeatureTable.load(path)
+    assert torch.equal(loaded.values, table.values)
+    assert torch.equal(loaded.scales, table.scales)  # type: ignore[arg-type]
+    np.save(tmp_path / "deeper" / "features.scales.npy", np.ones(2, np.float32))
+    with pytest.raises(ValueError, match=r"features\.npy: scales must have the shape \[3\]"):
+        FeatureTable.load(path)
