@@ -1,0 +1,151 @@
+"""What lets a resumed run go on as if it had not been stopped, wherever its checkpoint was written."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn.datamodules.logged import load_logged, logged_state
+
+
+class ResumableDataModule(pl.LightningDataModule):
+    """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
+
+    That is: the random streams of torch, NumPy and Python, what was logged and measured in the epoch so far, whether the
+    run was about to stop, and what was still to be done for the last batch. Lightning alone would leave out the
+    validation that follows a checkpoint of an epoch's last batch, and a plateau schedule's step, or train too much.
+    """
+
+    _resumed: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        rng = random_state()
+        state: dict[str, Any] = {"rng": [rng]}
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            state.update(_position(self.trainer), logged=[logged_state(self.trainer)])
+        if self._world_size > 1:
+            mine = state["rng"] + state.get("logged", [])
+            by_rank: list[Any] = [mine] * self._world_size
+            torch.distributed.all_gather_object(by_rank, mine)
+            for name, values in zip(("rng", "logged"), zip(*by_rank, strict=True), strict=False):
+                state[name] = list(values)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of the interrupted run once training goes on."""
+        self._resumed = state_dict
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            self.trainer.callbacks.append(_GoOn(self))  # type: ignore[attr-defined]
+
+    def restore_random_state(self) -> None:
+        """Go on with the random streams of the interrupted run, the first time that this is called."""
+        state, self._resumed = self._resumed, None
+        if state is not None:
+            set_random_state(_of_rank(state.get("rng"), self._rank))
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the random streams of this process, in types that ``weights_only=True`` reads."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
+    }
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        state[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any] | None) -> None:
+    """Go on with these streams, as far as this machine has them."""
+    for name, value in (state or {}).items():
+        if name == "python":
+            random.setstate((value[0], tuple(value[1]), value[2]))
+        elif name == "numpy":
+            np.random.set_state((value[0], value[1].numpy().astype(np.uint32), *value[2:]))
+        elif name == "cpu":
+            torch.set_rng_state(value)
+        elif getattr(getattr(torch, name, None), "is_available", bool)():
+            getattr(torch, name).set_rng_state(value)
+
+
+class _GoOn(pl.Callback):
+    """Puts Lightning's loops where the interrupted run stood."""
+
+    def __init__(self, datamodule: ResumableDataModule) -> None:
+        self.datamodule = datamodule
+        self.state = dict(datamodule._resumed or {})
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Rewrite the counters that Lightning would misread."""
+        if "validation_due" not in self.state:
+            return
+        fit = checkpoint["loops"]["fit_loop"]
+        epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+        if epochs["total"]["started"] == epochs["total"]["processed"]:  # the epoch was over, or had not begun
+            for counts in (epochs["total"], epochs["current"]):
+                counts["ready"] = counts["completed"] = counts["processed"]
+            return
+        if not self.state["in_batch_end"] or not (self.state["validation_due"] or batches["is_last_batch"]):
+            return
+        for counts in (batches["total"], batches["current"]):
+            counts["completed"] = counts["processed"]
+        if self.state["validation_due"]:  # as if it had been stopped within its first batch
+            begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            fit["epoch_loop.val_loop.batch_progress"].update(total=dict(begun), current=dict(begun))
+        else:
+            fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put back the rest, before anything of the resumed run happens."""
+        state, self.state = self.state, {}
+        if "validation_due" in state:
+            loop = trainer.fit_loop
+            load_logged(trainer, _of_rank(state["logged"], self.datamodule._rank), state["mid_epoch"])
+            trainer.should_stop = state["should_stop"]
+            # It says to leave out plateau schedules, for want of metrics; but here they are.
+            loop._restarting = False
+            if not state["mid_epoch"]:
+                loop.epoch_loop.restarting = False
+                loop.epoch_loop.reset_restart_stage()
+                loop.epoch_loop.val_loop.reset_restart_stage()
+                if state["in_epoch_end"]:
+                    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            elif state["in_batch_end"] and not state["validation_due"] and loop.epoch_loop.batch_progress.is_last_batch:
+                loop.epoch_loop.val_loop._has_run = True  # nothing is left but the end of the epoch
+                loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        self.datamodule.restore_random_state()
+
+
+def _position(trainer: pl.Trainer) -> dict[str, Any]:
+    """Say where in Lightning's loops we are, as far as their counters do not tell."""
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress.total
+    in_batch_end = batches.ready == batches.started == batches.processed == batches.completed + 1
+    fetcher = loop._data_fetcher
+    return {
+        "mid_epoch": epochs.started != epochs.processed,
+        "in_batch_end": in_batch_end,
+        "in_epoch_end": epochs.started == epochs.processed == epochs.completed + 1,
+        "validation_due": in_batch_end and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher),
+        "should_stop": trainer.should_stop,
+    }
+
+
+def _of_rank(by_rank: list[Any] | None, rank: int) -> Any:
+    return by_rank[rank] if by_rank is not None and rank < len(by_rank) else None
