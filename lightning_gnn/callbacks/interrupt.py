@@ -68,7 +68,9 @@ class StopOnSignal(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep a run that was told to stop in its very last moments from going on to its next stage."""
-        self._stop_if_told(trainer)
+        if self._must_stop(trainer):
+            self._save(trainer)
+            raise KeyboardInterrupt
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop at once where there is nothing to resume: outside of training."""

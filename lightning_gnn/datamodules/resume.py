@@ -24,17 +24,13 @@ class ResumableDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        rng = random_state()
-        state: dict[str, Any] = {"rng": [rng]}
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            state.update(_position(self.trainer), logged=[logged_state(self.trainer)])
+        training = self.trainer is not None and self.trainer.state.fn == "fit"
+        mine = random_state(), *((logged_state(self.trainer), _gradients(self.trainer)) if training else ())
+        by_rank: list[Any] = [mine] * self._world_size
         if self._world_size > 1:
-            mine = state["rng"] + state.get("logged", [])
-            by_rank: list[Any] = [mine] * self._world_size
             torch.distributed.all_gather_object(by_rank, mine)
-            for name, values in zip(("rng", "logged"), zip(*by_rank, strict=True), strict=False):
-                state[name] = list(values)
-        return state
+        state: dict[str, Any] = dict(zip(("rng", "logged", "gradients"), map(list, zip(*by_rank)), strict=False))
+        return {**state, "position": _position(self.trainer)} if training else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the interrupted run once training goes on."""
@@ -93,7 +89,8 @@ class _GoOn(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the counters that Lightning would misread."""
-        if "validation_due" not in self.state:
+        position = self.state.get("position")
+        if position is None:
             return
         fit = checkpoint["loops"]["fit_loop"]
         epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
@@ -101,11 +98,11 @@ class _GoOn(pl.Callback):
             for counts in (epochs["total"], epochs["current"]):
                 counts["ready"] = counts["completed"] = counts["processed"]
             return
-        if not self.state["in_batch_end"] or not (self.state["validation_due"] or batches["is_last_batch"]):
+        if not position["in_batch_end"] or not (position["validation_due"] or batches["is_last_batch"]):
             return
         for counts in (batches["total"], batches["current"]):
             counts["completed"] = counts["processed"]
-        if self.state["validation_due"]:  # as if it had been stopped within its first batch
+        if position["validation_due"]:  # as if it had been stopped within its first batch
             begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             fit["epoch_loop.val_loop.batch_progress"].update(total=dict(begun), current=dict(begun))
         else:
@@ -114,22 +111,35 @@ class _GoOn(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put back the rest, before anything of the resumed run happens."""
         state, self.state = self.state, {}
-        if "validation_due" in state:
-            loop = trainer.fit_loop
-            load_logged(trainer, _of_rank(state["logged"], self.datamodule._rank), state["mid_epoch"])
-            trainer.should_stop = state["should_stop"]
-            # It says to leave out plateau schedules, for want of metrics; but here they are.
-            loop._restarting = False
-            if not state["mid_epoch"]:
-                loop.epoch_loop.restarting = False
-                loop.epoch_loop.reset_restart_stage()
-                loop.epoch_loop.val_loop.reset_restart_stage()
-                if state["in_epoch_end"]:
-                    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-            elif state["in_batch_end"] and not state["validation_due"] and loop.epoch_loop.batch_progress.is_last_batch:
-                loop.epoch_loop.val_loop._has_run = True  # nothing is left but the end of the epoch
-                loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        rank = self.datamodule._rank
+        if (position := state.get("position")) is not None:
+            load_logged(trainer, _of_rank(state["logged"], rank), position["mid_epoch"])
+            gradients = _of_rank(state["gradients"], rank) or {}
+            for name, parameter in pl_module.named_parameters():
+                if name in gradients:
+                    parameter.grad = gradients[name].to(parameter.device)
+            trainer.should_stop = position["should_stop"]
+            self._take_position(trainer.fit_loop, **position)
         self.datamodule.restore_random_state()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on as usual also where nothing was left of the first epoch's batches."""
+        trainer.fit_loop.epoch_loop.on_iteration_done()
+
+    def _take_position(
+        self, loop: Any, mid_epoch: bool, in_batch_end: bool, in_epoch_end: bool, validation_due: bool, **more: Any
+    ) -> None:
+        epoch_loop = loop.epoch_loop
+        loop._restarting = False  # it says to leave out plateau schedules, for want of metrics; but here they are
+        if not mid_epoch:
+            epoch_loop.restarting = False
+            for restarted in (epoch_loop, epoch_loop.val_loop):
+                restarted.reset_restart_stage()
+            if in_epoch_end:
+                epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        elif in_batch_end and not validation_due and epoch_loop.batch_progress.is_last_batch:
+            epoch_loop.val_loop._has_run = True  # nothing is left but the end of the epoch
+            epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
 
 def _position(trainer: pl.Trainer) -> dict[str, Any]:
@@ -145,6 +155,15 @@ def _position(trainer: pl.Trainer) -> dict[str, Any]:
         "validation_due": in_batch_end and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher),
         "should_stop": trainer.should_stop,
     }
+
+
+def _gradients(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what was accumulated for the next step of the optimizer."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    if not batches.ready or not trainer.fit_loop._should_accumulate():
+        return {}
+    parameters = trainer.lightning_module.named_parameters()
+    return {name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None}
 
 
 def _of_rank(by_rank: list[Any] | None, rank: int) -> Any:

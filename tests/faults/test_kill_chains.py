@@ -1,5 +1,6 @@
 """A run that is interrupted eight times, at any moment, ends as one that was not: bit for bit."""
 
+import functools
 import random
 
 import pytest
@@ -16,6 +17,8 @@ def compare(chain, whole, steps=True):
 
 
 def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True):
+    if chain.options.get("limit_val_batches") == 0:
+        hooks = [hook for hook in hooks if "validation" not in hook]
     while chain.kills < kills:
         hook = rng.choice(hooks)
         count = rng.choice((1, 1, 2, 3)) if "batch" in hook else 1
@@ -34,3 +37,53 @@ def test_interrupted_by_signals(data, tmp_path):
     rng = random.Random(f"signals {data}")
     chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
     play(chain, whole, rng, interrupt)
+
+
+@pytest.mark.parametrize("data", DATA_MODULES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_killed_with_periodic_checkpoints(data, every, tmp_path):
+    """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
+    module = Link if data == "link" else Node
+    options = {"max_epochs": 12 if data.startswith("full") else 5}
+    rng = random.Random(f"killed {data}")
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
+    play(chain, whole, rng, kill, {"every_n_train_steps": every}, steps=False)
+
+
+PERIODS = {
+    "after each epoch": {},
+    "at the end of training epochs": {"save_on_train_epoch_end": True},
+    "after two steps": {"every_n_train_steps": 2},
+    "by score": {"monitor": "val_loss", "save_last": True, "filename": "best"},
+}
+OPTIONS = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "limited": {"limit_train_batches": 2},
+    "validated often": {"val_check_interval": 2},
+    "validated by steps": {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    "validated seldom": {"check_val_every_n_epoch": 2},
+    "never validated": {"limit_val_batches": 0},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+    "by steps": {"max_steps": 18, "max_epochs": -1},
+    "by steps and epochs": {"max_steps": 18},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "logged seldom": {"log_every_n_steps": 3},
+}
+
+
+@pytest.mark.parametrize("plateau", ["epoch", "step"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_options_of_the_trainer(name, plateau, tmp_path):
+    module = functools.partial(Node, plateau)
+    rng = random.Random(f"options {name}")
+    chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], module, **OPTIONS[name]) for kind in ("chain", "whole"))
+    play(chain, whole, rng, interrupt)
+
+
+@pytest.mark.parametrize("period", PERIODS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_killed_with_options_of_the_trainer(name, period, tmp_path):
+    rng = random.Random(f"options {name}")
+    chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
+    play(chain, whole, rng, kill, PERIODS[period], steps=False)
