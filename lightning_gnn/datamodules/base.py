@@ -162,7 +162,9 @@ class MiniBatchDataModule(ResumableDataModule):
         if self.trainer is None or not self.trainer.training:
             return 0
         self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        first: int = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self.draw_order(first)
+        return first
 
     def _training_epoch(self, number: int) -> int:
         """Called when a pass over the training set begins: the Trainer's epoch goes before its number."""

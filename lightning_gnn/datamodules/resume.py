@@ -11,25 +11,34 @@ import torch
 
 from lightning_gnn.datamodules.logged import load_logged, logged_state
 
+_BY_RANK = ("rng", "logged", "gradients", "order_state")
+
 
 class ResumableDataModule(pl.LightningDataModule):
     """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
 
-    That is: the random streams of torch, NumPy and Python, what was logged and measured in the epoch so far, whether the
+    That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order, what was logged and measured in the epoch so far, whether the
     run was about to stop, and what was still to be done for the last batch. Lightning alone would leave out the
     validation that follows a checkpoint of an epoch's last batch, and a plateau schedule's step, or train too much.
     """
 
     _resumed: dict[str, Any] | None = None
+    _order_state: torch.Tensor | None = None
+    _after_order: torch.Tensor | None = None
+    _draws_again = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
         training = self.trainer is not None and self.trainer.state.fn == "fit"
-        mine = random_state(), *((logged_state(self.trainer), _gradients(self.trainer)) if training else ())
+        mine: list[Any] = [random_state()]
+        if training:
+            mine += [logged_state(self.trainer), _gradients(self.trainer), self._order_state]
         by_rank: list[Any] = [mine] * self._world_size
         if self._world_size > 1:
             torch.distributed.all_gather_object(by_rank, mine)
-        state: dict[str, Any] = dict(zip(("rng", "logged", "gradients"), map(list, zip(*by_rank)), strict=False))
+        state: dict[str, Any] = {
+            name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)
+        }
         return {**state, "position": _position(self.trainer)} if training else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -43,6 +52,26 @@ class ResumableDataModule(pl.LightningDataModule):
         state, self._resumed = self._resumed, None
         if state is not None:
             set_random_state(_of_rank(state.get("rng"), self._rank))
+            self._order_state = _of_rank(state.get("order_state"), self._rank)
+            self._draws_again = True
+
+    def draw_order(self, first: int) -> None:
+        """Prepare torch's generator for the order of an epoch, which is drawn next.
+
+        Args:
+            first: Where the epoch begins; a resumed epoch's order is drawn as it was before.
+        """
+        if self._draws_again and first and self._order_state is not None:
+            self._after_order = torch.get_rng_state()
+            torch.set_rng_state(self._order_state)
+        self._draws_again = False
+        self._order_state = torch.get_rng_state()
+
+    def order_drawn(self) -> None:
+        """Go on with what torch's generator was before."""
+        state, self._after_order = self._after_order, None
+        if state is not None:
+            torch.set_rng_state(state)
 
     @property
     def _rank(self) -> int:
@@ -121,6 +150,10 @@ class _GoOn(pl.Callback):
             trainer.should_stop = position["should_stop"]
             self._take_position(trainer.fit_loop, **position)
         self.datamodule.restore_random_state()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The first batch is here, and so is the order."""
+        self.datamodule.order_drawn()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on as usual also where nothing was left of the first epoch's batches."""

@@ -8,6 +8,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -104,6 +105,10 @@ DATA_MODULES = {
     "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
     "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", cache_plan=False, **SAMPLED),
     "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),
+    "own sampler": lambda: NeighborDataModule(DATA, sampler=WeightedRandomSampler(torch.ones(30), 60), **SAMPLED),
+    "own sampler, collective": lambda: CollectiveDataModule(
+        DATA, gpu_route="cpu", cache_plan=False, sampler=RandomSampler(range(35)), **SAMPLED
+    ),
     "full": lambda: FullGraphDataModule(DATA),
     "full, uncompressed": lambda: FullGraphDataModule(DATA, compress=False),
 }

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Link, Node, interrupt, kill, same
 
 KILLS = 8
@@ -87,3 +88,25 @@ def test_killed_with_options_of_the_trainer(name, period, tmp_path):
     rng = random.Random(f"options {name}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
     play(chain, whole, rng, kill, PERIODS[period], steps=False)
+
+
+def hyscale(**options):
+    return HyScaleStrategy(**{"cpu_trainers": 2, "drm": False, **options})
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+@pytest.mark.parametrize("options", [{}, {"shares": [0.7, 0.3]}, {"cpu_trainers": 1}], ids=str)
+@pytest.mark.parametrize("data", ["neighbor", "own sampler"])
+def test_hybrid_training(data, options, act, tmp_path):
+    strategy = functools.partial(hyscale, **options)
+    rng = random.Random(f"hyscale {act.__name__} {data} {options}")
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
+    play(chain, whole, rng, act, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+def test_full_graph_training_on_one_device(act, tmp_path):
+    rng = random.Random(f"ascend_hybrid {act.__name__}")
+    data, strategy = DATA_MODULES["full"], AscendHybridParallelStrategy
+    chain, whole = (Chain(tmp_path / name, data, strategy=strategy, max_epochs=12) for name in ("chain", "whole"))
+    play(chain, whole, rng, act, {"every_n_train_steps": 1} if act is kill else None, steps=act is interrupt)
