@@ -12,6 +12,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from lightning_gnn.datamodules.checkpoint_io import use_safe_files
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,6 +42,7 @@ class StopOnSignal(pl.Callback):
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]  # type: ignore[attr-defined]
         self.signal = self.checkpoint = None
         self._ending = False
+        use_safe_files(trainer)
         # Between here and the start of a stage Lightning replaces SIGTERM's handler; it restores it before teardown.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.getsignal(number) for number in _SIGNALS}

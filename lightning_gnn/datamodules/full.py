@@ -125,6 +125,7 @@ class FullGraphDataModule(ResumableDataModule):
             TypeError: No layer of the model can read a compressed graph.
             ValueError: The trainer uses several devices, and not by the strategy that shares out the graph.
         """
+        super().setup(stage)
         if self.trainer is None:
             return
         model = self.trainer.lightning_module

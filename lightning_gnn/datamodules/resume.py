@@ -9,6 +9,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 
+from lightning_gnn.datamodules.checkpoint_io import use_safe_files
 from lightning_gnn.datamodules.logged import load_logged, logged_state
 
 _BY_RANK = ("rng", "logged", "gradients", "order_state")
@@ -26,6 +27,11 @@ class ResumableDataModule(pl.LightningDataModule):
     _order_state: torch.Tensor | None = None
     _after_order: torch.Tensor | None = None
     _draws_again = False
+
+    def setup(self, stage: str) -> None:
+        """Let the trainer write checkpoints that a crash cannot damage."""
+        if self.trainer is not None:
+            use_safe_files(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""

@@ -1,12 +1,17 @@
 """A run that is interrupted eight times, at any moment, ends as one that was not: bit for bit."""
 
 import functools
+import os
 import random
+import signal
+from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Link, Node, interrupt, kill, same
+from tests.parallel.launch import CONTEXT, run
 
 KILLS = 8
 
@@ -110,3 +115,58 @@ def test_full_graph_training_on_one_device(act, tmp_path):
     data, strategy = DATA_MODULES["full"], AscendHybridParallelStrategy
     chain, whole = (Chain(tmp_path / name, data, strategy=strategy, max_epochs=12) for name in ("chain", "whole"))
     play(chain, whole, rng, act, {"every_n_train_steps": 1} if act is kill else None, steps=act is interrupt)
+
+
+def train_on_ranks(rank, folder, act):
+    """Each rank runs the whole chain; a signal reaches one of them."""
+    rng = random.Random(f"ranks {act.__name__}")
+    strategy = functools.partial(AscendHybridParallelStrategy, timeout=60)
+    options = {"max_epochs": 5, "devices": 2}
+    chain, whole = (
+        Chain(Path(folder) / name, DATA_MODULES["full"], strategy=strategy, **options) for name in ("chain", "whole")
+    )
+    mine = act if act is kill or rank == 1 else list
+    play(chain, whole, rng, mine, {"every_n_train_steps": 1} if act is kill else None, kills=3, steps=act is interrupt)
+    return chain.kills
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+def test_full_graph_training_on_two_ranks(act, tmp_path):
+    first, second = run(train_on_ranks, 2, str(tmp_path), act)
+    assert first == second == 3
+
+
+def train_until_killed(folder, data, hook, count, out):
+    """Run in a process of its own, which kills itself as the system would."""
+    torch.set_num_threads(1)
+    chain = Chain(Path(folder), DATA_MODULES[data], max_epochs=6)
+    checkpoint = chain.tmp_path / "last.ckpt"
+    chain.checkpoint = checkpoint if checkpoint.is_file() else None
+    killed = None if hook is None else At(hook, count, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+    assert chain.run(killed, {"every_n_train_steps": 2})
+    results = {key: value for key, value in chain.results(steps=False).items() if key != "history"}
+    torch.save(results, out)
+
+
+@pytest.mark.parametrize("data", ["neighbor", "full"])
+def test_killed_processes(data, tmp_path):
+    rng = random.Random(f"processes {data}")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "chain").mkdir()
+
+    def start(folder, hook=None, count=0):
+        process = CONTEXT.Process(
+            target=train_until_killed, args=(tmp_path / folder, data, hook, count, tmp_path / f"{folder}.pt")
+        )
+        process.start()
+        process.join(60)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    assert start("whole") == 0
+    for _ in range(4):
+        assert start("chain", rng.choice(HOOKS), rng.choice((2, 3))) in (-signal.SIGKILL, 0)
+    assert start("chain") == 0
+    whole, chain = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "chain"))
+    difference = same(whole, chain)
+    assert difference is None, difference
