@@ -24,7 +24,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gnn import doctor, plan_command
+from lightning_gnn import doctor, plan_command, startup
 from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.console import be_quiet, console, describe, say
@@ -34,6 +34,7 @@ from lightning_gnn.report import collect_metrics, print_table, save_figure, writ
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    startup.done()
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
     try:

@@ -85,11 +85,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
             raise ValueError(_message(target, f"is damaged: {damage}"))
         try:
             checkpoint = super().load_checkpoint(path, map_location, weights_only)
-        except (OSError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
             if zipfile.is_zipfile(target) and isinstance(error, (pickle.UnpicklingError, AttributeError, ImportError)):
-                error.add_note(f"{target} could not be read")  # it holds a type that is not allowed, or not there
+                error.add_note(f"{target} could not be read")  # type: ignore[union-attr]  # it holds a type that is not allowed, or not there
                 raise
             raise ValueError(_message(target, f"cannot be read as a checkpoint: {_first_line(error)}")) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:

@@ -27,7 +27,8 @@ _REDUCTIONS = ("mean", "max", "min", "sum")
 
 def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Return this rank's logged values and the states of the module's torchmetrics."""
-    ended = trainer.fit_loop.epoch_progress.total.started == trainer.fit_loop.epoch_progress.total.processed
+    epochs: Any = trainer.fit_loop.epoch_progress.total
+    ended = epochs.started == epochs.processed
     results = [] if ended else [_saved(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()]
     # Lightning resets at the end of an epoch what it logged itself.
     logged = {metric.meta.metric_attribute for metric in trainer.fit_loop.epoch_loop._results.values()}

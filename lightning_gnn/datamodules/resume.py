@@ -18,9 +18,10 @@ _BY_RANK = ("rng", "logged", "gradients", "order_state")
 class ResumableDataModule(pl.LightningDataModule):
     """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
 
-    That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order, what was logged and measured in the epoch so far, whether the
-    run was about to stop, and what was still to be done for the last batch. Lightning alone would leave out the
-    validation that follows a checkpoint of an epoch's last batch, and a plateau schedule's step, or train too much.
+    That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order; what
+    was logged and measured in the epoch so far; gradients that are being accumulated; whether the run was about to stop;
+    and what was still to be done for the last batch. Lightning alone leaves out the validation that follows a checkpoint
+    of an epoch's last batch, and steps of plateau schedules, or trains too much.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -35,17 +36,17 @@ class ResumableDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        training = self.trainer is not None and self.trainer.state.fn == "fit"
+        trainer = self.trainer if self.trainer is not None and self.trainer.state.fn == "fit" else None
         mine: list[Any] = [random_state()]
-        if training:
-            mine += [logged_state(self.trainer), _gradients(self.trainer), self._order_state]
+        if trainer is not None:
+            mine += [logged_state(trainer), _gradients(trainer), self._order_state]
         by_rank: list[Any] = [mine] * self._world_size
         if self._world_size > 1:
             torch.distributed.all_gather_object(by_rank, mine)
         state: dict[str, Any] = {
             name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)
         }
-        return {**state, "position": _position(self.trainer)} if training else state
+        return state if trainer is None else {**state, "position": _position(trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the interrupted run once training goes on."""
@@ -122,7 +123,9 @@ class _GoOn(pl.Callback):
         self.datamodule = datamodule
         self.state = dict(datamodule._resumed or {})
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Rewrite the counters that Lightning would misread."""
         position = self.state.get("position")
         if position is None:
@@ -184,7 +187,8 @@ class _GoOn(pl.Callback):
 def _position(trainer: pl.Trainer) -> dict[str, Any]:
     """Say where in Lightning's loops we are, as far as their counters do not tell."""
     loop = trainer.fit_loop
-    epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress.total
+    epochs: Any = loop.epoch_progress.total
+    batches: Any = loop.epoch_loop.batch_progress.total
     in_batch_end = batches.ready == batches.started == batches.processed == batches.completed + 1
     fetcher = loop._data_fetcher
     return {

@@ -223,7 +223,7 @@ class HyScaleStrategy(NodeStrategy):
             share=self._share,
         )
         order = self._restored.pop("order", None)
-        # That sampler draws from a generator of its own; and this package's DataModules draw their orders anew themselves.
+        # That sampler draws from a generator of its own, and our DataModules see to the orders of their loaders.
         if not isinstance(dataloader.sampler, DistributedSampler) and getattr(dataloader, "first_batch", None) is None:
             self.loader.resumed = order
         return self.loader

@@ -219,7 +219,8 @@ class Chain:
         try:
             trainer.fit(module, datamodule=self.data(), ckpt_path=self.checkpoint, weights_only=True)
         except (Killed, SystemExit, KeyboardInterrupt):
-            assert kill is not None and kill.done
+            assert kill is not None
+            assert kill.done
             self.kills += 1
             self.history.update(history.rows)
             path = self.tmp_path / "last.ckpt" if last is not None else stop.checkpoint
@@ -232,10 +233,7 @@ class Chain:
     def results(self, steps=True):
         """Weights, the optimizer's state, the schedule's, numbers of steps, what was logged."""
         optimizer = self.trainer.optimizers[0].state_dict()
-        schedules = [
-            {key: value for key, value in config.scheduler.state_dict().items()}
-            for config in self.trainer.lr_scheduler_configs
-        ]
+        schedules = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         return {
             "weights": self.final.state_dict(),
             "optimizer": optimizer,

@@ -1,6 +1,7 @@
 """A run that is interrupted eight times, at any moment, ends as one that was not: bit for bit."""
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -78,17 +79,21 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("plateau", ["epoch", "step"])
-@pytest.mark.parametrize("name", OPTIONS)
+ROTATED = list(zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
+SHIFTED = list(zip(OPTIONS, itertools.cycle([*PERIODS][1:]), strict=False))
+
+
+@pytest.mark.parametrize(("name", "plateau"), zip(OPTIONS, itertools.cycle(["epoch", "step", None]), strict=False))
 def test_with_options_of_the_trainer(name, plateau, tmp_path):
     module = functools.partial(Node, plateau)
     rng = random.Random(f"options {name}")
-    chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], module, **OPTIONS[name]) for kind in ("chain", "whole"))
+    chain, whole = (
+        Chain(tmp_path / kind, DATA_MODULES["neighbor"], module, **OPTIONS[name]) for kind in ("chain", "whole")
+    )
     play(chain, whole, rng, interrupt)
 
 
-@pytest.mark.parametrize("period", PERIODS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "period"), {**dict.fromkeys(ROTATED), **dict.fromkeys(SHIFTED)})
 def test_killed_with_options_of_the_trainer(name, period, tmp_path):
     rng = random.Random(f"options {name}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
@@ -100,8 +105,11 @@ def hyscale(**options):
 
 
 @pytest.mark.parametrize("act", [interrupt, kill])
-@pytest.mark.parametrize("options", [{}, {"shares": [0.7, 0.3]}, {"cpu_trainers": 1}], ids=str)
-@pytest.mark.parametrize("data", ["neighbor", "own sampler"])
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("neighbor", {"cpu_trainers": 1}), ("own sampler", {})],
+    ids=str,
+)
 def test_hybrid_training(data, options, act, tmp_path):
     strategy = functools.partial(hyscale, **options)
     rng = random.Random(f"hyscale {act.__name__} {data} {options}")
