@@ -30,14 +30,16 @@ def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
     epochs: Any = trainer.fit_loop.epoch_progress.total
     ended = epochs.started == epochs.processed
     results = [] if ended else [_saved(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()]
-    # Lightning resets at the end of an epoch what it logged itself.
-    logged = {metric.meta.metric_attribute for metric in trainer.fit_loop.epoch_loop._results.values()}
+    # What Lightning is about to reset: at the end of an epoch, or for a validation that will begin anew.
+    logged = trainer.fit_loop.epoch_loop.val_loop._results if trainer.validating else {}
+    logged = {**logged, **(trainer.fit_loop.epoch_loop._results if ended else {})}
+    left_out = {metric.meta.metric_attribute for metric in logged.values()}
     return {
         "results": [saved for saved in results if saved is not None],
         "metrics": {
             name: (metric._update_count, state)
             for name, metric in _metrics(trainer.lightning_module)
-            if (state := _metric_state(metric)) is not None and not (ended and name in logged)
+            if (state := _metric_state(metric)) is not None and name not in left_out
         },
         "callback_metrics": {
             name: value.detach().cpu().clone()

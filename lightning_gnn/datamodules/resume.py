@@ -19,9 +19,9 @@ class ResumableDataModule(pl.LightningDataModule):
     """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
 
     That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order; what
-    was logged and measured in the epoch so far; gradients that are being accumulated; whether the run was about to stop;
-    and what was still to be done for the last batch. Lightning alone leaves out the validation that follows a checkpoint
-    of an epoch's last batch, and steps of plateau schedules, or trains too much.
+    was logged and measured in the epoch so far; gradients that are being accumulated; whether the run was about to
+    stop; and what was still to be done for the last batch. Lightning alone leaves out the validation that follows a
+    checkpoint of an epoch's last batch, and steps of plateau schedules, or trains too much.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -122,6 +122,7 @@ class _GoOn(pl.Callback):
     def __init__(self, datamodule: ResumableDataModule) -> None:
         self.datamodule = datamodule
         self.state = dict(datamodule._resumed or {})
+        self.batches_that_stepped: int | None = None
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -136,7 +137,7 @@ class _GoOn(pl.Callback):
             for counts in (epochs["total"], epochs["current"]):
                 counts["ready"] = counts["completed"] = counts["processed"]
             return
-        if not position["in_batch_end"] or not (position["validation_due"] or batches["is_last_batch"]):
+        if not position["validation_due"] and not (position["in_batch_end"] and batches["is_last_batch"]):
             return
         for counts in (batches["total"], batches["current"]):
             counts["completed"] = counts["processed"]
@@ -157,12 +158,17 @@ class _GoOn(pl.Callback):
                 if name in gradients:
                     parameter.grad = gradients[name].to(parameter.device)
             trainer.should_stop = position["should_stop"]
+            if position["mid_epoch"] and position["in_batch_start"]:
+                self.batches_that_stepped = position["batches_that_stepped"]
             self._take_position(trainer.fit_loop, **position)
         self.datamodule.restore_random_state()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """The first batch is here, and so is the order."""
         self.datamodule.order_drawn()
+        if self.batches_that_stepped is not None:  # Lightning has counted the batch before once more
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self.batches_that_stepped
+            self.batches_that_stepped = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on as usual also where nothing was left of the first epoch's batches."""
@@ -191,19 +197,30 @@ def _position(trainer: pl.Trainer) -> dict[str, Any]:
     batches: Any = loop.epoch_loop.batch_progress.total
     in_batch_end = batches.ready == batches.started == batches.processed == batches.completed + 1
     fetcher = loop._data_fetcher
+    validated = loop.epoch_loop.val_loop.batch_progress
+    validating = trainer.validating and not (
+        validated.is_last_batch and 0 < validated.current.ready == validated.current.completed
+    )
     return {
         "mid_epoch": epochs.started != epochs.processed,
         "in_batch_end": in_batch_end,
         "in_epoch_end": epochs.started == epochs.processed == epochs.completed + 1,
-        "validation_due": in_batch_end and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher),
+        "validation_due": validating
+        or (in_batch_end and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher)),
+        "in_batch_start": batches.ready > batches.processed,
+        "batches_that_stepped": loop.epoch_loop._batches_that_stepped,
         "should_stop": trainer.should_stop,
     }
 
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what was accumulated for the next step of the optimizer."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    if not batches.ready or not trainer.fit_loop._should_accumulate():
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches: Any = progress.current
+    done = batches.processed
+    if done % trainer.accumulate_grad_batches == 0 or done != batches.started or done == trainer.num_training_batches:
+        return {}
+    if done == batches.ready and progress.is_last_batch:
         return {}
     parameters = trainer.lightning_module.named_parameters()
     return {name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None}
