@@ -182,9 +182,10 @@ class Steps(pl.Callback):
 class Chain:
     """Runs of one training, each resumed from where the one before was stopped."""
 
-    def __init__(self, tmp_path, data, module=Node, strategy=lambda: "auto", **options):
+    def __init__(self, tmp_path, data, module=Node, strategy=lambda: "auto", more=None, **options):
         self.tmp_path, self.data, self.module, self.strategy = tmp_path, data, module, strategy
         self.options = {"max_epochs": 5, "log_every_n_steps": 1, **options}
+        self.more = more
         self.history, self.steps, self.kills = {}, Steps(), 0
         self.checkpoint = None
 
@@ -199,7 +200,7 @@ class Chain:
         module = self.module()
         history, curves = History(), LearningCurves()
         stop = StopOnSignal(self.tmp_path)
-        callbacks = [stop, self.steps, curves]
+        callbacks = [stop, self.steps, curves, *([self.more()] if self.more is not None else [])]
         if last is not None:
             periodic = {"dirpath": self.tmp_path, "filename": "last", "enable_version_counter": False, **last}
             callbacks.append(ModelCheckpoint(**periodic))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import EarlyStopping
 
 from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
-from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Link, Node, interrupt, kill, same
+from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
 from tests.parallel.launch import CONTEXT, run
 
 KILLS = 8
@@ -178,3 +179,81 @@ def test_killed_processes(data, tmp_path):
     whole, chain = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "chain"))
     difference = same(whole, chain)
     assert difference is None, difference
+
+
+class SaveAt(At):
+    """Writes a checkpoint as a user's own callback may, and ends the process before the next batch."""
+
+    def __init__(self, hook, count, path):
+        super().__init__(hook, count, lambda: None)
+        self.path = path
+
+    def _called(self, trainer, *args, **kwargs):
+        done = self.done
+        super()._called(trainer, *args, **kwargs)
+        if self.done and not done:
+            trainer.save_checkpoint(self.path)
+            if self.hook == "on_train_batch_start":
+                raise Killed
+
+    def on_train_batch_start(self, *args):
+        if self.done:
+            raise Killed
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"max_steps": 15, "max_epochs": -1}], ids=str)
+@pytest.mark.parametrize(
+    ("hook", "count"),
+    [
+        ("on_train_start", 1),
+        ("on_train_epoch_start", 2),
+        ("on_train_batch_start", 3),
+        ("on_train_batch_start", 7),
+        ("on_train_batch_end", 3),
+        ("on_train_batch_end", 6),
+        ("on_validation_start", 1),
+        ("on_validation_end", 1),
+    ],
+)
+def test_saved_by_a_user_s_own_callback(hook, count, options, tmp_path):
+    chain, whole = (
+        Chain(tmp_path / name, DATA_MODULES["neighbor"], **{"max_epochs": 3, **options}) for name in ("chain", "whole")
+    )
+    path = tmp_path / "saved.ckpt"
+    assert not chain.run(SaveAt(hook, count, path))
+    chain.checkpoint = path
+    assert chain.run()
+    compare(chain, whole, steps=False)
+
+
+def test_two_interruptions_at_the_last_batch_of_an_epoch_train_nothing_more(tmp_path):
+    options = {"max_epochs": 2, "limit_train_batches": 4}
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES["neighbor"], **options) for name in ("chain", "whole"))
+    for _ in range(2):
+        assert not chain.run(At("on_train_batch_end", 4, interrupt))
+    assert chain.run()
+    assert chain.steps.count == 8
+    compare(chain, whole)
+
+
+def test_a_run_that_was_about_to_stop_early_stops(tmp_path):
+    def stop_early():
+        return EarlyStopping("val_loss", min_delta=10.0, patience=1)
+
+    chain, whole = (
+        Chain(tmp_path / name, DATA_MODULES["neighbor"], more=stop_early, max_epochs=9) for name in ("chain", "whole")
+    )
+    assert not chain.run(At("on_validation_end", 2, kill), {"monitor": "val_loss", "every_n_train_steps": 6})
+    assert not chain.run(At("on_validation_end", 1, interrupt))
+    assert chain.run()
+    assert chain.trainer.global_step == 12
+    compare(chain, whole, steps=False)
+
+
+def test_a_resumed_run_may_be_longer(tmp_path):
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES["full"], max_epochs=n) for name, n in (("a", 3), ("b", 6)))
+    assert chain.run(None, {})
+    chain.checkpoint = tmp_path / "a" / "last.ckpt"
+    chain.options["max_epochs"] = 6
+    assert chain.run()
+    compare(chain, whole)
