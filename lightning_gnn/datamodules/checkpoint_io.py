@@ -101,7 +101,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 def use_safe_files(trainer: pl.Trainer) -> None:
     """Let a trainer read and write its checkpoints so, unless it was given a way of its own."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+    if type(getattr(trainer.strategy, "checkpoint_io", None)) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
 
