@@ -1,5 +1,9 @@
 """GNN training on the hardware people really have, as plugins for a PyTorch Lightning ``Trainer``."""
 
+# isort: off
+import lightning_gnn.startup  # noqa: F401  before what takes seconds to import
+
+# isort: on
 from lightning_gnn.accelerators import NPUAccelerator
 from lightning_gnn.datamodules import (
     CollectiveDataModule,

@@ -23,7 +23,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gnn import cache_command, doctor, plan_command
+from lightning_gnn import cache_command, doctor, plan_command, startup
 from lightning_gnn.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.command_line import start
@@ -35,6 +35,7 @@ from lightning_gnn.report import collect_metrics, print_table, reporting, write_
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    startup.done()
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
     if sys.argv[1:2] == ["cache"]:

@@ -10,6 +10,9 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from lightning_gnn.datamodules.checkpoint_io import use_safe_files
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,11 +35,14 @@ class StopOnSignal(pl.Callback):
         self.checkpoint: Path | None = None
         """Where the interrupted run can be resumed from, None if it was stopped before that was written."""
         self._previous: dict[int, Any] = {}
+        self._ending = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Move behind the other callbacks, whose part of a batch must be done before the checkpoint is written."""
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]  # type: ignore[attr-defined]
         self.signal = self.checkpoint = None
+        self._ending = False
+        use_safe_files(trainer)
         # Between here and the start of a stage Lightning replaces SIGTERM's handler; it restores it before teardown.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -44,20 +50,30 @@ class StopOnSignal(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the checkpoint and stop, unless gradients are still being accumulated."""
-        if not trainer.fit_loop._should_accumulate() and self._must_stop(trainer):
-            self._save_and_stop(trainer)
+        """Stop, unless gradients are still being accumulated or a validation follows."""
+        loop = trainer.fit_loop
+        if loop._should_accumulate() or not self._must_stop(trainer):
+            return
+        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # type: ignore[arg-type]
+            self._end(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Likewise after a validation in between."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fit_loop._should_accumulate():
             return
-        if self._must_stop(trainer):
-            self._save_and_stop(trainer)
+        if not self._must_stop(trainer):
+            return
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._end(trainer)
+        else:  # what Lightning goes on with after it is resumed
+            self._save(trainer)
+            raise KeyboardInterrupt
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep a run that was told to stop in its very last moments from going on to its next stage."""
-        self._stop_if_told(trainer)
+        if self._must_stop(trainer):
+            self._save(trainer)
+            raise KeyboardInterrupt
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop at once where there is nothing to resume: outside of training."""
@@ -97,8 +113,12 @@ class StopOnSignal(pl.Callback):
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise; Lightning calls no teardown hook after an exception."""
-        self._restore()
+        """Write the checkpoint if this ends the run as told; Lightning calls no teardown hook after an exception."""
+        try:
+            if isinstance(exception, SIGTERMException) and self._ending:
+                self._save(trainer)
+        finally:
+            self._restore()
 
     def _listen(self) -> None:
         for number in self._previous:
@@ -125,9 +145,12 @@ class StopOnSignal(pl.Callback):
         if self._must_stop(trainer):
             raise KeyboardInterrupt
 
-    def _save_and_stop(self, trainer: pl.Trainer) -> None:
+    def _end(self, trainer: pl.Trainer) -> None:
+        """Let Lightning stop once all of a batch, or of an epoch after its last batch, is done and logged."""
+        self._ending = trainer._signal_connector.received_sigterm = True
+
+    def _save(self, trainer: pl.Trainer) -> None:
         directory = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = Path(directory) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
         self.checkpoint = path
-        raise KeyboardInterrupt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, ClassVar
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, DistributedSampler
@@ -14,6 +13,7 @@ from lightning_gnn.batching.options import whole_number
 from lightning_gnn.datamodules.compressed import compressed_graph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.datamodules.keywords import evaluation_keywords, training_keywords
+from lightning_gnn.datamodules.resume import ResumableDataModule
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
@@ -22,10 +22,10 @@ LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
 
 
-class MiniBatchDataModule(pl.LightningDataModule):
+class MiniBatchDataModule(ResumableDataModule):
     """Builds threaded loaders whose mini-batches depend on (seed, rank, loader, epoch, batch number) alone.
 
-    In a checkpoint lie the seed and the state of torch's random stream. A resumed run asks Lightning's own loop for the
+    In a checkpoint lie the seed and the state of the random streams. A resumed run asks Lightning's own loop for the
     batch to go on with, so the loaders need no state of their own (which Lightning would drop as soon as
     ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
 
@@ -68,7 +68,6 @@ class MiniBatchDataModule(pl.LightningDataModule):
         for key in ("sampler", "batch_sampler", "drop_last"):
             if key not in own:
                 self.eval_loader_kwargs.pop(key, None)
-        self._resumed_rng: list[dict[str, Any]] | None = None
         self._passes = 0
 
     @property
@@ -151,29 +150,21 @@ class MiniBatchDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        rng = {"cpu": torch.get_rng_state()}
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and torch.accelerator.is_available():
-            rng[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
-        by_rank: list[Any] = [rng] * self._world_size
-        if self._world_size > 1:
-            torch.distributed.all_gather_object(by_rank, rng)
-        return {"seed": self.seed, "rng": by_rank}
+        return {"seed": self.seed, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the seed of the interrupted run, and its random stream once training goes on."""
+        """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
+        super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
-        self._resumed_rng = state_dict["rng"]
 
     def _first_batch(self) -> int:
         """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
         if self.trainer is None or not self.trainer.training:
             return 0
-        if self._resumed_rng is not None:
-            by_rank, self._resumed_rng = self._resumed_rng, None
-            for device, state in (by_rank[self._rank] if self._rank < len(by_rank) else {}).items():
-                torch.set_rng_state(state) if device == "cpu" else getattr(torch, device).set_rng_state(state)
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
+        first: int = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self.draw_order(first)
+        return first
 
     def _training_epoch(self, number: int) -> int:
         """Called when a pass over the training set begins: the Trainer's epoch goes before its number."""
@@ -193,14 +184,6 @@ class MiniBatchDataModule(pl.LightningDataModule):
             seed=self.seed % 2**62,
             drop_last=drop_last and training and self._world_size > 1,
         )
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self.trainer is None else self.trainer.global_rank
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self.trainer is None else self.trainer.world_size
 
 
 def _evaluation_epoch(number: int) -> int:

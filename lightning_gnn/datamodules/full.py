@@ -21,6 +21,7 @@ from torch_geometric.loader import NeighborLoader
 from lightning_gnn.batching.options import closest, keywords_of, true_or_false
 from lightning_gnn.datamodules.compressed import compressed_graph, summary
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.datamodules.resume import ResumableDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
@@ -30,7 +31,7 @@ from lightning_gnn.nn.inference import FullInference
 STRATEGY = "ascend_hybrid"
 
 
-class FullGraphDataModule(pl.LightningDataModule):
+class FullGraphDataModule(ResumableDataModule):
     """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
@@ -124,6 +125,7 @@ class FullGraphDataModule(pl.LightningDataModule):
             TypeError: No layer of the model can read a compressed graph.
             ValueError: The trainer uses several devices, and not by the strategy that shares out the graph.
         """
+        super().setup(stage)
         if self.trainer is None:
             return
         model = self.trainer.lightning_module

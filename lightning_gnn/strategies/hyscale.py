@@ -222,8 +222,10 @@ class HyScaleStrategy(NodeStrategy):
             sampling=self._sampling,
             share=self._share,
         )
-        if not isinstance(dataloader.sampler, DistributedSampler):  # which draws from a generator of its own
-            self.loader.resumed = self._restored.pop("order", None)
+        order = self._restored.pop("order", None)
+        # That sampler draws from a generator of its own, and our DataModules see to the orders of their loaders.
+        if not isinstance(dataloader.sampler, DistributedSampler) and getattr(dataloader, "first_batch", None) is None:
+            self.loader.resumed = order
         return self.loader
 
     def _destinations(self, dataloader: Any) -> list[torch.device | None]:

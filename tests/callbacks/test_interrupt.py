@@ -49,12 +49,20 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step):
     assert metrics_of(tmp_path / "whole")["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
-@pytest.mark.parametrize("step", [5, 10])
-def test_interrupted_in_validation(tmp_path, step):
+def test_interrupted_in_validation(tmp_path):
     assert lgnn(tmp_path / "whole") == 0
-    assert lgnn(tmp_path / "cut", *signal_at(step, signal.SIGINT, hook="on_validation_start")) == 130
+    assert lgnn(tmp_path / "cut", *signal_at(5, signal.SIGINT, hook="on_validation_start")) == 130
     assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
     assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_interrupted_in_the_last_validation(tmp_path):
+    assert lgnn(tmp_path / "whole") == 0
+    assert lgnn(tmp_path / "cut", *signal_at(10, signal.SIGINT, hook="on_validation_start")) == 130
+    # All steps were done: what is resumed only tests.
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    assert metrics_of(tmp_path / "whole")["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
 def test_waits_for_the_optimizer_step_when_gradients_are_accumulated(tmp_path):

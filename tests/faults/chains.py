@@ -1,0 +1,266 @@
+"""Runs that are interrupted and resumed again and again, and what they must end with."""
+
+import signal
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers.logger import Logger
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import RandomSampler, WeightedRandomSampler
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_gnn.callbacks import LearningCurves, StopOnSignal
+from lightning_gnn.datamodules import (
+    CollectiveDataModule,
+    FullGraphDataModule,
+    LinkDataModule,
+    NeighborDataModule,
+    PersistentSamplerDataModule,
+)
+from lightning_gnn.nn import GCN
+from tests.batching_data import small_data
+
+DATA = small_data(num_nodes=80, num_edges=400)
+
+
+class Node(pl.LightningModule):
+    """Everything a resumed run could forget: dropout, momentum, a plateau schedule, metrics of whole epochs."""
+
+    def __init__(self, plateau="epoch"):
+        super().__init__()
+        self.plateau = plateau
+        self.model = GCN(12, 8, 2, 4, dropout=0.5)
+        self.train_acc, self.seen = MulticlassAccuracy(4), MeanMetric()
+
+    def scores(self, batch, split):
+        logits, y = self.model(batch.x, batch.edge_index), batch.y
+        if "input_id" in batch:
+            return logits[: batch.batch_size], y[: batch.batch_size]
+        mask = batch[f"{split}_mask"]
+        return logits[mask], y[mask]
+
+    def training_step(self, batch, batch_idx):
+        logits, y = self.scores(batch, "train")
+        loss = functional.cross_entropy(logits, y)
+        self.train_acc(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(y))
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=len(y))
+        self.log("train_acc", self.train_acc, on_step=False, on_epoch=True, batch_size=len(y))
+        self.seen.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("seen", self.seen.compute())
+        self.seen.reset()
+
+    def validation_step(self, batch, batch_idx):
+        logits, y = self.scores(batch, "val")
+        noise = torch.rand(())  # a user's validation may draw
+        self.log("val_loss", functional.cross_entropy(logits, y) + 1e-3 * noise, batch_size=len(y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        if self.plateau is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
+        config = {"scheduler": schedule, "monitor": "val_loss", "interval": self.plateau, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Link(Node):
+    """Predicts edges, by products of rows."""
+
+    def scores(self, batch, split):
+        rows = self.model(batch.x, batch.edge_index)
+        left, right = batch.edge_label_index
+        product = (rows[left] * rows[right]).sum(dim=-1, keepdim=True)
+        other = torch.zeros(len(left), 2)
+        return torch.cat([-product, product, other], dim=1), (batch.edge_label > 0).long()
+
+
+SPLITS = {f"input_{name}_nodes": DATA[f"{name}_mask"] for name in ("train", "val")}
+SAMPLED = {"num_neighbors": [3, 2], "batch_size": 10, "num_workers": 2, "seed": 3, **SPLITS}
+
+
+def link():
+    edges = DATA.edge_index
+    return LinkDataModule(
+        DATA,
+        input_train_edges=edges[:, :40],
+        input_val_edges=edges[:, 40:60],
+        num_neighbors=[3, 2],
+        batch_size=10,
+        neg_sampling="binary",
+        num_workers=0,
+        seed=3,
+    )
+
+
+DATA_MODULES = {
+    "neighbor": lambda: NeighborDataModule(DATA, **SAMPLED),
+    "link": link,
+    "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
+    "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", cache_plan=False, **SAMPLED),
+    "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),
+    "own sampler": lambda: NeighborDataModule(DATA, sampler=WeightedRandomSampler(torch.ones(30), 60), **SAMPLED),
+    "own sampler, collective": lambda: CollectiveDataModule(
+        DATA, gpu_route="cpu", cache_plan=False, sampler=RandomSampler(range(35)), **SAMPLED
+    ),
+    "full": lambda: FullGraphDataModule(DATA),
+    "full, uncompressed": lambda: FullGraphDataModule(DATA, compress=False),
+}
+
+
+class History(Logger):
+    """Keeps what is logged, by step and name."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    name = version = "history"
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.update({(step, name): value for name, value in metrics.items()})
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+)
+
+
+class At(pl.Callback):
+    """Does something the ``count``-th time that a hook is called."""
+
+    def __init__(self, hook, count, act):
+        self.hook, self.count, self.act = hook, count, act
+        self.done = False
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer, *args, **kwargs):
+        if trainer.sanity_checking:
+            return
+        self.count -= 1
+        if self.count == 0:
+            self.done = True
+            self.act()
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def kill():
+    raise Killed
+
+
+class Steps(pl.Callback):
+    """Counts the steps that all runs of a chain have taken."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *args):
+        self.count += 1
+
+
+class Chain:
+    """Runs of one training, each resumed from where the one before was stopped."""
+
+    def __init__(self, tmp_path, data, module=Node, strategy=lambda: "auto", more=None, **options):
+        self.tmp_path, self.data, self.module, self.strategy = tmp_path, data, module, strategy
+        self.options = {"max_epochs": 5, "log_every_n_steps": 1, **options}
+        self.more = more
+        self.history, self.steps, self.kills = {}, Steps(), 0
+        self.checkpoint = None
+
+    def run(self, kill=None, last=None):
+        """Train, from the last checkpoint on; return whether it came to its end.
+
+        Args:
+            kill: What ends it.
+            last: Arguments of a checkpoint callback, if the checkpoints shall be periodic.
+        """
+        torch.manual_seed(0 if self.checkpoint is None else 1 + self.kills)
+        module = self.module()
+        history, curves = History(), LearningCurves()
+        stop = StopOnSignal(self.tmp_path)
+        callbacks = [stop, self.steps, curves, *([self.more()] if self.more is not None else [])]
+        if last is not None:
+            periodic = {"dirpath": self.tmp_path, "filename": "last", "enable_version_counter": False, **last}
+            callbacks.append(ModelCheckpoint(**periodic))
+        if kill is not None:
+            callbacks.append(kill)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=self.options.get("devices", 1),
+            strategy=self.strategy(),
+            logger=history,
+            callbacks=callbacks,
+            enable_checkpointing=last is not None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{name: value for name, value in self.options.items() if name != "devices"},
+        )
+        try:
+            trainer.fit(module, datamodule=self.data(), ckpt_path=self.checkpoint, weights_only=True)
+        except (Killed, SystemExit, KeyboardInterrupt):
+            assert kill is not None
+            assert kill.done
+            self.kills += 1
+            self.history.update(history.rows)
+            path = self.tmp_path / "last.ckpt" if last is not None else stop.checkpoint
+            self.checkpoint = path if path is None or path.is_file() else None
+            return False
+        self.history.update(history.rows)
+        self.trainer, self.final, self.epochs = trainer, module, curves.epochs
+        return True
+
+    def results(self, steps=True):
+        """Weights, the optimizer's state, the schedule's, numbers of steps, what was logged."""
+        optimizer = self.trainer.optimizers[0].state_dict()
+        schedules = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
+        return {
+            "weights": self.final.state_dict(),
+            "optimizer": optimizer,
+            "schedules": schedules,
+            "global_step": self.trainer.global_step,
+            "epoch": self.trainer.current_epoch,
+            "history": self.history,
+            "epochs": self.epochs,
+            **({"steps": self.steps.count} if steps else {}),
+        }
+
+
+def same(left, right, where=""):
+    """Say where two nested results differ, None if they are equal bit for bit."""
+    if isinstance(left, dict):
+        if left.keys() != right.keys():
+            return f"{where}: {sorted(map(str, left.keys() ^ right.keys()))} are in one of them alone"
+        found = (same(left[key], right[key], f"{where}[{key!r}]") for key in left)
+    elif isinstance(left, (list, tuple)):
+        if len(left) != len(right):
+            return f"{where}: lengths {len(left)} and {len(right)}"
+        found = (same(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
+    elif isinstance(left, torch.Tensor):
+        return None if torch.equal(left, right) else f"{where}: {left.flatten()[:3]} and {right.flatten()[:3]}"
+    elif isinstance(left, nn.Module):
+        return None
+    else:
+        return None if left == right else f"{where}: {left} and {right}"
+    return next((difference for difference in found if difference is not None), None)

@@ -1,0 +1,259 @@
+"""A run that is interrupted eight times, at any moment, ends as one that was not: bit for bit."""
+
+import functools
+import itertools
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import EarlyStopping
+
+from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
+from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
+from tests.parallel.launch import CONTEXT, run
+
+KILLS = 8
+
+
+def compare(chain, whole, steps=True):
+    assert whole.run()
+    difference = same(whole.results(steps), chain.results(steps))
+    assert difference is None, difference
+
+
+def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True):
+    if chain.options.get("limit_val_batches") == 0:
+        hooks = [hook for hook in hooks if "validation" not in hook]
+    while chain.kills < kills:
+        hook = rng.choice(hooks)
+        count = rng.choice((1, 1, 2, 3)) if "batch" in hook else 1
+        if chain.run(At(hook, count, act), last):
+            break
+    else:
+        assert chain.run(None, last)
+    assert chain.kills >= kills // 2
+    compare(chain, whole, steps)
+
+
+@pytest.mark.parametrize("data", DATA_MODULES)
+def test_interrupted_by_signals(data, tmp_path):
+    module = Link if data == "link" else Node
+    options = {"max_epochs": 12 if data.startswith("full") else 5}
+    rng = random.Random(f"signals {data}")
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
+    play(chain, whole, rng, interrupt)
+
+
+@pytest.mark.parametrize("data", DATA_MODULES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_killed_with_periodic_checkpoints(data, every, tmp_path):
+    """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
+    module = Link if data == "link" else Node
+    options = {"max_epochs": 12 if data.startswith("full") else 5}
+    rng = random.Random(f"killed {data}")
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
+    play(chain, whole, rng, kill, {"every_n_train_steps": every}, steps=False)
+
+
+PERIODS = {
+    "after each epoch": {},
+    "at the end of training epochs": {"save_on_train_epoch_end": True},
+    "after two steps": {"every_n_train_steps": 2},
+    "by score": {"monitor": "val_loss", "save_last": True, "filename": "best"},
+}
+OPTIONS = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "limited": {"limit_train_batches": 2},
+    "validated often": {"val_check_interval": 2},
+    "validated by steps": {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    "validated seldom": {"check_val_every_n_epoch": 2},
+    "never validated": {"limit_val_batches": 0},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+    "by steps": {"max_steps": 18, "max_epochs": -1},
+    "by steps and epochs": {"max_steps": 18},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "logged seldom": {"log_every_n_steps": 3},
+}
+
+
+ROTATED = list(zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
+SHIFTED = list(zip(OPTIONS, itertools.cycle([*PERIODS][1:]), strict=False))
+
+
+@pytest.mark.parametrize(("name", "plateau"), zip(OPTIONS, itertools.cycle(["epoch", "step", None]), strict=False))
+def test_with_options_of_the_trainer(name, plateau, tmp_path):
+    module = functools.partial(Node, plateau)
+    rng = random.Random(f"options {name}")
+    chain, whole = (
+        Chain(tmp_path / kind, DATA_MODULES["neighbor"], module, **OPTIONS[name]) for kind in ("chain", "whole")
+    )
+    play(chain, whole, rng, interrupt)
+
+
+@pytest.mark.parametrize(("name", "period"), {**dict.fromkeys(ROTATED), **dict.fromkeys(SHIFTED)})
+def test_killed_with_options_of_the_trainer(name, period, tmp_path):
+    rng = random.Random(f"options {name}")
+    chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
+    play(chain, whole, rng, kill, PERIODS[period], steps=False)
+
+
+def hyscale(**options):
+    return HyScaleStrategy(**{"cpu_trainers": 2, "drm": False, **options})
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("neighbor", {"cpu_trainers": 1}), ("own sampler", {})],
+    ids=str,
+)
+def test_hybrid_training(data, options, act, tmp_path):
+    strategy = functools.partial(hyscale, **options)
+    rng = random.Random(f"hyscale {act.__name__} {data} {options}")
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
+    play(chain, whole, rng, act, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+def test_full_graph_training_on_one_device(act, tmp_path):
+    rng = random.Random(f"ascend_hybrid {act.__name__}")
+    data, strategy = DATA_MODULES["full"], AscendHybridParallelStrategy
+    chain, whole = (Chain(tmp_path / name, data, strategy=strategy, max_epochs=12) for name in ("chain", "whole"))
+    play(chain, whole, rng, act, {"every_n_train_steps": 1} if act is kill else None, steps=act is interrupt)
+
+
+def train_on_ranks(rank, folder, act):
+    """Each rank runs the whole chain; a signal reaches one of them."""
+    rng = random.Random(f"ranks {act.__name__}")
+    strategy = functools.partial(AscendHybridParallelStrategy, timeout=60)
+    options = {"max_epochs": 5, "devices": 2}
+    chain, whole = (
+        Chain(Path(folder) / name, DATA_MODULES["full"], strategy=strategy, **options) for name in ("chain", "whole")
+    )
+    mine = act if act is kill or rank == 1 else list
+    play(chain, whole, rng, mine, {"every_n_train_steps": 1} if act is kill else None, kills=3, steps=act is interrupt)
+    return chain.kills
+
+
+@pytest.mark.parametrize("act", [interrupt, kill])
+def test_full_graph_training_on_two_ranks(act, tmp_path):
+    first, second = run(train_on_ranks, 2, str(tmp_path), act)
+    assert first == second == 3
+
+
+def train_until_killed(folder, data, hook, count, out):
+    """Run in a process of its own, which kills itself as the system would."""
+    torch.set_num_threads(1)
+    chain = Chain(Path(folder), DATA_MODULES[data], max_epochs=6)
+    checkpoint = chain.tmp_path / "last.ckpt"
+    chain.checkpoint = checkpoint if checkpoint.is_file() else None
+    killed = None if hook is None else At(hook, count, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+    assert chain.run(killed, {"every_n_train_steps": 2})
+    results = {key: value for key, value in chain.results(steps=False).items() if key != "history"}
+    torch.save(results, out)
+
+
+@pytest.mark.parametrize("data", ["neighbor", "full"])
+def test_killed_processes(data, tmp_path):
+    rng = random.Random(f"processes {data}")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "chain").mkdir()
+
+    def start(folder, hook=None, count=0):
+        process = CONTEXT.Process(
+            target=train_until_killed, args=(tmp_path / folder, data, hook, count, tmp_path / f"{folder}.pt")
+        )
+        process.start()
+        process.join(60)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    assert start("whole") == 0
+    for _ in range(4):
+        assert start("chain", rng.choice(HOOKS), rng.choice((2, 3))) in (-signal.SIGKILL, 0)
+    assert start("chain") == 0
+    whole, chain = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "chain"))
+    difference = same(whole, chain)
+    assert difference is None, difference
+
+
+class SaveAt(At):
+    """Writes a checkpoint as a user's own callback may, and ends the process before the next batch."""
+
+    def __init__(self, hook, count, path):
+        super().__init__(hook, count, lambda: None)
+        self.path = path
+
+    def _called(self, trainer, *args, **kwargs):
+        done = self.done
+        super()._called(trainer, *args, **kwargs)
+        if self.done and not done:
+            trainer.save_checkpoint(self.path)
+            if self.hook == "on_train_batch_start":
+                raise Killed
+
+    def on_train_batch_start(self, *args):
+        if self.done:
+            raise Killed
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"max_steps": 15, "max_epochs": -1}], ids=str)
+@pytest.mark.parametrize(
+    ("hook", "count"),
+    [
+        ("on_train_start", 1),
+        ("on_train_epoch_start", 2),
+        ("on_train_batch_start", 3),
+        ("on_train_batch_start", 7),
+        ("on_train_batch_end", 3),
+        ("on_train_batch_end", 6),
+        ("on_validation_start", 1),
+        ("on_validation_end", 1),
+    ],
+)
+def test_saved_by_a_user_s_own_callback(hook, count, options, tmp_path):
+    chain, whole = (
+        Chain(tmp_path / name, DATA_MODULES["neighbor"], **{"max_epochs": 3, **options}) for name in ("chain", "whole")
+    )
+    path = tmp_path / "saved.ckpt"
+    assert not chain.run(SaveAt(hook, count, path))
+    chain.checkpoint = path
+    assert chain.run()
+    compare(chain, whole, steps=False)
+
+
+def test_two_interruptions_at_the_last_batch_of_an_epoch_train_nothing_more(tmp_path):
+    options = {"max_epochs": 2, "limit_train_batches": 4}
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES["neighbor"], **options) for name in ("chain", "whole"))
+    for _ in range(2):
+        assert not chain.run(At("on_train_batch_end", 4, interrupt))
+    assert chain.run()
+    assert chain.steps.count == 8
+    compare(chain, whole)
+
+
+def test_a_run_that_was_about_to_stop_early_stops(tmp_path):
+    def stop_early():
+        return EarlyStopping("val_loss", min_delta=10.0, patience=1)
+
+    chain, whole = (
+        Chain(tmp_path / name, DATA_MODULES["neighbor"], more=stop_early, max_epochs=9) for name in ("chain", "whole")
+    )
+    assert not chain.run(At("on_validation_end", 2, kill), {"monitor": "val_loss", "every_n_train_steps": 6})
+    assert not chain.run(At("on_validation_end", 1, interrupt))
+    assert chain.run()
+    assert chain.trainer.global_step == 12
+    compare(chain, whole, steps=False)
+
+
+def test_a_resumed_run_may_be_longer(tmp_path):
+    chain, whole = (Chain(tmp_path / name, DATA_MODULES["full"], max_epochs=n) for name, n in (("a", 3), ("b", 6)))
+    assert chain.run(None, {})
+    chain.checkpoint = tmp_path / "a" / "last.ckpt"
+    chain.options["max_epochs"] = 6
+    assert chain.run()
+    compare(chain, whole)
