@@ -53,9 +53,7 @@ class GraphSum(GraphOperator):
         # Without weights nothing tells the heads apart.
         table = x.reshape(x.size(0), 1, -1) if weight is None else x
         plan = side.plan(x.size(1) * x.size(2))
-        out, _ = side.functions.aggregate_chunks(
-            side.chunks, side.num_rows, table, weight, reduce, *plan
-        )
+        out, _ = side.functions.aggregate_chunks(side.chunks, side.num_rows, table, weight, reduce, *plan)
         return out.view(side.num_rows, *x.shape[1:])
 
     @staticmethod
@@ -119,9 +117,7 @@ class GraphProducts(GraphOperator):
             return row_side.new_zeros(num_edges(graph), row_side.size(1))
         side = Direction(graph)
         plan = side.plan(row_side.size(1) * row_side.size(2), one_group=True)
-        return side.functions.edge_products(
-            side.chunks, row_side, column_side, None, None, *plan
-        )
+        return side.functions.edge_products(side.chunks, row_side, column_side, None, None, *plan)
 
     @staticmethod
     def fake(row_side: Tensor, column_side: Tensor, *graph: Any) -> Tensor:
@@ -200,9 +196,7 @@ class GraphMax(GraphOperator):
         (best, ties, x, weight), graph = kept(ctx)
         shares = (grad / ties.clamp(min=1)).to(best.dtype)
         wants_x, wants_weight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[1]
-        grad_x, grad_weight = GraphMaxBackward.call(
-            shares, best, x, weight, wants_x, wants_weight, *graph
-        )
+        grad_x, grad_weight = GraphMaxBackward.call(shares, best, x, weight, wants_x, wants_weight, *graph)
         return grad_x if wants_x else None, grad_weight if wants_weight else None, *NO_GRAPH
 
     @staticmethod
@@ -261,7 +255,7 @@ class GraphMaxBackward(GraphOperator):
     ) -> tuple[Tensor, Tensor]:
         """Return the shapes."""
         edges = x.new_empty(num_edges(graph), x.size(1)) if wants_weight else x.new_empty(0)
-        return torch.empty_like(x) if wants_x else x.new_empty(0), edges
+        return x.new_empty(x.shape) if wants_x else x.new_empty(0), edges
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

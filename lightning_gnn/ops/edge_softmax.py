@@ -106,7 +106,7 @@ class GraphSoftmax(GraphOperator):
             grads = _in_steps(source, target, attention, grad, ctx.slope, graph)
         else:
             arguments = (source, target, attention, grad.contiguous(), ctx.slope, *wants)
-            grads = torch.ops.lightning_gnn.graph_softmax_backward(*arguments, *graph)
+            grads = _backward_operator(*arguments, *graph)
         return *(g if want else None for g, want in zip(grads, wants, strict=True)), None, *NO_GRAPH
 
     @staticmethod
@@ -137,7 +137,7 @@ def _backward(
     functions = forward.functions
     _, ranges = forward.plan(1, one_group=True)
     scores = functions.edge_softmax_backward(forward.chunks, target, source, slope, attention, grad, ranges)
-    grad_source = grad_target = source.new_empty(0)
+    grad_source, grad_target = source.new_empty(0), source.new_empty(0)
     if wants_source:
         _, backward_ranges = backward.plan(1, one_group=True)
         grad_source = functions.edge_sums(
@@ -145,17 +145,24 @@ def _backward(
         )
     if wants_target:
         grad_target = functions.edge_sums(forward.chunks, forward.num_rows, None, scores, ranges)
-    return grad_source, grad_target if wants_target else grad_target.clone()
+    return grad_source, grad_target
 
 
 def _fake_backward(
-    source: Tensor, target: Tensor, attention: Any, grad: Any, slope: Any, wants_source: bool, wants_target: bool, *_: Any
+    source: Tensor,
+    target: Tensor,
+    attention: Any,
+    grad: Any,
+    slope: Any,
+    wants_source: bool,
+    wants_target: bool,
+    *_: Any,
 ) -> tuple[Tensor, ...]:
     pairs = ((source, wants_source), (target, wants_target))
-    return tuple(torch.empty_like(scores) if wanted else scores.new_empty(0) for scores, wanted in pairs)
+    return tuple(scores.new_empty(scores.shape if wanted else 0) for scores, wanted in pairs)
 
 
-define(
+_backward_operator = define(
     "graph_softmax_backward(Tensor source, Tensor target, Tensor attention, Tensor grad, float slope,"
     " bool wants_source, bool wants_target) -> (Tensor, Tensor)",
     _backward,

@@ -8,6 +8,7 @@ would drop without a word.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,11 +113,8 @@ class GraphOperator(torch.autograd.Function):
     by_head: int
     """How many of the first arguments have a row per vertex or edge, and heads next, ``[n, H, …]``."""
     operator: Callable[..., Any]
-
-    @classmethod
-    def call(cls, *arguments: Any) -> Any:
-        """Compute, with autograd."""
-        return cls.operator(*arguments) if torch.compiler.is_compiling() else cls.apply(*arguments)
+    call: Callable[..., Any]
+    """Computes, with autograd."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:  # type: ignore[override]
@@ -167,9 +165,20 @@ def register(schema: str) -> Callable[[Operator], Operator]:
     """
 
     def define_for(function: Operator) -> Operator:
-        function.operator = operator = define(schema, function.compute, function.fake)  # type: ignore[attr-defined]
-        function.forward = staticmethod(operator)  # type: ignore[assignment]
-        name = f"lightning_gnn::{operator.__name__}"
+        operator = define(schema, function.compute, function.fake)  # type: ignore[attr-defined]
+
+        def call(*arguments: Any) -> Any:
+            return operator(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+
+        def forward(*arguments: Any) -> Any:
+            return operator(*arguments)
+
+        # Autograd asks for it at each call, which would take longer than a small aggregation.
+        forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        function.operator = operator
+        function.forward = staticmethod(forward)  # type: ignore[assignment]
+        function.call = staticmethod(call)
+        name = operator.name()
         torch.library.register_autograd(name, function.backward, setup_context=function.setup_context, lib=library)
         return function
 
@@ -189,7 +198,7 @@ def define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -
     name = schema.partition("(")[0]
     library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lightning_gnn::{name}", fake, lib=library)
-    return getattr(torch.ops.lightning_gnn, name)
+    return getattr(torch.ops.lightning_gnn, name).default
 
 
 def differentiated() -> bool:
