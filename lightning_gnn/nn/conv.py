@@ -285,7 +285,9 @@ def _aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: b
     same rows, the answer does not depend on the graph, so that it is the same on each device of a sharded one.
     """
     # A layer of the user's own in place of the product, or with hooks, is called as PyG calls it.
-    if type(lin) is not Linear or isinstance(lin.weight, nn.UninitializedParameter) or lin._forward_hooks or lin._forward_pre_hooks:
+    if type(lin) is not Linear or lin._forward_hooks or lin._forward_pre_hooks:
+        return default
+    if isinstance(lin.weight, nn.UninitializedParameter):
         return default
     if reduce == "max":
         return default

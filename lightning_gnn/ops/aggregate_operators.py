@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_gnn.ops.graph_operators import (
     NO_GRAPH,
     Direction,
-    Graph,
     GraphOperator,
     keep,
     keep_for_tangents,

@@ -38,8 +38,9 @@ def edge_softmax(
 ) -> Tensor:
     """Turn scores of both ends into attention weights, a softmax of ``leaky_relu(source + target)`` over the in-edges.
 
-    As in PyG the largest score of a target is subtracted first and 1e-16 is added to the sum. Differentiable any number of
-    times with respect to both scores, also by ``torch.func`` and in forward mode; on the CPU the result does not depend on the number of workers, to the last bit.
+    As in PyG the largest score of a target is subtracted first and 1e-16 is added to the sum. Differentiable any number
+    of times with respect to both scores, also by ``torch.func`` and in forward mode; on the CPU the result does not
+    depend on the number of workers, to the last bit.
 
     Args:
         graph: The graph, on the device of the scores, or what stands for it.
@@ -113,11 +114,9 @@ class GraphSoftmax(GraphOperator):
     def jvp(ctx: Any, source_tangent: Tensor | None, target_tangent: Tensor | None, *_: Any) -> Tensor:  # type: ignore[override]
         """Weigh the tangents of the edges' scores, less their weighted mean."""
         (source, target, attention), graph = kept(ctx)
-        ends = [
-            torch.zeros_like(scores) if tangent is None else tangent
-            for scores, tangent in ((source, source_tangent), (target, target_tangent))
-        ]
-        change = _slopes(source, target, ctx.slope, graph) * _at_edges(*ends, graph)
+        at_source = torch.zeros_like(source) if source_tangent is None else source_tangent
+        at_target = torch.zeros_like(target) if target_tangent is None else target_tangent
+        change = _slopes(source, target, ctx.slope, graph) * _at_edges(at_source, at_target, graph)
         mean = _sums(attention * change, False, graph)
         return attention * (change - _at_edges(torch.zeros_like(source), mean, graph))
 

@@ -1,9 +1,9 @@
 """How an operator over a whole graph gets its derivatives, whoever asks for them.
 
 Every operator takes the tensors of a graph behind its own arguments, so that a compiler sees all that it reads; weights
-are in the graph's forward order. ``torch.compile`` meets an operator of ``torch.library``. Otherwise an autograd function
-with the same formulas calls it, for an operator alone knows neither ``torch.func`` nor forward mode, whose tangents it
-would drop without a word.
+are in the graph's forward order. ``torch.compile`` meets an operator of ``torch.library``. Otherwise an autograd
+function with the same formulas calls it, for an operator alone knows neither ``torch.func`` nor forward mode, whose
+tangents it would drop without a word.
 """
 
 from __future__ import annotations
@@ -138,20 +138,23 @@ class GraphOperator(torch.autograd.Function):
 
 def keep(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
     """Keep tensors and the graph for ``backward``."""
-    ctx.save_for_backward(*values, *graph[:_NUM_SOURCES])
-    ctx.graph_scalars = tuple(graph[_NUM_SOURCES:])
+    # Autograd refuses tensors that were made in inference mode, as a graph may have been; they are constants.
+    inference = any(tensor is not None and tensor.is_inference() for tensor in graph[:_NUM_SOURCES])
+    ctx.graph = graph if inference else graph[_NUM_SOURCES:]
+    ctx.save_for_backward(*values, *graph[: -len(ctx.graph)])
 
 
 def keep_for_tangents(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
-    """Keep tensors and the graph for ``jvp``, if there can be tangents: torch lets go of them with ``ctx`` only."""
+    """Keep the same tensors or others, as many, for ``jvp``, if there can be tangents; torch keeps them till the end."""
     if forward_ad._current_level >= 0:
-        ctx.save_for_forward(*values, *graph[:_NUM_SOURCES])
+        ctx.save_for_forward(*values, *graph[: -len(ctx.graph)])
 
 
 def kept(ctx: Any) -> tuple[tuple[Any, ...], Graph]:
     """Return the tensors that were kept, and the graph."""
     tensors = tuple(ctx.saved_tensors)
-    return tensors[:-_NUM_SOURCES], (*tensors[-_NUM_SOURCES:], *ctx.graph_scalars)
+    count = len(tensors) - len(NO_GRAPH) + len(ctx.graph)
+    return tensors[:count], (*tensors[count:], *ctx.graph)
 
 
 Operator = TypeVar("Operator", bound=type[GraphOperator])

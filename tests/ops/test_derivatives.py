@@ -142,7 +142,7 @@ def test_a_second_derivative_of_a_maximum_is_refused(weighted):
     # Nothing here wants a gradient of the first gradient's own input, which once lost the second derivative silently.
     loss = aggregate(graph, x, weight, "max").sum() + x.pow(3).sum()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="first derivative only.*use reduce='sum' or 'mean'"):
+    with pytest.raises(NotImplementedError, match=r"first derivative only.*use reduce='sum' or 'mean'"):
         torch.autograd.grad(grad.pow(2).sum(), x)
     with pytest.raises(NotImplementedError, match="first derivative only"):
         grad.pow(2).sum().backward()
@@ -330,3 +330,33 @@ def test_the_gradient_runs_where_the_aggregation_ran(monkeypatch):
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     grad.sum().backward()
     assert len(ran) == 4  # forward, its gradient, and those of both
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_a_graph_made_in_inference_mode_serves_training(reduce):
+    with torch.inference_mode():
+        edge_index, graph = small()
+    x, weight = double(7, 2, 3).requires_grad_(), double(20, 2, seed=1).requires_grad_()
+    want = dense(edge_index.clone(), x, weight, reduce)
+    got = aggregate(graph, x, graph.edge_order(weight), reduce)
+    for pair in zip(*(torch.autograd.grad(out.sum(), (x, weight)) for out in (got, want)), strict=True):
+        torch.testing.assert_close(*pair)
+    edge_softmax(graph, x[:, :, 0], x[:, :, 1]).pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["triton", "ascend_twin"])
+def test_a_gradient_penalty_on_other_backends(backend):
+    edge_index, graph = small()
+    results = []
+    for ours in (True, False):
+        x, weight = double(7, 3).float().requires_grad_(), double(20, seed=1).float().requires_grad_()
+        out = (
+            aggregate(graph, x, graph.edge_order(weight), "mean", backend)
+            if ours
+            else dense(edge_index, x, weight, "mean")
+        )
+        (grad,) = torch.autograd.grad(out.pow(2).sum() + x.pow(3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(grad.pow(2).sum(), (x, weight)))
+    tolerance = 1e-4 if backend == "triton" else 2e-2
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= tolerance * want.abs().max()
