@@ -82,7 +82,7 @@ def aggregate(
     wide = torch.promote_types(dtype, torch.float32) if reduce == "max" else dtype
     heads = weight.size(1) if weight is not None and weight.dim() == 2 else 1
     by_edge = None if weight is None else weight.to(wide).reshape(graph.num_edges, heads).contiguous()
-    by_head = x.to(wide).reshape(x.size(0), heads, x[0:1].numel() // heads)
+    by_head = x.to(wide).reshape(x.size(0), heads, x.shape[1:].numel() // heads)
     if reduce == "max":
         out, _ = GraphMax.call(by_head, by_edge, *arguments)
     else:
