@@ -53,6 +53,23 @@ def until(condition, limit=60.0):
         time.sleep(0.02)
 
 
+def comes_late(rank, num_ranks, timeout):
+    strategy = AscendHybridParallelStrategy(timeout=timeout)
+    trainer_of(strategy, num_ranks)
+    if rank == 1:
+        time.sleep(2 * timeout)  # as if it were still importing
+    strategy.setup_distributed()
+    alone = torch.ones(1)
+    dist.all_reduce(alone)
+    limit = strategy._heartbeats.timeout
+    strategy._heartbeats.stop()
+    return int(alone), limit
+
+
+def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
+    assert run(comes_late, 2, 2, 2.0) == [(2, 2.0)] * 2
+
+
 @pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the heartbeats are
 def test_a_rank_that_dies_ends_the_others_within_five_seconds(lost):
     signal_ = Signal(lost, signal.SIGKILL)
