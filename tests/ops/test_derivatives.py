@@ -1,6 +1,7 @@
 """Derivatives of every kind and order: right, or refused."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from lightning_gnn import CompressedGraph, aggregate
-from lightning_gnn.ops import aggregate_layout, default_backend, edge_softmax
+from lightning_gnn.ops import aggregate_layout, default_backend, edge_softmax, gather_rows
+from lightning_gnn.ops.aggregate_update import aggregate_update
 from lightning_gnn.ops.dropout import row_dropout
 from tests.strategies import edge_indices
 
@@ -360,3 +362,30 @@ def test_a_gradient_penalty_on_other_backends(backend):
     tolerance = 1e-4 if backend == "triton" else 2e-2
     for got, want in zip(*results, strict=True):
         assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+def test_a_gather_does_not_lose_a_gradient():
+    table, index = double(5, 3).requires_grad_(), torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"requires a gradient, which would be lost; take table\[index\]"):
+        gather_rows(table, index)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="which would be lost"):
+        pool.submit(gather_rows, table, index).result()  # a worker thread has another path
+    with torch.no_grad():
+        assert torch.equal(gather_rows(table, index), table[1:3])
+
+
+def test_aggregate_and_update_has_all_derivatives():
+    edge_index = small()[0]
+    inputs = double(7, 3), double(2, 3, seed=1), double(2, 3, seed=2)
+
+    def function(x, weight, self_weight):
+        return aggregate_update(x, edge_index, weight, self_weight, reduce="mean") * x.sum()
+
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, leaves)
+    plain = [tensor.detach() for tensor in inputs]
+    want = torch.autograd.grad(function(*leaves).pow(2).sum(), leaves)
+    torch.testing.assert_close(torch.func.grad(lambda *given: function(*given).pow(2).sum(), (0, 1, 2))(*plain), want)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).pow(2).sum(), leaves), want)
