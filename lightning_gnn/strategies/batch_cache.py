@@ -129,7 +129,9 @@ def _version(value: Any) -> Any:
 
 def _without_inference(batch: Data) -> Data:
     """Return the batch with copies of tensors that were made in inference mode, which autograd would refuse."""
-    made = {name: value for name, value in batch.to_dict().items() if isinstance(value, Tensor) and value.is_inference()}
+    made = {
+        name: value for name, value in batch.to_dict().items() if isinstance(value, Tensor) and value.is_inference()
+    }
     if not made:
         return batch
     plain = copy.copy(batch)
