@@ -145,7 +145,7 @@ def keep(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
 
 
 def keep_for_tangents(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
-    """Keep the same tensors or others, as many, for ``jvp``, if there can be tangents; torch keeps them till the end."""
+    """Keep as many tensors and the graph for ``jvp``, if there can be tangents: torch keeps them till the end."""
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*values, *graph[: -len(ctx.graph)])
 

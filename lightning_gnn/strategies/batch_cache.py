@@ -124,7 +124,7 @@ def _version(value: Any) -> Any:
         return value._version
     # Nobody counts the changes of a tensor that was made in inference mode.
     content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return hashlib.blake2b(content.data, digest_size=16).digest()
 
 
 def _without_inference(batch: Data) -> Data:
