@@ -155,7 +155,7 @@ def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
     aggregate_npu.num_cores.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"(?s)without torch_npu.*CANN.*torch's own operators") as caught:
-            functions = [aggregate_backends.operators(None, npu) for _ in range(2)]
+            functions = [aggregate_backends.operators(aggregate_backends.DEVICE, npu) for _ in range(2)]
         assert len(caught) == 1
         assert aggregate_npu.num_cores(0) == torch.get_num_threads()
         assert functions[1].edge_softmax is torch.ops.lightning_gnn.edge_softmax
