@@ -11,13 +11,15 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+from tests.patience import PATIENCE
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_learns():
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
     accuracy = float(re.search(r"test accuracy (\d\.\d+)", printed).group(1))
@@ -34,7 +36,6 @@ def run(name, *arguments):
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

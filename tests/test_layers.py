@@ -50,4 +50,4 @@ def test_files_are_named_after_what_they_hold(path):
 def test_everything_but_the_command_works_without_hydra():
     packages = ", ".join(f"lightning_gnn.{package}" for package in ORDER)
     check = f"import sys; sys.modules['hydra'] = None; import {packages}"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", check], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", check], check=True)

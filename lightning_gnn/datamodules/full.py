@@ -140,7 +140,10 @@ class FullGraphDataModule(ResumableDataModule):
                 f"strategy={STRATEGY} shares it out among them"
             )
         if self.graph is None:
-            raise ValueError(f"strategy={STRATEGY} shares out a compressed graph; leave compress=True")
+            raise ValueError(
+                f"strategy={STRATEGY} shares out a compressed graph: leave compress=True, with the layers of "
+                "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
+            )
 
     def train_dataloader(self) -> DataLoader:
         """Return the graph as the only batch."""

@@ -211,17 +211,18 @@ class CompressedGraph:
             raise ValueError(
                 f"a compressed graph has at most {INT32_MAX} vertices on a side; partition the graph first"
             )
-        graph = graph.to("cpu")
-        forward, backward = build_directions(
-            graph.indptr.numpy(), graph.indices.numpy(), num_sources, order, limits, progress
-        )
-        places = torch.from_numpy(forward.places)
-        if graph.edge_ids is not None:
-            edge_ids: Tensor | None = graph.edge_ids[places]
-        elif forward.order == "natural":
-            edge_ids = None
-        else:
-            edge_ids = places.to(forward.chunks.edge_dtype)
+        with _plain_tensors():
+            graph = graph.to("cpu")
+            forward, backward = build_directions(
+                graph.indptr.numpy(), graph.indices.numpy(), num_sources, order, limits, progress
+            )
+            places = torch.from_numpy(forward.places)
+            if graph.edge_ids is not None:
+                edge_ids: Tensor | None = graph.edge_ids[places]
+            elif forward.order == "natural":
+                edge_ids = None
+            else:
+                edge_ids = places.to(forward.chunks.edge_dtype)
         return cls(
             forward.chunks, backward.chunks, edge_ids, settings, forward.order, backward.order, limits, graph.num_edges
         )

@@ -18,6 +18,10 @@ from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax import edge_softmax
 
 _REDUCE = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
+_TENSOR = (
+    "FullGraphDataModule(compress=False) (datamodule.compress=false) with another strategy than 'ascend_hybrid', which "
+    "needs the compressed graph"
+)
 _MACS_PER_ELEMENT = 16
 """Multiply-adds of a dense product in the time in which an aggregation reads and adds one element, about."""
 
@@ -79,8 +83,7 @@ def check_takes_graph(model: nn.Module) -> None:
     if layers := layers_without_graph(model):
         raise TypeError(
             f"the batch holds a compressed graph, but {', '.join(layers)} of the model can read an edge_index tensor "
-            "only; use GCN, GraphSAGE and GAT (or their layers) of lightning_gnn.nn, or "
-            "FullGraphDataModule(compress=False) (datamodule.compress=false)"
+            f"only; use GCN, GraphSAGE and GAT (or their layers) of lightning_gnn.nn, or {_TENSOR}"
         )
 
 
@@ -198,7 +201,7 @@ class GATConv(pyg.GATConv):
         if self.edge_dim is not None:
             raise ValueError(
                 f"GATConv(edge_dim={self.edge_dim}) reads edge features, which a compressed graph does not carry; "
-                "hand out the edge_index tensor with FullGraphDataModule(compress=False) (datamodule.compress=false)"
+                f"leave edge_dim out, or use {_TENSOR}"
             )
         source, target = (x, x) if isinstance(x, Tensor) else x
         if _check(self, edge_index, source, target=target) != "sum":
@@ -285,7 +288,9 @@ def _aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: b
     same rows, the answer does not depend on the graph, so that it is the same on each device of a sharded one.
     """
     # A layer of the user's own in place of the product, or with hooks, is called as PyG calls it.
-    if type(lin) is not Linear or nn.parameter.is_lazy(lin.weight) or lin._forward_hooks or lin._forward_pre_hooks:
+    if type(lin) is not Linear or lin._forward_hooks or lin._forward_pre_hooks:
+        return default
+    if isinstance(lin.weight, nn.UninitializedParameter):
         return default
     if reduce == "max":
         return default

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops.aggregate_backends import bounds, chunk_tensors, operators, plan_of
+from lightning_gnn.ops.aggregate_backends import backend_name, chunk_tensors, plan_of
+from lightning_gnn.ops.aggregate_operators import GraphMax, GraphSum
 from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.graph_operators import graph_arguments, in_order
 from lightning_gnn.planning.plan import HybridPlan
 
 __all__ = ["ShardedGraph", "aggregate", "edge_softmax", "hybrid_plan"]
@@ -44,8 +46,8 @@ def aggregate(
 
     Executed by the hybrid plan of NeutronAscend (section 5): groups of workers share out the columns, the members of a
     group share out the chunks. Each number of the result is added up in one fixed order, so that on the CPU it is the
-    same to the last bit for any number of workers and groups. Differentiable once, with respect to ``x`` and
-    ``weight``.
+    same to the last bit for any number of workers and groups. Differentiable with respect to ``x`` and ``weight``: sums
+    and means any number of times, also by ``torch.func`` and in forward mode, a maximum once, in reverse mode.
 
     Args:
         graph: The graph, on the device of ``x``, or what stands for it (:class:`ShardedGraph`).
@@ -72,19 +74,22 @@ def aggregate(
         if not isinstance(graph, ShardedGraph):
             raise TypeError(f"graph must be a CompressedGraph, or aggregate itself, but is {type(graph).__name__}")
         return graph.aggregate(x, weight, reduce)
-    functions = operators(backend, graph.forward.indptr.device)
+    arguments = graph_arguments(graph, backend)
     check_features(graph, x, weight)
     shape = (graph.num_targets, *x.shape[1:])
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    if x.numel() == 0 or graph.num_targets == 0:
-        # There is nothing to compute; the sum keeps the gradients connected.
-        return x.to(dtype).sum() + x.new_zeros(shape, dtype=dtype)
     # The edges that attain a maximum are found again in backward, which needs it unrounded.
     wide = torch.promote_types(dtype, torch.float32) if reduce == "max" else dtype
     heads = weight.size(1) if weight is not None and weight.dim() == 2 else 1
     by_edge = None if weight is None else weight.to(wide).reshape(graph.num_edges, heads).contiguous()
-    x = x.to(wide).reshape(x.size(0), heads, -1)
-    return _Aggregate.apply(x, by_edge, weight, graph, reduce, functions).view(shape).to(dtype)
+    by_head = x.to(wide).reshape(x.size(0), heads, x.shape[1:].numel() // heads)
+    if reduce == "max":
+        out, _ = GraphMax.call(by_head, by_edge, *arguments)
+    else:
+        permuted = None if weight is None or by_edge is None else _kept_in_order(graph, x, weight, by_edge)
+        degrees = graph.in_degrees if reduce == "mean" else None
+        out = GraphSum.call(by_head, by_edge, permuted, degrees, False, *arguments)
+    return out.view(shape).to(dtype)
 
 
 def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
@@ -94,98 +99,39 @@ def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
         graph: The graph.
         num_columns: D, columns of the features, heads times channels.
     """
-    return plan_of(graph, "forward", num_columns)
+    return plan_of(chunk_tensors(graph.forward), num_columns, graph.settings, backend_name(None))
 
 
-class _Aggregate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        given: Tensor | None,
-        graph: CompressedGraph,
-        reduce: str,
-        functions: Any,
-    ):
-        slices, ranges = _plan(graph, "forward", x)
-        out, ties = functions.aggregate_chunks(
-            chunk_tensors(graph.forward), graph.num_targets, x, weight, reduce, slices, ranges
-        )
-        ctx.graph, ctx.reduce, ctx.functions = graph, reduce, functions
-        ctx.given = given  # known by identity; its values are not read
-        is_max = reduce == "max"
-        # A linear aggregation forgets x, the largest tensor, unless the weights want a gradient.
-        keep_x = is_max or (weight is not None and ctx.needs_input_grad[1])
-        ctx.save_for_backward(x if keep_x else None, weight, out if is_max else None, ties if is_max else None)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        x, weight, best, ties = ctx.saved_tensors
-        graph, functions = ctx.graph, ctx.functions
-        if ctx.reduce == "max":
-            grad = grad / ties.clamp(min=1)
-        elif ctx.reduce == "mean":
-            degree = graph.in_degrees.clamp(min=1).view(-1, 1, 1)
-            grad = grad / degree.to(torch.promote_types(grad.dtype, torch.float32))
-            grad = grad if weight is None else grad.to(weight.dtype)
-        grad = grad.to(best.dtype if best is not None else grad.dtype).contiguous()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            chunks = chunk_tensors(graph.backward)
-            permuted = None if weight is None else _backward_order(graph, weight, ctx.given)
-            slices, ranges = _plan(graph, "backward", grad)
-            if best is not None:
-                grad_x = functions.aggregate_max_backward(
-                    chunks, graph.num_sources, grad, best, x, permuted, slices, ranges
-                )
-            else:
-                grad_x, _ = functions.aggregate_chunks(chunks, graph.num_sources, grad, permuted, "sum", slices, ranges)
-        if weight is not None and ctx.needs_input_grad[1]:
-            slices, ranges = _plan(graph, "forward", grad, one_group=True)
-            grad_weight = functions.edge_products(
-                chunk_tensors(graph.forward), grad, x, best, weight if best is not None else None, slices, ranges
-            )
-        return grad_x, grad_weight, None, None, None, None
-
-
-def _plan(graph: CompressedGraph, direction: str, x: Tensor, one_group: bool = False) -> tuple[list[int], list[int]]:
-    plan = plan_of(graph, direction, x.size(1) * x.size(2), one_group)
-    return bounds(plan.slices), bounds(plan.chunk_ranges)
-
-
-def _backward_order(graph: CompressedGraph, weight: Tensor, given: Tensor) -> Tensor:
-    """Return the weights in the order of the backward direction; constant ones, such as GCN's, are permuted once.
+def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: Tensor) -> Tensor | None:
+    """Return constant weights, such as GCN's, in the order of the backward direction: they are permuted once.
 
     Args:
         graph: The graph.
-        weight: ``[E, H]``.
-        given: The tensor that the caller of :func:`aggregate` gave, of which ``weight`` is a view or a conversion.
+        x: The features.
+        weight: What the caller of :func:`aggregate` gave.
+        by_edge: ``[E, H]``, a view or a conversion of it.
+
+    Returns:
+        None where they are not constant, not needed, or in order already.
     """
     edge_ids = graph.backward.edge_ids
-    if edge_ids is None:
-        return weight
-    if given.requires_grad or given.is_inference():
-        return _permuted(weight, edge_ids)
+    if edge_ids is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    # Inside a compiler or a transform a tensor stands for others.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.requires_grad or weight.is_inference():
+        return None
     # Known by the object itself, which is held weakly: a new tensor at the address of an old one is another object.
     # Every change in place counts up the version, except one through .data, which autograd does not see either.
-    owner = given if given._base is None else given._base
-    key = (given.storage_offset(), given.stride(), weight.shape, weight.dtype, given._version)
+    owner = weight if weight._base is None else weight._base
+    key = (weight.storage_offset(), weight.stride(), by_edge.shape, by_edge.dtype, weight._version)
     known = graph.cache.get("backward_weight")
     if known is not None and known[0]() is owner and known[1] == key:
         return known[2]
-    permuted = _permuted(weight, edge_ids)
+    permuted = in_order(by_edge, edge_ids)
     graph.cache["backward_weight"] = (ref(owner), key, permuted)
     return permuted
-
-
-def _permuted(weight: Tensor, edge_ids: Tensor) -> Tensor:
-    # Single numbers are taken several times faster than rows of one number.
-    if weight.size(1) == 1:
-        return weight.view(-1).index_select(0, edge_ids).view(-1, 1)
-    return weight.index_select(0, edge_ids)
 
 
 def check_features(graph: CompressedGraph, x: Tensor, weight: Tensor | None) -> None:

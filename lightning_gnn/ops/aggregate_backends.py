@@ -12,20 +12,20 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.ops import aggregate_reference
 from lightning_gnn.ops.library import library
-from lightning_gnn.planning.grouping import plan_cores
+from lightning_gnn.planning.grouping import PlanSettings, plan_cores
 from lightning_gnn.planning.plan import HybridPlan
 
-if TYPE_CHECKING:
-    from lightning_gnn.graph.compress import CompressedGraph
-
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
+DEVICE = "device"
+"""In place of a backend's name: what is registered for the device."""
 
 _default: str | None = None
 
@@ -70,20 +70,27 @@ def default_backend(name: str | None) -> Iterator[None]:
         _default = previous
 
 
-def operators(backend: str | None, device: torch.device) -> Any:
+def backend_name(backend: str | None) -> str:
+    """Return which backend is meant: the one given, or else :func:`default_backend`, or else ``"device"``.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    _check_name(backend)
+    return backend or _default or DEVICE
+
+
+def operators(backend: str, device: torch.device) -> Any:
     """Return the namespace in which a backend's operators are found.
 
     Args:
-        backend: One of ``BACKENDS``, or None for :func:`default_backend`, or else the one that is registered for the
-            device.
+        backend: What :func:`backend_name` returned; ``"device"`` is what is registered for the device.
         device: Where the tensors are.
 
     Raises:
-        ValueError: The backend is unknown, or cannot run on the device.
+        ValueError: The backend cannot run on the device.
     """
-    _check_name(backend)
-    backend = _default if backend is None else backend
-    if backend is None:
+    if backend == DEVICE:
         return _loaded_npu() if device.type == "npu" else torch.ops.lightning_gnn
     if backend == "numba" and device.type != "cpu":
         raise ValueError(f"backend='numba' runs on the CPU, but the graph is on {device}")
@@ -110,29 +117,38 @@ def chunk_tensors(chunks: Chunks) -> list[torch.Tensor]:
     return [chunks.rows, chunks.row_ptr, chunks.indptr, chunks.local, chunks.columns, chunks.column_ptr]
 
 
-def plan_of(graph: CompressedGraph, direction: str, num_columns: int, one_group: bool = False) -> HybridPlan:
-    """Return who computes what of an aggregation; remembered, for a plan costs more than a small aggregation.
+_plans = WeakIdKeyDictionary()
+
+
+def plan_of(
+    chunks: list[torch.Tensor], num_columns: int, settings: PlanSettings, backend: str, one_group: bool = False
+) -> HybridPlan:
+    """Return who computes what of an aggregation; kept as long as the chunks, for it costs more than a small one.
 
     Args:
-        graph: The graph; unless its settings say otherwise, the workers are the NPU's cores, else torch's threads.
-        direction: ``"forward"`` or ``"backward"``.
+        chunks: One direction of a graph.
         num_columns: D, heads times channels.
+        settings: Unless they say otherwise, the workers are the NPU's cores, else torch's threads.
+        backend: What :func:`backend_name` returned.
         one_group: All workers share out the chunks, whatever the settings say: for results per edge, to which every
             column adds.
     """
-    settings = replace(graph.settings, num_groups=1) if one_group else graph.settings
-    num_workers = settings.num_workers or _num_workers(graph.forward.indptr.device)
-    key = ("plan", direction, num_columns, num_workers, settings)
-    plan = graph.cache.get(key)
+    settings = replace(settings, num_groups=1) if one_group else settings
+    _, row_ptr, indptr = chunks[:3]
+    num_workers = settings.num_workers or _num_workers(indptr.device, backend)
+    plans = _plans.get(indptr)
+    if plans is None:
+        plans = _plans[indptr] = {}
+    key = (num_columns, num_workers, settings)
+    plan = plans.get(key)
     if plan is None:
-        chunks = getattr(graph, direction)
-        loads = chunks.indptr[chunks.row_ptr].diff().cpu().numpy()
-        plan = graph.cache[key] = plan_cores(num_columns, loads, settings, num_workers)
+        loads = indptr[row_ptr].diff().cpu().numpy()
+        plan = plans[key] = plan_cores(num_columns, loads, settings, num_workers)
     return plan
 
 
-def _num_workers(device: torch.device) -> int:
-    on_npu = device.type == "npu" and _default is None
+def _num_workers(device: torch.device, backend: str) -> int:
+    on_npu = device.type == "npu" and backend == DEVICE
     return _npu().num_cores(device.index or 0) if on_npu else torch.get_num_threads()
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_gnn.ops import aggregate_update_numba, aggregate_update_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops import aggregate_update_reference as reference
@@ -67,7 +68,9 @@ def aggregate_update(
     edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
     with torch.autocast(device, enabled=False):
         edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
-        if edges[1].numel() == 0 or x.numel() == 0 or num_targets * weight.size(0) == 0:
+        # Forward mode and torch.func go through torch's own operators.
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if transformed or edges[1].numel() == 0 or x.numel() == 0 or num_targets * weight.size(0) == 0:
             return reference.update(reference.sums, edges, x, weight, self_weight, bias, reduce == "mean", True)[0]
         return _AggregateUpdate.apply(x, weight, self_weight, bias, edges, reduce == "mean")
 

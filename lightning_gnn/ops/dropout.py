@@ -63,24 +63,41 @@ def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Te
     if p == 0.0:
         return x.clone()
     signed = mix(key)
-    dropped: Tensor = _RowDropout.apply(x, p, signed - (1 << 64) if signed >> 63 else signed, rows)
+    drop = torch.ops.lightning_gnn.row_dropout if torch.compiler.is_compiling() else _RowDropout.apply
+    dropped: Tensor = drop(x, p, signed - (1 << 64) if signed >> 63 else signed, rows)
     return dropped
 
 
 class _RowDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, key: int, rows: Tensor | None):
-        ctx.p, ctx.key = p, key
-        ctx.save_for_backward(rows)
+    def forward(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
         return torch.ops.lightning_gnn.row_dropout(x, p, key, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.p, ctx.key, rows = inputs
+        ctx.save_for_backward(rows)
+        ctx.save_for_forward(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         return _RowDropout.apply(grad, ctx.p, ctx.key, rows), None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        return _RowDropout.apply(tangent, ctx.p, ctx.key, rows)
+
 
 library.define("row_dropout(Tensor x, float p, int key, Tensor? rows) -> Tensor")
+torch.library.register_fake("lightning_gnn::row_dropout", lambda x, *_: x.new_empty(x.shape), lib=library)
+torch.library.register_autograd(
+    "lightning_gnn::row_dropout",
+    lambda ctx, grad: (torch.ops.lightning_gnn.row_dropout(grad, ctx.p, ctx.key, *ctx.saved_tensors), None, None, None),
+    setup_context=_RowDropout.setup_context,
+    lib=library,
+)
 
 
 def _threshold(p: float) -> int:
@@ -91,7 +108,7 @@ def _threshold(p: float) -> int:
 @torch.library.impl(library, "row_dropout", "CPU")
 def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
     if x.numel() == 0 or p == 1.0:
-        return torch.zeros_like(x)
+        return x.new_zeros(x.shape)
     scale = 1.0 / (1.0 - p)
     shape = (x.size(0), x.numel() // x.size(0))
     ids = np.arange(x.size(0)) if rows is None else rows.contiguous().numpy()
@@ -111,13 +128,13 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
 def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
     """Do what :func:`row_dropout` does with torch's integers, whose products wrap; ``key`` is mixed already."""
     if x.numel() == 0 or p == 1.0:
-        return torch.zeros_like(x)
+        return x.new_zeros(x.shape)
     ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
     columns = torch.arange(x.numel() // x.size(0), device=x.device)
     streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
     hashes = _mix_torch(streams[:, None] + (columns + 1) * _signed(GOLDEN))
     keep = _shifted(hashes, 32) >= _threshold(p)
-    return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype)
+    return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype).contiguous()
 
 
 _MASK = (1 << 64) - 1
@@ -241,7 +258,8 @@ def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) ->
     Raises:
         ValueError: ``p`` is no probability.
     """
-    context = _active.get()
+    # A compiler cannot read context variables; where there is a mode, it sees this call of torch's.
+    context = None if torch.compiler.is_compiling() else _active.get()
     if context is None:
         return F.dropout(weight, p, training)
     key = context.next_key()

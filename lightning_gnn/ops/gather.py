@@ -45,7 +45,8 @@ def gather_rows(
     Raises:
         IndexError: An index is outside ``[0, num_rows)``.
         TypeError: ``index`` is not of an integer dtype, or the dtype of ``out`` does not follow from the table's.
-        ValueError: A shape does not fit, ``out`` is not contiguous, or a tensor is where it cannot be read.
+        ValueError: A shape does not fit, ``out`` is not contiguous, a tensor is where it cannot be read, or the table
+            requires a gradient, which a copy would lose.
     """
     if out is None:
         shape = (index.numel(), *table.shape[1:])
@@ -137,10 +138,15 @@ def check_arguments(
 
     Raises:
         TypeError: A wrong dtype.
-        ValueError: A wrong shape, or half a cache.
+        ValueError: A wrong shape, half a cache, or a table that requires a gradient.
     """
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index must be int64 or int32, but is {index.dtype}")
+    if table.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "gather_rows copies rows without autograd, but the table requires a gradient, which would be lost; take "
+            "table[index], or the rows of table.detach()"
+        )
     if index.dim() != 1 or table.dim() < 1:
         raise ValueError(f"expected a table of rows and an index [n], got {list(table.shape)} and {list(index.shape)}")
     if scales is not None:

@@ -31,7 +31,7 @@ from lightning_gnn.planning.plan import divisors
 from lightning_gnn.strategies.batch_cache import BatchCache
 from lightning_gnn.strategies.global_logs import log_globally, log_locally
 from lightning_gnn.strategies.gradients import average_gradients
-from lightning_gnn.strategies.heartbeat import Heartbeats
+from lightning_gnn.strategies.heartbeat import Heartbeats, meet
 from lightning_gnn.strategies.precision import match_device
 from lightning_gnn.strategies.row_norms import refuse_norms_over_nodes
 from lightning_gnn.strategies.shard_batch import ShardedBatch
@@ -67,7 +67,9 @@ class AscendHybridParallelStrategy(DDPStrategy):
         cores_per_device: Cores that aggregate on each device; None takes torch's threads.
         bandwidth_ratio: How many times faster the cores' shared cache is than memory.
         process_group_backend: As for DDP; by default gloo on CPUs, nccl on CUDA, hccl on NPUs.
-        timeout: How long a rank may give no sign of life, and a collective may take; a number means seconds.
+        timeout: How long a rank may give no sign of life, and a collective may take; a number means seconds. It counts
+            from when all ranks have met, for which they have half an hour, or ``timeout`` if that is longer: imports
+            may take their time.
         memory_limit: Bytes that a rank may use for its part of the graph, None for no limit, or ``"auto"`` for what is
             free.
         accelerator: As for every strategy.
@@ -168,12 +170,16 @@ class AscendHybridParallelStrategy(DDPStrategy):
             )
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
+        assert self._timeout is not None
         options: dict[str, Any] = {"timeout": self._timeout}
         if self.root_device.type == "cuda":
             options["device_id"] = self.root_device
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            options["store"] = meet(self.global_rank, self.world_size, self._timeout)
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         if self._heartbeats is None:
-            assert self._timeout is not None
             # Of each run its own: what was said in the last one may still be there.
             store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", dist.distributed_c10d._get_default_store())
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, self._timeout.total_seconds())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,16 +54,18 @@ class BatchCache:
             kind = type(batch.get("edge_index") if isinstance(batch, Data) else batch).__name__
             raise TypeError(
                 f"strategy='ascend_hybrid' trains on full graphs, batches whose edge_index is a CompressedGraph, but "
-                f"got a {kind}; use FullGraphDataModule, or another strategy for mini-batches"
+                f"got a {kind}; use FullGraphDataModule(compress=True) with the layers of lightning_gnn.nn, or another "
+                "strategy for mini-batches and for models of other layers"
             )
         parts = batch.to_dict()
-        key = tuple((name, id(value), getattr(value, "_version", None)) for name, value in parts.items())
+        key = tuple((name, id(value), _version(value)) for name, value in parts.items())
         if key not in self._batches:
             while len(self._batches) >= _KEPT:
                 self._batches.pop(next(iter(self._batches)))
             # Made while validating, it must be good for training too.
             with torch.inference_mode(False), torch.no_grad():
-                made = self._plan(batch) if self.num_ranks == 1 else self._shard(batch)
+                plain = _without_inference(batch)
+                made = self._plan(plain) if self.num_ranks == 1 else self._shard(plain)
             self._batches[key] = (made, parts)  # what an id names must live
         made = self._batches[key][0]
         return made if isinstance(made, Data) else made.data
@@ -88,8 +91,10 @@ class BatchCache:
     def _shard_of(self, batch: Data, masks: dict[str, Tensor]) -> RowShard:
         graph: CompressedGraph = batch.edge_index
         named = [batch[f"{split}_mask"] for split in masks]
-        key = (id(graph), *((id(mask), mask._version) for mask in named))
+        key = (id(graph), *((id(mask), _version(mask)) for mask in named))
         if key not in self._shards:
+            while len(self._shards) >= _KEPT:
+                self._shards.pop(next(iter(self._shards)))
             limit = self.memory_limit
             if limit == "auto":
                 limit = free_memory(self.device, self.local_ranks)
@@ -109,3 +114,27 @@ class BatchCache:
             )
             self._shards[key] = (shard, (graph, named))
         return self._shards[key][0]
+
+
+def _version(value: Any) -> Any:
+    """Return what changes with the content of a tensor, None for anything else."""
+    if not isinstance(value, Tensor):
+        return None
+    if not value.is_inference():
+        return value._version
+    # Nobody counts the changes of a tensor that was made in inference mode.
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(content.data, digest_size=16).digest()
+
+
+def _without_inference(batch: Data) -> Data:
+    """Return the batch with copies of tensors that were made in inference mode, which autograd would refuse."""
+    made = {
+        name: value for name, value in batch.to_dict().items() if isinstance(value, Tensor) and value.is_inference()
+    }
+    if not made:
+        return batch
+    plain = copy.copy(batch)
+    for name, value in made.items():
+        plain[name] = value.clone()
+    return plain

@@ -150,13 +150,14 @@ class _Collect(torch.autograd.Function):
 
 
 def gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:
-    """Return the rows of all ranks, one rank after the other, on every rank.
+    """Return the rows of all ranks, one rank after the other, on every rank: constants, which autograd does not follow.
 
     Args:
         values: This rank's, ``[counts[rank], ...]``.
         counts: Rows of each rank.
         group: Process group; None for the default one.
     """
+    values = values.detach()
     # To the length of the longest: backends gather equal lengths only.
     padded = values.new_zeros((max(counts), *values.shape[1:]))
     padded[: values.size(0)] = values

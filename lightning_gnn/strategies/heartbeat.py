@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistError, Store
 
 _LOOK = 0.25
@@ -22,6 +23,9 @@ _LOOK = 0.25
 _GRACE = 3.0
 """Seconds that the main thread has to end by an exception of its own before the process is ended, or less where the
 timeout is short."""
+RENDEZVOUS = timedelta(minutes=30)
+"""How long ranks may take to find one another at the start, at least: what a process imports, compiles and loads before
+says nothing about how long a collective may take. As long as torch waits by itself."""
 _COMMUNICATION = re.compile(
     r"gloo|nccl|hccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE
 )
@@ -72,6 +76,27 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
+def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Args:
+        rank: This rank.
+        num_ranks: N.
+        timeout: What a call of the store may take afterwards. The meeting may take ``RENDEZVOUS``, if that is longer.
+
+    Raises:
+        DistError: A rank did not come.
+    """
+    limit = max(RENDEZVOUS, timeout)
+    store, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=limit))
+    store.set_timeout(limit)
+    # Of torchrun's store nobody waits for the others.
+    store.set(f"lightning_gnn/met/{rank}", "")
+    store.wait([f"lightning_gnn/met/{other}" for other in range(num_ranks)])
+    store.set_timeout(timeout)
+    return store
+
+
 class Heartbeats:
     """Tells the other ranks through a store that this one is alive, and watches whether they are.
 
@@ -95,7 +120,7 @@ class Heartbeats:
         self.timeout = timeout
         self.interval = min(1.0, timeout / 8)
         self._store: Any = store.clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=max(1.0, timeout)))
+        self._store.set_timeout(max(RENDEZVOUS, timedelta(seconds=timeout)))
         self._end = end or _end_process
         self._mine = Process.this()
         self._others = [other for other in range(num_ranks) if other != rank]
@@ -122,15 +147,17 @@ class Heartbeats:
         """Begin; returns when all ranks have done so.
 
         Raises:
-            RuntimeError: A rank did not within the timeout.
+            RuntimeError: A rank did not within ``RENDEZVOUS``, or the timeout if that is longer.
         """
         self._store.set(f"process/{self.rank}", json.dumps(asdict(self._mine)))
         self._beat()
         for other in self._others:
             self._processes[other] = Process(**json.loads(self._store.get(f"process/{other}")))
             self._store.wait([f"beat/{other}"])
-            self._changed[other] = time.monotonic()
+        # Only now all are there, and can be expected to go on giving signs of life.
+        self._changed = dict.fromkeys(self._others, time.monotonic())
         self._round = time.monotonic()
+        self._store.set_timeout(timedelta(seconds=max(1.0, self.timeout)))
         for function in (self._write_and_read, self._watch):
             thread = threading.Thread(target=function, name=f"heartbeat {function.__name__}", daemon=True)
             self._threads.append(thread)

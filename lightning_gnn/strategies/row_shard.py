@@ -213,11 +213,9 @@ class RowShard:
         if weight is not None:
             start, stop = (edge - self._base.edges[0] for edge in cut.edges)
             weight = weight[start:stop]
-        if cut.graph.num_edges == 0:
-            # Backward must run through both exchanges on every rank, or the others would wait for this one.
-            nothing = columns[:0].sum() + (0 if weight is None else weight.sum())
-            part = columns.new_zeros(cut.graph.num_targets, columns.size(1)) + nothing
-        elif weight is None or weight.dim() == 1:
+        # Also where there is no edge: every rank needs the same derivatives, through the same exchanges, or the others
+        # would wait for this one.
+        if weight is None or weight.dim() == 1:
             part = aggregate(cut.graph, columns, weight, reduce)
         else:
             part = self._by_head(cut, columns, weight, reduce, x.size(2))

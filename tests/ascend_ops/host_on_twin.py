@@ -5,7 +5,6 @@ In a process of its own: it registers kernels for torch's PrivateUse1. Prints wh
 
 import ctypes
 import json
-import sys
 import traceback
 import warnings
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch
 from lightning_gnn.ascend_ops import binding
 from lightning_gnn.ascend_ops.twin import default_twin
 from lightning_gnn.graph import CompressedGraph
-from lightning_gnn.ops import aggregate, aggregate_ascend_twin, edge_softmax
+from lightning_gnn.ops import aggregate, aggregate_ascend_twin, edge_softmax, graph_operators
 from lightning_gnn.planning.grouping import PlanSettings
 
 NAMES = ("aggregate_chunks", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
@@ -60,11 +59,7 @@ def results(functions, seed, heads, columns, dtype, reduce):
     x = torch.randn(nodes, heads, columns, dtype=dtype, requires_grad=True)
     source, target = (torch.randn(nodes, heads, dtype=dtype, requires_grad=True) for _ in range(2))
     weight = torch.rand(edges, heads, dtype=dtype, requires_grad=True)
-    modules = [sys.modules[f"lightning_gnn.ops.{name}"] for name in ("aggregate", "edge_softmax")]
-    with (
-        patch.object(modules[0], "operators", lambda *_: functions),
-        patch.object(modules[1], "operators", lambda *_: functions),
-    ):
+    with patch.object(graph_operators, "operators", lambda *_: functions):
         attention = edge_softmax(graph, source, target)
         out = aggregate(graph, x, weight, reduce)
         plain = aggregate(graph, x, None, reduce)

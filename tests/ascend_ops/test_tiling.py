@@ -20,7 +20,7 @@ DTYPES = {"tiling": np.uint32, "positions": np.uint16, "sizes": np.uint64}
 def host(tmp_path_factory):
     target = tmp_path_factory.mktemp("host") / "libtiling.so"
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(target)]
-    subprocess.run(command + [str(CSRC / name) for name in SOURCES], check=True, timeout=120)
+    subprocess.run(command + [str(CSRC / name) for name in SOURCES], check=True)
     library = ctypes.CDLL(str(target))
     for name in ("lgnn_cube_tables", "lgnn_row_tables", "lgnn_struct", "lgnn_tables_get"):
         getattr(library, name).restype = ctypes.c_void_p

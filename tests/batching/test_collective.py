@@ -21,8 +21,8 @@ from lightning_gnn.sampling import NeighborSampler
 from tests.batching.test_loader import assert_same
 from tests.batching.virtual_time import VirtualTime
 from tests.batching_data import small_data
+from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.timeout(60)
 DATA = small_data()
 SAMPLER = NeighborSampler(DATA, [4, 3])
 SIZES = {"batch_size": 30, "seed": 3}
@@ -314,7 +314,7 @@ def test_an_error_does_not_wait_for_the_other_workers():
     def prepare(task):
         if task[1] == 0:
             raise RuntimeError("failed")
-        assert resume.wait(30)
+        assert resume.wait(PATIENCE)
 
     loader = collective(CollectivePlan("cpu", 1, 2))
     loader.prepare_on_host = prepare
@@ -324,7 +324,7 @@ def test_an_error_does_not_wait_for_the_other_workers():
     assert len(left) <= 1
     resume.set()
     for thread in left:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert not threads()
 
 

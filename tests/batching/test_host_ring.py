@@ -8,8 +8,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn.batching.host_ring import HostMemoryError, HostRing, HostSlot
 from tests.batching.test_loader import assert_same
+from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
@@ -28,7 +28,7 @@ class Read:
         return self.done.is_set()
 
     def synchronize(self):
-        assert self.done.wait(20)
+        assert self.done.wait(PATIENCE)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=6))

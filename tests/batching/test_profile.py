@@ -7,8 +7,6 @@ from lightning_gnn.batching.moments import Clock, has_come, seconds_between
 from lightning_gnn.batching.profile import STAGES, Profiler, Recorder
 from lightning_gnn.planning.timeline import Timeline
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Later:
     """A moment that a device reaches when it is told to."""

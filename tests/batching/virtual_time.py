@@ -3,6 +3,8 @@
 import heapq
 import threading
 
+from tests.patience import PATIENCE
+
 
 class VirtualTime:
     """Threads sleep by it.
@@ -23,7 +25,7 @@ class VirtualTime:
             heapq.heappush(self._sleepers, (self.now + seconds, id(woken), woken))
             self._running -= 1
             self._advance()
-        assert woken.wait(30), "all threads wait for one another"
+        assert woken.wait(PATIENCE), "all threads wait for one another"
 
     def stop_running(self):
         with self._lock:

@@ -22,7 +22,6 @@ from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_tra
 from lightning_gnn.report.timeline_figure import save_timeline
 from lightning_gnn.strategies import HyScaleStrategy
 
-pytestmark = pytest.mark.timeout(120)
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))
 TIMES = StageTimes(Duration(4e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), cpu_workers=1)
 

@@ -77,7 +77,6 @@ def spawn(*arguments, cwd=ROOT, **environment):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

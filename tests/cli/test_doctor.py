@@ -91,6 +91,6 @@ def test_the_arguments_are_checked(arguments, capsys):
 
 def test_it_is_a_command_of_lgnn(tmp_path):
     command = [sys.executable, "-m", "lightning_gnn", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert by_name(doctor.Finding(**finding) for finding in json.loads(done.stdout))["torch"].state == "present"
     assert not list(tmp_path.iterdir())

@@ -24,7 +24,6 @@ from lightning_gnn.planning.workload import Platform, Processor, Workload
 from lightning_gnn.platform_numbers import NAMES, complete, given_numbers, save_numbers
 from tests.cli.command import NODE, lgnn
 
-pytestmark = pytest.mark.timeout(120)
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, ((1, 2e7), (8, 1e8)), core_bandwidth=1e10)
 HYBRID = "strategy=hyscale"
 COLLECTIVE = [

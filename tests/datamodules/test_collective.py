@@ -20,8 +20,8 @@ from tests.batching_data import small_data
 from tests.datamodules.test_neighbor import Model, trainer
 from tests.datamodules.test_persistent import DEVICE, assert_same_content
 from tests.parallel import launch
+from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.timeout(120)
 SIZES = {"num_neighbors": [4, 3], "batch_size": 16, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 2, 3)
 PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0), "auto"]
@@ -186,11 +186,11 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     def slow(batch):
         if threading.current_thread() is not threading.main_thread():
             waiting.set()
-            release.wait(20)
+            release.wait(PATIENCE)
         return batch
 
     def interrupt():
-        waiting.wait(20)
+        waiting.wait(PATIENCE)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         threading.Timer(0.5, release.set).start()
 
@@ -417,7 +417,7 @@ def two_ranks(rank, folder, deterministic):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
-    ranks = launch.run(two_ranks, 2, str(tmp_path), deterministic, limit=110)
+    ranks = launch.run(two_ranks, 2, str(tmp_path), deterministic)
     expected = small_data().train_mask.nonzero().view(-1).tolist()
 
     def check(*histories):

@@ -19,7 +19,6 @@ from tests.datamodules.test_persistent import assert_same_content
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(200),
 ]
 SIZES = {"num_neighbors": [10, 5], "batch_size": 256, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 4, 3)

@@ -183,7 +183,6 @@ def test_messages_of_damaged_files(tmp_path: Path) -> None:
     assert "neither true nor false" in message()
 
 
-@pytest.mark.timeout(60)
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     with pytest.raises(FileNotFoundError, match=r"x\.npy does not exist$"):

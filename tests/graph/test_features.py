@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import lightning_gnn.ops  # noqa: F401  registers the operators
 from lightning_gnn.graph import FeatureTable
 from lightning_gnn.graph.buffers import BufferPool
+from tests.patience import PATIENCE
 
 
 @given(
@@ -121,9 +122,9 @@ def test_tables_gather_into_other_dtypes_and_from_worker_threads(dtype):
     wide = table.gather(n_id, torch.empty(100, 11))
     assert torch.equal(wide, table.values[n_id.long()].float())
     with ThreadPoolExecutor(1) as thread:
-        assert torch.equal(thread.submit(small.gather, n_id).result(timeout=60), expected)
+        assert torch.equal(thread.submit(small.gather, n_id).result(timeout=PATIENCE), expected)
         out = torch.empty(100, 11)
-        assert torch.equal(thread.submit(table.gather, n_id, out).result(timeout=60), wide)
+        assert torch.equal(thread.submit(table.gather, n_id, out).result(timeout=PATIENCE), wide)
     with pytest.raises(IndexError, match="holds row 60"):
         small.gather(torch.tensor([60]))
 

@@ -274,7 +274,6 @@ def test_ogbs_files_run_no_code_unless_they_are_trusted(
     assert marker.is_dir()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 @pytest.mark.parametrize("file", ["raw/ind.cora.tx", "processed/data.pt", "processed/pre_filter.pt"])
 def test_a_fifo_is_not_waited_for(tmp_path: Path, file: str) -> None:

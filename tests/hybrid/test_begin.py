@@ -14,7 +14,6 @@ from lightning_gnn.strategies.first_mapping import describe_workload, first_mapp
 from lightning_gnn.strategies.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, trainer
 
-pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 
 

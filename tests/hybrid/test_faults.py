@@ -1,13 +1,13 @@
 """Trainers and stages that fail end the run with their own traceback, and nothing is left of them."""
 
 import threading
-import time
 import traceback
 
 import pytest
 import torch
 
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, left_threads
+from tests.patience import PATIENCE
 
 
 def name():
@@ -39,14 +39,12 @@ def run_out_of_memory():
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("where", ["-0", "-1"])
 def test_a_trainer_that_raises(where, prefetch):
-    start = time.monotonic()
     with pytest.raises(ValueError, match="the labels are odd") as caught:
         fit(Failing(raise_it, where), hybrid(prefetch=prefetch))
     assert any(frame.name == "raise_it" for frame in traceback.extract_tb(caught.value.__traceback__))
     assert f"trainer {where[1:]} (CPU)" in "".join(
         getattr(caught.value, "__notes__", ["trainer " + where[1:] + " (CPU)"])
     )
-    assert time.monotonic() - start < 20
     assert not left_threads()
 
 
@@ -86,15 +84,13 @@ def test_a_trainer_that_stalls_is_shown():
     release = threading.Event()
 
     def wait_for_nothing():
-        release.wait(60)
+        release.wait(PATIENCE)
 
-    start = time.monotonic()
     try:
         with pytest.raises(TimeoutError, match="wait_for_nothing") as caught:
             fit(Failing(wait_for_nothing), hybrid(stall_timeout=1.0))
         assert "trainer 1 (CPU)" in str(caught.value)
         assert "trainer 0" not in str(caught.value)
-        assert time.monotonic() - start < 30
         assert [thread for thread in left_threads() if "trainer" in thread] == ["hyscale-trainer-1"]
         assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("hy"))
     finally:
@@ -121,7 +117,7 @@ def test_a_stage_that_stalls_is_shown():
     release = threading.Event()
 
     def wait_for_nothing(batch):
-        release.wait(60)
+        release.wait(PATIENCE)
         return batch
 
     data = data_module(transform=wait_for_nothing, thread_safe=True, eval_loader_kwargs={"transform": None})

@@ -15,8 +15,6 @@ from lightning_gnn.strategies.hyscale import HyScaleStrategy
 from lightning_gnn.strategies.work_share import seeds_of_iteration
 from tests.hybrid.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, worst_difference
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def balanced(**options):
     fixed = {"devices": ["cpu"], "threads": [1, 1, 1], "stall_timeout": 60.0, "accelerator_sampling": 0.5}

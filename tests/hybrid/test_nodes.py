@@ -19,6 +19,7 @@ from tests.hybrid.models import CLASSES, Module, Steps, data_module, fit, graph,
 from tests.hybrid.test_resume import SaveAt
 from tests.parallel.launch import observe, run
 from tests.parallel.test_faults import Signal, until
+from tests.patience import NEVER
 
 
 class Logging(Module):
@@ -191,7 +192,7 @@ def that_fails(rank):
 
 
 def test_a_node_that_fails_ends_the_others():
-    found = observe(that_fails, 2, limit=60)
+    found = observe(that_fails, 2)
     assert "node 1 is broken" in found.errors[1]
     assert "rank 1 (process" in found.errors[0]
     assert "failed: ValueError: node 1 is broken" in found.errors[0]
@@ -214,17 +215,15 @@ def that_train_for_ever(rank, num_nodes, timeout, can_be_seen=True):
 @pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the signs of life are
 def test_a_node_that_is_killed_ends_the_others(lost):
     sent = Signal(lost, signal.SIGKILL)
-    found = observe(that_train_for_ever, 3, 3, 60.0, during=sent, lost=[lost], limit=90)
+    found = observe(that_train_for_ever, 3, 3, NEVER, during=sent, lost=[lost])
     for rank in {0, 1, 2} - {lost}:
-        assert found.ended[rank] - sent.sent < 30.0  # not after the minute of the timeout
         assert f"rank {lost} (process {sent.pid} on " in found.errors[rank]
         assert "died" in found.errors[rank]
 
 
 def test_a_node_that_is_killed_on_another_machine_is_named_by_its_silence():
     sent = Signal(1, signal.SIGKILL)
-    found = observe(that_train_for_ever, 2, 2, 60.0, False, during=sent, lost=[1], limit=90)
-    assert found.ended[0] - sent.sent < 30.0
+    found = observe(that_train_for_ever, 2, 2, NEVER, False, during=sent, lost=[1])
     assert f"rank 1 (process {sent.pid} on " in found.errors[0]
     assert "its machine cannot be reached" in found.errors[0]
 
@@ -236,10 +235,10 @@ def test_a_node_that_is_stopped_ends_the_others(lost):
 
     def during(processes, folder):
         sent(processes, folder)
-        until(lambda: not any(processes[rank].is_alive() for rank in rest), 40.0)
+        until(lambda: not any(processes[rank].is_alive() for rank in rest))
         said.update({rank: (folder / f"{rank}.stderr").read_text() for rank in rest})
 
-    found = observe(that_train_for_ever, 3, 3, 4.0, during=during, lost=[lost], limit=60)
+    found = observe(that_train_for_ever, 3, 3, 4.0, during=during, lost=[lost])
     assert 1 in {found.exit_codes[rank] for rank in rest}
     for rank in rest:
         ended = found.exit_codes[rank] == 1
@@ -273,7 +272,7 @@ def that_is_slow(rank, timeout):
 def test_a_node_that_is_only_slow_is_waited_for():
     module = Module()
     steps, _ = fit(module, max_epochs=1)
-    for weights, num_steps in run(that_is_slow, 2, 2.0, limit=90):
+    for weights, num_steps in run(that_is_slow, 2, 2.0):
         assert num_steps == len(steps.gradients)
         for found, expected in zip(weights, module.parameters(), strict=True):
             np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-9, atol=1e-13)

@@ -15,6 +15,7 @@ from lightning_gnn.batching.stages import Item, StagePipeline
 from lightning_gnn.batching.transfer import PackedRows
 from lightning_gnn.callbacks import Throughput
 from tests.hybrid.models import Module, data_module, difference, fit, graph, hybrid, left_threads
+from tests.patience import PATIENCE
 
 
 def stages(count, inside=None, most=None, pause=0.0):
@@ -64,14 +65,14 @@ def test_a_slow_stage_keeps_those_before_it_from_running_ahead():
 
     def second(part, value, note):
         reached[1] += 1
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE)
         return value
 
     pipeline = StagePipeline([[("first", first)], [("second", second)]], [1, 1], bound=1)
     assert pipeline.capacity == 4
     for number in range(12):
         pipeline.submit(Item([0], number))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while reached != [4, 1] and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(0.1)

@@ -14,6 +14,7 @@ from lightning_gnn.batching import ThreadedNodeLoader
 from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.strategies.hybrid_checks import draws_nothing
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, left_threads, trainer, worst_difference
+from tests.patience import PATIENCE
 
 
 def weights(module):
@@ -49,14 +50,13 @@ class SlowForward(Module):
         loss = self.loss(batch)
         if threading.current_thread().name.endswith("-0"):
             return Told.apply(loss, EVENTS.setdefault(batch_idx, threading.Event()))
-        self.waited.append(EVENTS.setdefault(batch_idx, threading.Event()).wait(10))
+        self.waited.append(EVENTS.setdefault(batch_idx, threading.Event()).wait(PATIENCE))
         return loss
 
 
 EVENTS = {}
 
 
-@pytest.mark.timeout(120)
 def test_no_trainer_waits_for_the_forward_pass_of_another():
     EVENTS.clear()
     module = SlowForward()
@@ -241,7 +241,6 @@ def test_a_lone_trainer_takes_the_whole_step_in_its_thread():
     assert where["step"] == {threading.main_thread().name}
 
 
-@pytest.mark.timeout(120)
 def test_an_interrupt_waits_for_the_end_of_the_optimizer_step():
     seen = []
 
@@ -272,12 +271,11 @@ def test_an_interrupt_waits_for_the_end_of_the_optimizer_step():
     assert not left_threads()
 
 
-@pytest.mark.timeout(120)
 def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
     release = threading.Event()
 
     def wait_for_nothing(*args):
-        release.wait(60)
+        release.wait(PATIENCE)
 
     class Stalling(Module):
         def configure_optimizers(self):
@@ -293,7 +291,6 @@ def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
     assert not left_threads(patience=10)
 
 
-@pytest.mark.timeout(120)
 def test_a_long_step_of_a_lone_trainer_is_no_stall_as_long_as_its_passes_show_life():
     class Slow(Module):
         def training_step(self, batch, batch_idx):

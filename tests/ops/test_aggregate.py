@@ -10,6 +10,7 @@ import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.ops import aggregate_layout, aggregate_numba, hybrid_plan
 from lightning_gnn.planning import PlanSettings
+from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
 REDUCES = ("sum", "mean", "max")
@@ -296,7 +297,7 @@ def test_several_threads_may_call(storage):
     expected = aggregate(graph, x)
     with ThreadPoolExecutor(4) as pool:
         results = [pool.submit(aggregate, graph, x) for _ in range(40)]
-        assert all(torch.equal(result.result(timeout=60), expected) for result in results)
+        assert all(torch.equal(result.result(timeout=PATIENCE), expected) for result in results)
 
 
 def _in_child(graph, x, expected, connection):
@@ -312,9 +313,9 @@ def test_a_forked_process_may_call(storage):
     here, there = context.Pipe()
     child = context.Process(target=_in_child, args=(graph, x, expected, there), daemon=True)
     child.start()
-    assert here.poll(60), "the child hangs"
+    assert here.poll(PATIENCE), "the child hangs"
     assert here.recv()
-    child.join(60)
+    child.join(PATIENCE)
 
 
 def test_a_workers_error_is_the_callers():

@@ -10,6 +10,7 @@ from torch_geometric.nn import conv as pyg
 
 from lightning_gnn.ops import aggregate_update_numba, aggregate_update_reference
 from lightning_gnn.ops.aggregate_update import aggregate_update
+from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
 # The package may have a function of this name where the module would be.
@@ -216,7 +217,7 @@ def test_the_same_from_several_threads_and_in_any_mode(first):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         results["here"] = run(torch.inference_mode)
     assert len(results) == 4
     for result in results.values():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.ops.dropout import drop_by_row, edge_dropout, row_dropout, row_dropout_torch
 from lightning_gnn.ops.hashing import GOLDEN, NODE_STEP, mix
+from tests.patience import PATIENCE
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 keys = st.integers(-(2**63), 2**63 - 1)
@@ -156,7 +157,7 @@ def test_outside_of_a_context_and_in_other_threads_torch_draws():
     with drop_by_row(4):
         thread = threading.Thread(target=lambda: drawn.append(torch.manual_seed(1) and F.dropout(x, 0.5)))
         thread.start()
-        thread.join(60)
+        thread.join(PATIENCE)
     torch.manual_seed(1)
     assert torch.equal(drawn[0], F.dropout(x, 0.5))
 

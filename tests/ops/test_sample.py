@@ -15,6 +15,7 @@ from scipy.stats import chi2
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key, sample_neighbors, sample_numba
 from lightning_gnn.ops.hashing import draw, node_key
+from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
 
@@ -81,7 +82,7 @@ def test_threads_give_the_same_samples():
 
     alone = [work(task) for task in batches]
     with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(work, batches, timeout=60))
+        together = list(threads.map(work, batches, timeout=PATIENCE))
     for a, b in zip(alone, together, strict=True):
         assert_equal(a, b)
 

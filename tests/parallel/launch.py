@@ -9,6 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 # A server imports everything once, and forks before any thread of OpenMP has run: starting a rank costs milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.parallel.preload"])
@@ -28,7 +30,7 @@ class Outcome:
             self.errors.append(value if kind == "error" else "")
 
 
-def run(function, num_ranks, *args, limit=120.0, during=None):
+def run(function, num_ranks, *args, limit=PATIENCE, during=None):
     """Call ``function(rank, *args)`` in each of ``num_ranks`` processes and return the results; raise if one fails."""
     outcome = observe(function, num_ranks, *args, limit=limit, during=during)
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(outcome.errors) if error]
@@ -36,7 +38,7 @@ def run(function, num_ranks, *args, limit=120.0, during=None):
     return outcome.results
 
 
-def observe(function, num_ranks, *args, limit=120.0, during=None, lost=()):
+def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=()):
     """Do what :func:`run` does, but return an :class:`Outcome`.
 
     Args:
@@ -70,7 +72,7 @@ def observe(function, num_ranks, *args, limit=120.0, during=None, lost=()):
         finally:
             for process in processes:
                 process.kill()
-                process.join(10)
+                process.join(PATIENCE)
 
 
 def _main(function, rank, num_ranks, port, folder, args):

@@ -35,7 +35,7 @@ def train_in_groups(rank, num_ranks, numbers, models, logs):
 )
 def test_every_number_of_groups_trains_like_one_process(num_ranks, numbers, models, logs):
     alone = train(1, module=SideBySide(models, logs=logs))
-    for results in run(train_in_groups, num_ranks, num_ranks, numbers, models, logs, limit=250):
+    for results in run(train_in_groups, num_ranks, num_ranks, numbers, models, logs):
         for result in results:
             assert_same(alone, result, 1e-10)
 

@@ -5,8 +5,10 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
+from torch_geometric.nn import GIN
 
 from lightning_gnn.datamodules import FullGraphDataModule
+from lightning_gnn.nn import GATConv, NodeClassifier
 from lightning_gnn.planning.grouping import PlanSettings
 from lightning_gnn.strategies import AscendHybridParallelStrategy, ascend_hybrid
 from tests.parallel.training import DROPPING, SideBySide, small_data, train, trainer_of
@@ -66,6 +68,41 @@ def test_mini_batches_are_refused():
         loader = DataLoader([batch], batch_size=None, collate_fn=lambda batch: batch)
         with pytest.raises(TypeError, match=f"trains on full graphs.*got a {kind}"):
             trainer_of("ascend_hybrid", 1).fit(SideBySide(DROPPING), loader)
+
+
+def test_advice_leads_out_of_the_circle():
+    layers = NodeClassifier(GIN(6, 8, 2, 7).double(), num_classes=7)
+    # A model of other layers is told not to compress, which this strategy does not take, and to change the strategy.
+    with pytest.raises(TypeError, match=r"compress=False.*another strategy than 'ascend_hybrid'"):
+        trainer_of("ascend_hybrid", 1).fit(layers, datamodule=FullGraphDataModule(small_data()))
+    tensors = FullGraphDataModule(small_data(), compress=False)
+    with pytest.raises(TypeError, match=r"compress=True.*layers of lightning_gnn\.nn.*another strategy.*other layers"):
+        trainer_of("ascend_hybrid", 1).fit(layers, datamodule=tensors)
+    trainer_of("auto", 1, max_epochs=1).fit(layers, datamodule=tensors)
+    edges = GATConv(4, 3, edge_dim=2)
+    with pytest.raises(ValueError, match=r"leave edge_dim out, or.*another strategy than 'ascend_hybrid'"):
+        edges(torch.randn(40, 4), FullGraphDataModule(small_data()).graph)
+
+
+def test_a_batch_made_in_inference_mode_trains_and_its_changes_are_seen():
+    strategy = AscendHybridParallelStrategy(num_groups=1, cores_per_device=1)
+    with torch.inference_mode():
+        data = small_data()
+        for name in ("x", "y", "train_mask", "val_mask", "test_mask"):
+            data[name] = data[name].clone()
+            assert data[name].is_inference()
+    module = SideBySide(DROPPING)
+    before = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    datamodule = FullGraphDataModule(data)
+    trainer_of(strategy, 1, max_epochs=1).fit(module, datamodule=datamodule)
+    assert not torch.equal(before, torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
+    cache, batch = strategy._prepared, datamodule.data
+    first = cache.prepare(batch)
+    assert cache.prepare(batch) is first
+    with torch.inference_mode():
+        batch.x.mul_(2)
+    assert torch.equal(cache.prepare(batch).x, batch.x)
+    assert not torch.equal(first.x, batch.x)
 
 
 @pytest.mark.parametrize(

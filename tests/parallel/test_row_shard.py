@@ -127,6 +127,50 @@ def test_every_number_of_groups_aggregates_like_one_process(num_ranks):
     run(compare_with_global, num_ranks, num_ranks)
 
 
+def penalised(shard, x, weight, scores, reduce):
+    """A loss with the gradient of another loss inside, through sums, attention and, non-linearly, x itself."""
+    attention = edge_softmax(shard, x[:, :, 0] * scores[0], x[:, :, 1] * scores[1])
+    out = aggregate(shard, x, weight, reduce) + aggregate(shard, x, attention)
+    (inner,) = torch.autograd.grad(out.pow(2).sum() + x.pow(3).sum(), x, create_graph=True)
+    return inner.pow(2).sum()
+
+
+def compare_penalties(rank, num_ranks):
+    dist.init_process_group("gloo")
+    for name in ("skewed", "few edges", "no edge"):
+        graph = GRAPHS[name]()
+        owners = share_rows(graph.num_targets, num_ranks, {})
+        rows = owners.rows(rank)
+        for groups, reduce in zip(divisors(num_ranks), ("sum", "mean"), strict=False):
+            shard = RowShard(graph, owners, rank, 6, groups)
+            generator = torch.Generator().manual_seed(3)
+            given = [
+                torch.randn(size, dtype=torch.float64, generator=generator)
+                for size in ((graph.num_targets, 2, 3), (graph.num_edges, 2), (2, 2))
+            ]
+            x, weight, scores = (value.clone().requires_grad_() for value in given)
+            wanted = torch.autograd.grad(penalised(graph, x, weight, scores, reduce), (x, weight, scores))
+            place = shard.edge_places
+            mine = [given[0][rows], given[1][place], given[2]]
+            mine = [value.clone().requires_grad_() for value in mine]
+            got = torch.autograd.grad(penalised(shard, *mine, reduce), mine)
+            close(got[0], wanted[0][rows])
+            # Each rank has a part of the gradients of weights and parameters.
+            total = torch.zeros_like(given[1])
+            total[place] = got[1]
+            for part, want in ((total, wanted[1]), (got[2].clone(), wanted[2])):
+                dist.all_reduce(part)
+                close(part, want)
+        inner = torch.autograd.grad(aggregate(shard, mine[0], reduce="max").sum(), mine[0], create_graph=True)[0]
+        with pytest.raises(NotImplementedError, match="first derivative only"):
+            torch.autograd.grad(inner.sum(), mine[0])
+    return True
+
+
+def test_a_gradient_penalty_is_that_of_one_process():
+    assert all(run(compare_penalties, 4, 4))
+
+
 def test_spread_and_collect_are_adjoint():
     """<spread(x), y> summed over the ranks is <x, collect(y)> summed over the ranks."""
     for values in run(dot_products, 6, 6):

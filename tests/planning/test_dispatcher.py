@@ -17,8 +17,6 @@ from lightning_gnn.planning import (
 )
 from lightning_gnn.planning.dispatcher import SIMULATED_BATCHES, buffer_size
 
-pytestmark = pytest.mark.timeout(200)
-
 
 def stage_times(cpu, dma, gpu, model, workers=1):
     """Stage times with ``cpu`` seconds for all workers together."""

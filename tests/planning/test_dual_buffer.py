@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 from lightning_gnn.planning import DualBuffer
 from lightning_gnn.planning.dual_buffer import overlaps
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @st.composite
 def cases(draw):

@@ -11,7 +11,6 @@ from lightning_gnn.planning import CollectivePlan, Duration, StageTimes, simulat
 from lightning_gnn.planning.simulate import drawn_durations
 from tests.planning.time_steps import Node
 
-pytestmark = pytest.mark.timeout(120)
 SPREAD = StageTimes(
     Duration(0.08, 0.008), Duration(0.002, 2e-4), Duration(0.004, 4e-4), Duration(0.003, 0.01), Duration(0.005), 8
 )

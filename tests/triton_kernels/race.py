@@ -22,9 +22,8 @@ import triton.runtime.interpreter as interpreter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_gnn.triton_kernels import sample as module
+from tests.patience import PATIENCE
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
-
-PATIENCE = 60.0
 
 
 class Forked:

@@ -310,7 +310,7 @@ def test_without_triton_torch_aggregates():
         "import sys; sys.modules['triton'] = None; from lightning_gnn.ops import aggregate_triton as a;"
         "print(a._installed())"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
@@ -335,9 +335,7 @@ def test_kernels_compile_for_a100_and_h100(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_aggregate.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -127,9 +127,7 @@ def test_kernels_compile_for_a100_and_h100(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_aggregate_update.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

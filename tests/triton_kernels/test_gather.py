@@ -204,15 +204,13 @@ def test_without_triton_torch_gathers():
     code = (
         "import sys; sys.modules['triton'] = None; from lightning_gnn.ops import gather_triton as g; print(g._kernel())"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "None"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "None"
 
 
 def test_compiles_for_a100_and_h100_without_spills():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_gather.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -279,6 +279,6 @@ def test_errors():
 def test_racing_programs_give_the_same_samples():
     """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""
     script = Path(__file__).with_name("race.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("equal") == 5

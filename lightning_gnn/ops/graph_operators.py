@@ -1,0 +1,209 @@
+"""How an operator over a whole graph gets its derivatives, whoever asks for them.
+
+Every operator takes the tensors of a graph behind its own arguments, so that a compiler sees all that it reads; weights
+are in the graph's forward order. ``torch.compile`` meets an operator of ``torch.library``. Otherwise an autograd
+function with the same formulas calls it, for an operator alone knows neither ``torch.func`` nor forward mode, whose
+tangents it would drop without a word.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lightning_gnn.ops.aggregate_backends import backend_name, bounds, chunk_tensors, operators, plan_of
+from lightning_gnn.ops.library import library
+from lightning_gnn.planning.grouping import PlanSettings
+
+if TYPE_CHECKING:
+    from lightning_gnn.graph.compress import CompressedGraph
+
+_CHUNKS = ("rows", "row_ptr", "indptr", "local", "columns", "column_ptr")
+_SCHEMA = ", ".join(
+    [
+        *(f"Tensor {name}" for name in _CHUNKS),
+        *(f"Tensor backward_{name}" for name in _CHUNKS),
+        "Tensor? backward_ids, int num_sources, int num_targets, str execution",
+    ]
+)
+Graph = tuple[Any, ...]
+"""The arguments in ``_SCHEMA``."""
+_BACKWARD_IDS, _NUM_SOURCES, _NUM_TARGETS, _EXECUTION = range(12, 16)
+NO_GRAPH = (None,) * 16
+"""Gradients of these arguments."""
+
+
+def graph_arguments(graph: CompressedGraph, backend: str | None) -> Graph:
+    """Return a graph as the operators take it: both directions, places of backward entries, sizes, who executes them.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    settings = graph.settings
+    workers = settings.num_workers or 0
+    execution = f"{backend_name(backend)} {workers} {settings.num_groups} {settings.bandwidth_ratio} {settings.mode}"
+    directions = (*chunk_tensors(graph.forward), *chunk_tensors(graph.backward))
+    return (*directions, graph.backward.edge_ids, graph.num_sources, graph.num_targets, execution)
+
+
+@cache
+def _executed(execution: str) -> tuple[str, PlanSettings]:
+    backend, workers, groups, ratio, mode = execution.split(" ")
+    num_groups: Any = groups if groups == "auto" else int(groups)
+    return backend, PlanSettings(int(workers) or None, num_groups, float(ratio), mode)  # type: ignore[arg-type]
+
+
+class Direction:
+    """A direction of a graph as a backend's functions take it.
+
+    Args:
+        graph: What :func:`graph_arguments` returned.
+        transposed: Rows are sources, not targets.
+    """
+
+    def __init__(self, graph: Graph, transposed: bool = False) -> None:
+        self.chunks: list[Tensor] = list(graph[6:12] if transposed else graph[:6])
+        self.num_rows: int = num_rows(graph, transposed)
+        self.edge_ids: Tensor | None = graph[_BACKWARD_IDS] if transposed else None
+        self._backend, self._settings = _executed(graph[_EXECUTION])
+        self.functions = operators(self._backend, self.chunks[2].device)
+
+    def plan(self, num_columns: int, one_group: bool = False) -> tuple[list[int], list[int]]:
+        """Return the bounds of the groups' columns and of their members' chunks."""
+        plan = plan_of(self.chunks, num_columns, self._settings, self._backend, one_group)
+        return bounds(plan.slices), bounds(plan.chunk_ranges)
+
+    def ordered(self, weight: Tensor | None, permuted: Tensor | None) -> Tensor | None:
+        """Return weights ``[E, H]`` in the order of this direction; ``permuted`` are those of the backward one."""
+        if weight is None or self.edge_ids is None:
+            return weight
+        return in_order(weight, self.edge_ids) if permuted is None else permuted
+
+
+def num_rows(graph: Graph, transposed: bool = False) -> int:
+    """Return how many rows a result has."""
+    return graph[_NUM_SOURCES if transposed else _NUM_TARGETS]
+
+
+def num_edges(graph: Graph) -> int:
+    """Return how many rows weights have."""
+    return graph[3].numel()
+
+
+def in_order(weight: Tensor, edge_ids: Tensor) -> Tensor:
+    """Take rows ``edge_ids`` of weights ``[E, H]``."""
+    # Single numbers are taken several times faster than rows of one number.
+    if weight.size(1) == 1:
+        return weight.reshape(-1).index_select(0, edge_ids).view(-1, 1)
+    return weight.index_select(0, edge_ids)
+
+
+class GraphOperator(torch.autograd.Function):
+    """An operator with its formulas, which serve ``autograd``, ``torch.func`` and ``torch.compile`` alike.
+
+    Subclasses have ``compute``, ``fake``, ``setup_context`` and ``backward``, of one signature, and :func:`register`.
+    """
+
+    by_head: int
+    """How many of the first arguments have a row per vertex or edge, and heads next, ``[n, H, …]``."""
+    operator: Callable[..., Any]
+    call: Callable[..., Any]
+    """Computes, with autograd."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:  # type: ignore[override]
+        """Compute a batch as so many times the heads."""
+        size = info.batch_size
+
+        def folded(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            batched = value.unsqueeze(1) if dim is None else value.movedim(dim, 1)
+            return batched.expand(-1, size, *batched.shape[2:]).flatten(1, 2)
+
+        values = [folded(value, dim) for value, dim in zip(arguments[: cls.by_head], in_dims, strict=False)]
+        out = cls.call(*values, *arguments[cls.by_head :])
+        parts = out if isinstance(out, tuple) else (out,)
+        # What nobody wanted is an empty vector.
+        dims = tuple(1 if part.dim() > 1 else None for part in parts)
+        parts = tuple(part.unflatten(1, (size, -1)) if part.dim() > 1 else part for part in parts)
+        return (parts, dims) if isinstance(out, tuple) else (parts[0], dims[0])
+
+
+def keep(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
+    """Keep tensors and the graph for ``backward``."""
+    # Autograd refuses tensors that were made in inference mode, as a graph may have been; they are constants.
+    inference = any(tensor is not None and tensor.is_inference() for tensor in graph[:_NUM_SOURCES])
+    ctx.graph = graph if inference else graph[_NUM_SOURCES:]
+    ctx.save_for_backward(*values, *graph[: -len(ctx.graph)])
+
+
+def keep_for_tangents(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
+    """Keep as many tensors and the graph for ``jvp``, if there can be tangents: torch keeps them till the end."""
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*values, *graph[: -len(ctx.graph)])
+
+
+def kept(ctx: Any) -> tuple[tuple[Any, ...], Graph]:
+    """Return the tensors that were kept, and the graph."""
+    tensors = tuple(ctx.saved_tensors)
+    count = len(tensors) - len(NO_GRAPH) + len(ctx.graph)
+    return tensors[:count], (*tensors[count:], *ctx.graph)
+
+
+Operator = TypeVar("Operator", bound=type[GraphOperator])
+
+
+def register(schema: str) -> Callable[[Operator], Operator]:
+    """Make a class's operator, ``lightning_gnn::…``.
+
+    Args:
+        schema: As :func:`define` takes it.
+    """
+
+    def define_for(function: Operator) -> Operator:
+        operator = define(schema, function.compute, function.fake)  # type: ignore[attr-defined]
+
+        def call(*arguments: Any) -> Any:
+            return operator(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+
+        def forward(*arguments: Any) -> Any:
+            return operator(*arguments)
+
+        # Autograd asks for it at each call, which would take longer than a small aggregation.
+        forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        function.operator = operator
+        function.forward = staticmethod(forward)  # type: ignore[assignment]
+        function.call = staticmethod(call)
+        name = operator.name()
+        torch.library.register_autograd(name, function.backward, setup_context=function.setup_context, lib=library)
+        return function
+
+    return define_for
+
+
+def define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator over a graph, without derivatives, and return it.
+
+    Args:
+        schema: ``name(arguments) -> result``, all arguments but the graph, which comes last.
+        compute: What it does.
+        fake: Makes results of the right shape and dtype, for compilers.
+    """
+    arguments, _, result = schema.partition(") ->")
+    library.define(f"{arguments}, {_SCHEMA}) ->{result}")
+    name = schema.partition("(")[0]
+    library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_gnn::{name}", fake, lib=library)
+    return getattr(torch.ops.lightning_gnn, name).default
+
+
+def differentiated() -> bool:
+    """Say, inside a ``backward``, whether what it computes is to be differentiated in turn."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

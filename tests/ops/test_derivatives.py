@@ -1,0 +1,391 @@
+"""Derivatives of every kind and order: right, or refused."""
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+
+from lightning_gnn import CompressedGraph, aggregate
+from lightning_gnn.ops import aggregate_layout, default_backend, edge_softmax, gather_rows
+from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops.dropout import row_dropout
+from tests.strategies import edge_indices
+
+LINEAR = ("sum", "mean")
+CPU = (None, "reference")
+
+
+def double(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def small(seed=0, num_nodes=7, num_edges=20):
+    edge_index = torch.randint(num_nodes, (2, num_edges), generator=torch.Generator().manual_seed(seed))
+    return edge_index, CompressedGraph.from_edge_index(edge_index, num_nodes, num_chunks=2)
+
+
+def dense(edge_index, x, weight=None, reduce="sum"):
+    """Aggregate with torch's own operators; features are [N, D] or [N, H, C]."""
+    messages = x[edge_index[0]]
+    if weight is not None:
+        messages = messages * weight.reshape(*weight.shape, *[1] * (messages.dim() - weight.dim()))
+    if reduce == "max":
+        index = edge_index[1].view(-1, *[1] * (x.dim() - 1)).expand_as(messages)
+        return torch.zeros_like(x).scatter_reduce(0, index, messages, "amax", include_self=False)
+    out = torch.zeros_like(x).index_add(0, edge_index[1], messages)
+    degrees = torch.bincount(edge_index[1], minlength=x.size(0)).clamp(min=1)
+    return out / degrees.view(-1, *[1] * (x.dim() - 1)) if reduce == "mean" else out
+
+
+def dense_softmax(edge_index, source, target, slope=0.2):
+    score = torch.nn.functional.leaky_relu(source[edge_index[0]] + target[edge_index[1]], slope)
+    score = (score - score.detach().max()).exp()
+    total = torch.zeros_like(target).index_add(0, edge_index[1], score)
+    return score / total[edge_index[1]]
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("reduce", LINEAR)
+@pytest.mark.parametrize("penalised", ["x", "weight"])
+def test_a_gradient_penalty_is_that_of_dense_operators(backend, reduce, penalised):
+    edge_index, graph = small()
+    results = []
+    for ours in (True, False):
+        x, weight = double(7, 3).requires_grad_(), double(20, seed=1).requires_grad_()
+        if ours:
+            out = aggregate(graph, x, graph.edge_order(weight), reduce, backend)
+        else:
+            out = dense(edge_index, x, weight, reduce)
+        # x enters the loss in two more ways, so that a lost part of the second derivative leaves a number, not None.
+        loss = out.pow(3).sum() + x.pow(3).sum() + weight.pow(3).sum()
+        wanted = x if penalised == "x" else weight
+        (grad,) = torch.autograd.grad(loss, wanted, create_graph=True)
+        results.append((loss, *torch.autograd.grad(loss + grad.pow(2).sum(), (x, weight))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_a_gradient_of_the_weights_depends_on_x(backend):
+    # grad_weight is linear in x and does not depend on the weights, whose own part is 3 w^2.
+    edge_index, graph = small()
+    results = []
+    for ours in (True, False):
+        x, weight = double(7, 3).requires_grad_(), double(20, seed=1).requires_grad_()
+        out = aggregate(graph, x, graph.edge_order(weight), backend=backend) if ours else dense(edge_index, x, weight)
+        (grad,) = torch.autograd.grad(out.sum() + x.pow(2).sum(), weight, create_graph=True)
+        results.append(torch.autograd.grad(grad.pow(2).sum() + x.pow(3).sum(), x)[0])
+    torch.testing.assert_close(*results)
+
+
+@st.composite
+def problems(draw):
+    num_nodes, edge_index = draw(edge_indices(max_nodes=6, max_edges=10))
+    heads = draw(st.sampled_from([None, 1, 2]))
+    shape = (num_nodes, 2) if heads is None else (num_nodes, heads, 2)
+    weighted = draw(st.booleans())
+    seed = draw(st.integers(0, 2**31))
+    weight = double(edge_index.size(1), *(() if heads is None else (heads,)), seed=seed) if weighted else None
+    graph = CompressedGraph.from_edge_index(edge_index, num_nodes, num_chunks=draw(st.sampled_from([1, 3])))
+    return graph, double(*shape, seed=seed + 1), weight
+
+
+@given(problems(), st.sampled_from(LINEAR), st.sampled_from(CPU))
+@settings(max_examples=15, deadline=None)
+def test_second_derivatives_are_those_of_differences(problem, reduce, backend):
+    graph, x, weight = problem
+    inputs = [tensor.requires_grad_() for tensor in (x, weight) if tensor is not None]
+
+    def function(x, weight=None):
+        return aggregate(graph, x, weight, reduce, backend) * x.sum()  # x enters twice
+
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@given(problems(), st.sampled_from(CPU))
+@settings(max_examples=8, deadline=None)
+def test_second_derivatives_of_attention_are_those_of_differences(problem, backend):
+    graph, x, _ = problem
+    source, target = (values.flatten(1)[:, :2].clone().requires_grad_() for values in (x, x.flip(0) * 0.7 + 0.1))
+    function = partial(edge_softmax, graph, backend=backend)
+    assert torch.autograd.gradcheck(function, (source, target), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, (source, target))
+
+
+def test_a_third_derivative():
+    edge_index, graph = small()
+    x, weight = double(7, 2).requires_grad_(), double(20, seed=1).requires_grad_()
+
+    def third(function):
+        value = function().pow(3).sum()
+        for _ in range(2):
+            value = sum(part.pow(2).sum() for part in torch.autograd.grad(value, (x, weight), create_graph=True))
+        return torch.autograd.grad(value, (x, weight))
+
+    ours, theirs = (
+        third(lambda: aggregate(graph, x, graph.edge_order(weight))),
+        third(lambda: dense(edge_index, x, weight)),
+    )
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_second_derivative_of_a_maximum_is_refused(weighted):
+    _, graph = small()
+    x = double(7, 3).requires_grad_()
+    weight = double(20, seed=1).requires_grad_() if weighted else None
+    # Nothing here wants a gradient of the first gradient's own input, which once lost the second derivative silently.
+    loss = aggregate(graph, x, weight, "max").sum() + x.pow(3).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"first derivative only.*use reduce='sum' or 'mean'"):
+        torch.autograd.grad(grad.pow(2).sum(), x)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        grad.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_functional_gradients(reduce):
+    edge_index, graph = small()
+    x, weight = double(7, 3), double(20, seed=1)
+
+    def ours(x, weight):
+        return aggregate(graph, x, graph.edge_order(weight), reduce).pow(3).sum()
+
+    def theirs(x, weight):
+        return dense(edge_index, x, weight, reduce).pow(3).sum()
+
+    for argnums in (0, 1, (0, 1)):
+        got, want = (torch.func.grad(function, argnums)(x, weight) for function in (ours, theirs))
+        torch.testing.assert_close(got, want)
+    if reduce == "max":
+        with pytest.raises(NotImplementedError, match="first derivative only"):
+            torch.func.grad(lambda x: torch.func.grad(ours)(x, weight).pow(2).sum())(x)
+        return
+    got, want = (torch.func.hessian(function, (0, 1))(x, weight) for function in (ours, theirs))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("reduce", LINEAR)
+def test_tangents(reduce):
+    edge_index, graph = small()
+    primals, tangents = (double(7, 3), double(20, seed=1)), (double(7, 3, seed=2), double(20, seed=3))
+
+    def ours(x, weight):
+        return aggregate(graph, x, graph.edge_order(weight), reduce)
+
+    want = torch.func.jvp(lambda x, weight: dense(edge_index, x, weight, reduce), primals, tangents)
+    torch.testing.assert_close(torch.func.jvp(ours, primals, tangents), want)
+    with forward_ad.dual_level():
+        out = ours(*map(forward_ad.make_dual, primals, tangents))
+        torch.testing.assert_close(tuple(forward_ad.unpack_dual(out)), want)
+
+
+def test_tangents_of_a_maximum_are_refused():
+    _, graph = small()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: aggregate(graph, x, reduce="max"), (double(7, 3),), (double(7, 3),))
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_batches_of_features_and_weights(reduce):
+    _, graph = small()
+    x, weight = double(4, 7, 2, 3), double(4, 20, 2, seed=1)
+    loop = torch.stack([aggregate(graph, x[i], weight[i], reduce) for i in range(4)])
+    torch.testing.assert_close(torch.vmap(lambda x, w: aggregate(graph, x, w, reduce))(x, weight), loop)
+    loop = torch.stack([aggregate(graph, x[i], None, reduce) for i in range(4)])
+    torch.testing.assert_close(
+        torch.vmap(lambda x: aggregate(graph, x, None, reduce), in_dims=1, out_dims=1)(x.transpose(0, 1)).transpose(
+            0, 1
+        ),
+        loop,
+    )
+    per_sample = torch.vmap(torch.func.grad(lambda x: aggregate(graph, x, weight[0], reduce).pow(2).sum()))(x)
+    one = x[2].clone().requires_grad_()
+    aggregate(graph, one, weight[0], reduce).pow(2).sum().backward()
+    torch.testing.assert_close(per_sample[2], one.grad)
+
+
+def test_attention_by_functional_transforms():
+    edge_index, graph = small()
+    scores = double(7, 2), double(7, 2, seed=1)
+    order = graph.edge_order(torch.arange(20))
+
+    def ours(source, target):
+        return edge_softmax(graph, source, target).pow(3).sum()
+
+    def theirs(source, target):
+        return dense_softmax(edge_index, source, target)[order].pow(3).sum()
+
+    for transform in (torch.func.grad, torch.func.hessian):
+        torch.testing.assert_close(transform(ours, (0, 1))(*scores), transform(theirs, (0, 1))(*scores))
+    batch = double(3, 7, 2, seed=4)
+    got = torch.vmap(lambda source: edge_softmax(graph, source, scores[1]))(batch)
+    torch.testing.assert_close(got[1], edge_softmax(graph, batch[1], scores[1]))
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_a_compiled_function_is_one_graph(reduce):
+    _, graph = small()
+    _, other = small(seed=5, num_edges=30)
+
+    def function(graph, x, weight):
+        return aggregate(graph, x.relu() + 0.1, weight, reduce).sin()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for which in (graph, other, graph):
+        inputs = double(7, 2, 3).requires_grad_(), double(which.num_edges, 2, seed=1).requires_grad_()
+        got, want = compiled(which, *inputs), function(which, *inputs)
+        torch.testing.assert_close(got, want)
+        for pair in zip(*(torch.autograd.grad(out.pow(2).sum(), inputs) for out in (got, want)), strict=True):
+            torch.testing.assert_close(*pair)
+
+
+def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
+    from lightning_gnn.nn import GATConv, GCNConv, SAGEConv
+
+    derived = []
+    original = aggregate_layout._derive
+    monkeypatch.setattr(aggregate_layout, "_derive", lambda *given: derived.append(1) or original(*given))
+    _, graph = small()
+    for layer in (GCNConv(4, 3), SAGEConv(4, 3), SAGEConv(4, 3, aggr="max"), GATConv(4, 3, heads=2)):
+        layer.double()
+        graph.with_self_loops()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch._dynamo.reset()
+        for _ in range(3):
+            x = double(7, 4).requires_grad_()
+            got, want = compiled(x, graph), layer(x, graph)
+            torch.testing.assert_close(got, want)
+            grads = (torch.autograd.grad(out.pow(2).sum(), [x, *layer.parameters()]) for out in (got, want))
+            for pair in zip(*grads, strict=True):
+                torch.testing.assert_close(*pair)
+    assert 0 < len(derived) <= 4  # two graphs, two directions
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_operators_are_what_torch_expects_of_one(reduce):
+    from lightning_gnn.ops.aggregate_operators import GraphMax, GraphProducts, GraphSum
+    from lightning_gnn.ops.graph_operators import graph_arguments
+
+    _, graph = small()
+    arguments = graph_arguments(graph, None)
+    x, weight = double(7, 2, 3).requires_grad_(), double(20, 2, seed=1).requires_grad_()
+    checked = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if reduce == "max":
+            torch.library.opcheck(GraphMax.operator, (x, weight, *arguments), test_utils=checked)
+            return
+        degrees = graph.in_degrees if reduce == "mean" else None
+        torch.library.opcheck(GraphSum.operator, (x, weight, None, degrees, False, *arguments), test_utils=checked)
+        torch.library.opcheck(
+            GraphProducts.operator, (x, double(7, 2, 3, seed=2).requires_grad_(), *arguments), test_utils=checked
+        )
+
+
+def test_no_tensor_of_the_graph_is_saved_twice():
+    _, graph = small(num_nodes=50, num_edges=2000)
+    known = {id(tensor) for tensor in (*graph.forward.tensors().values(), *graph.backward.tensors().values())}
+    x, weight = double(50, 4).requires_grad_(), graph.edge_order(double(2000, seed=1))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = aggregate(graph, x, weight)
+    kept = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved if id(tensor) not in known}
+    # The weights, and the weights in the backward order, which the graph keeps; not x.
+    assert len(kept) <= 2
+    assert x.untyped_storage().data_ptr() not in kept
+    assert sum(tensor.nbytes for tensor in kept.values()) <= 2 * weight.nbytes
+    out.sum().backward()
+
+
+def test_dropout_by_rows_has_all_derivatives():
+    x = double(6, 3).requires_grad_()
+
+    def function(x):
+        return row_dropout(x.pow(3), 0.4, key=5)
+
+    assert torch.autograd.gradcheck(function, (x,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, (x,))
+    want = torch.autograd.grad(function(x).sum(), x)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: function(x).sum())(x.detach()), want)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], want)
+
+
+def test_the_gradient_runs_where_the_aggregation_ran(monkeypatch):
+    from lightning_gnn.ops import aggregate_reference
+
+    ran = []
+    original = aggregate_reference.aggregate_chunks
+    monkeypatch.setattr(aggregate_reference, "aggregate_chunks", lambda *given: ran.append(1) or original(*given))
+    _, graph = small()
+    x = double(7, 3).requires_grad_()
+    with default_backend("reference"):
+        out = aggregate(graph, x).pow(2).sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    grad.sum().backward()
+    assert len(ran) == 4  # forward, its gradient, and those of both
+
+
+@pytest.mark.parametrize("reduce", [*LINEAR, "max"])
+def test_a_graph_made_in_inference_mode_serves_training(reduce):
+    with torch.inference_mode():
+        edge_index, graph = small()
+    x, weight = double(7, 2, 3).requires_grad_(), double(20, 2, seed=1).requires_grad_()
+    want = dense(edge_index.clone(), x, weight, reduce)
+    got = aggregate(graph, x, graph.edge_order(weight), reduce)
+    for pair in zip(*(torch.autograd.grad(out.sum(), (x, weight)) for out in (got, want)), strict=True):
+        torch.testing.assert_close(*pair)
+    edge_softmax(graph, x[:, :, 0], x[:, :, 1]).pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["triton", "ascend_twin"])
+def test_a_gradient_penalty_on_other_backends(backend):
+    edge_index, graph = small()
+    results = []
+    for ours in (True, False):
+        x, weight = double(7, 3).float().requires_grad_(), double(20, seed=1).float().requires_grad_()
+        out = (
+            aggregate(graph, x, graph.edge_order(weight), "mean", backend)
+            if ours
+            else dense(edge_index, x, weight, "mean")
+        )
+        (grad,) = torch.autograd.grad(out.pow(2).sum() + x.pow(3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(grad.pow(2).sum(), (x, weight)))
+    tolerance = 1e-4 if backend == "triton" else 2e-2
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+def test_a_gather_does_not_lose_a_gradient():
+    table, index = double(5, 3).requires_grad_(), torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"requires a gradient, which would be lost; take table\[index\]"):
+        gather_rows(table, index)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="which would be lost"):
+        pool.submit(gather_rows, table, index).result()  # a worker thread has another path
+    with torch.no_grad():
+        assert torch.equal(gather_rows(table, index), table[1:3])
+
+
+def test_aggregate_and_update_has_all_derivatives():
+    edge_index = small()[0]
+    inputs = double(7, 3), double(2, 3, seed=1), double(2, 3, seed=2)
+
+    def function(x, weight, self_weight):
+        return aggregate_update(x, edge_index, weight, self_weight, reduce="mean") * x.sum()
+
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, leaves)
+    plain = [tensor.detach() for tensor in inputs]
+    want = torch.autograd.grad(function(*leaves).pow(2).sum(), leaves)
+    torch.testing.assert_close(torch.func.grad(lambda *given: function(*given).pow(2).sum(), (0, 1, 2))(*plain), want)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).pow(2).sum(), leaves), want)
