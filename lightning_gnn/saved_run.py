@@ -21,6 +21,8 @@ from hydra.core.override_parser.types import Override
 from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_gnn.datamodules.checkpoint_io import damage_of
+
 KEY = "lgnn"
 """Where it is in a checkpoint."""
 GROUPS = {
@@ -141,6 +143,8 @@ def _find(path: Path) -> _Saved | str:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
+        if path.is_file() and (damage := damage_of(path)) is not None:
+            raise ValueError(damage) from None
         found = re.search(r"WeightsUnpickler error: *\s*(.+)", str(error))
         reason = found[1] if found else str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"ckpt_path={path} cannot be read as a checkpoint: {reason}") from None

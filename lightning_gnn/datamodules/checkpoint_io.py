@@ -81,8 +81,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if not _is_local_file_protocol(path) or not _local(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only)
         target = _local(path)
-        if (damage := _damage(target)) is not None:
-            raise ValueError(_message(target, f"is damaged: {damage}"))
+        if (damage := damage_of(target)) is not None:
+            raise ValueError(damage)
         try:
             checkpoint = super().load_checkpoint(path, map_location, weights_only)
         except MemoryError:
@@ -103,6 +103,12 @@ def use_safe_files(trainer: pl.Trainer) -> None:
     """Let a trainer read and write its checkpoints so, unless it was given a way of its own."""
     if type(getattr(trainer.strategy, "checkpoint_io", None)) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
+
+
+def damage_of(path: Path) -> str | None:
+    """Compare a checkpoint with the checksums in it; say what is wrong and what lies beside it, None if nothing is."""
+    damage = _damage(path)
+    return None if damage is None else _message(path, f"is damaged: {damage}")
 
 
 def _local(path: Any) -> Path:

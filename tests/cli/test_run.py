@@ -237,7 +237,7 @@ RAW = ROOT.parent / "shared/data/planetoid"
 def test_relative_root_and_published_settings(tmp_path):
     root = "data.root=../shared/data/planetoid"
     run = spawn(
-        root, "data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=40", f"hydra.run.dir={tmp_path}"
+        root, "data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=60", f"hydra.run.dir={tmp_path}"
     )
     assert run.returncode == 0, run.stderr
     assert metrics_of(tmp_path)["test_acc"] > 0.75
