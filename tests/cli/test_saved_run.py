@@ -165,11 +165,18 @@ def test_a_choice_that_no_longer_exists_is_taken_from_its_values(trained, tmp_pa
     assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
 
 
-@pytest.mark.parametrize("content", [b"", b"vt100 is no checkpoint", "cut"])
-def test_a_file_that_is_no_checkpoint_is_named(trained, tmp_path, capfd, content):
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"", "is damaged: it is empty"),
+        (b"vt100 is no checkpoint", "cannot be read as a checkpoint"),
+        ("cut", "is damaged: it is cut short"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_named(trained, tmp_path, capfd, content, wrong):
     whole = (trained / "checkpoints/best.ckpt").read_bytes()
     (tmp_path / "bad.ckpt").write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
     assert retest(tmp_path / "out", tmp_path / "bad.ckpt") == 2
     err = capfd.readouterr().err
-    assert f"ckpt_path={tmp_path}/bad.ckpt cannot be read as a checkpoint" in err
+    assert f"{tmp_path}/bad.ckpt {wrong}" in err
     assert err.count("\n") == 1
