@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import platform
 import zipfile
 import zlib
 from pathlib import Path
@@ -15,6 +13,8 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from lightning_gnn.runtime.whole_files import flush, whole_file
 
 _CHUNK = 1 << 22
 
@@ -42,24 +42,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = _local(path)
-        partial = target.with_name(f".{target.name}.{platform.node()}-{os.getpid()}.part")
         checksums = get_crc32_options()
         set_crc32_options(True)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_orphans(target)
-            with open(partial, "wb") as file:
+            with whole_file(target) as file:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-            _sync_folder(target.parent)
+            flush(target.parent)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
             raise _not_written(target, error) from error
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
         finally:
             set_crc32_options(checksums)
 
@@ -113,29 +104,6 @@ def damage_of(path: Path) -> str | None:
 
 def _local(path: Any) -> Path:
     return Path(str(path).removeprefix("file://"))
-
-
-def _remove_orphans(target: Path) -> None:
-    """Remove what processes of this machine left that were killed while they wrote."""
-    begin = f".{target.name}.{platform.node()}-"
-    for item in target.parent.iterdir():
-        number = item.name.removeprefix(begin).removesuffix(".part")
-        if item.name == f"{begin}{number}.part" and number.isdigit() and not Path(f"/proc/{number}").exists():
-            item.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the new name to the disk, where the system can."""
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(number)
-    except OSError:  # nor do some network file systems take this
-        pass
-    finally:
-        os.close(number)
 
 
 def _damage(path: Path) -> str | None:

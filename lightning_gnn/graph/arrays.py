@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import stat
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,8 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
+
+from lightning_gnn.runtime.whole_files import whole_file
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Python names the flag from version 3.13 on.
@@ -194,21 +195,15 @@ def new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
     Raises:
         OSError: The disk has no room for it, or cannot be written to.
     """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        with part.open("xb") as file:
+        with whole_file(path) as file:
             reserve(file, size, path)
             yield file
             file.truncate()  # what was reserved and not written
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
         if error.errno in _FULL and not str(error).endswith(_ADVICE):
             raise _no_room(path, size, error) from None
         raise
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def reserve(file: IO[bytes], size: int, path: Path) -> None:

@@ -15,7 +15,8 @@ import yaml
 from lightning_gnn.planning.dual_buffer import DualBuffer
 from lightning_gnn.planning.plan import aligned
 from lightning_gnn.planning.stage_times import Duration, StageTimes
-from lightning_gnn.runtime.documents import read_text, read_yaml, write_whole
+from lightning_gnn.runtime.documents import read_text, read_yaml
+from lightning_gnn.runtime.whole_files import write_whole
 
 Mode = Literal["collective", "cpu", "gpu"]
 _BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
@@ -172,7 +173,7 @@ class CollectivePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
-        write_whole(Path(path), self.to_yaml())
+        write_whole(path, self.to_yaml())
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:

@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gnn.runtime.documents import flush
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, identity, is_settled
 from lightning_gnn.runtime.place import cache_root, is_writable, say_once
+from lightning_gnn.runtime.whole_files import flush
 
 KINDS = {
     "topology": "sorted edges of data folders",
