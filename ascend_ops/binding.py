@@ -5,7 +5,6 @@ Needs CANN (toolkit and environment), torch_npu, cmake, a C++ compiler and an At
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .build import CSRC, ROOT, keep_folder
+from .build import CSRC, ROOT, digest, keep_folder
 
 HOST = ROOT / "host"
 LIBRARY = "liblightning_gnn_ascend.so"
@@ -143,16 +142,11 @@ def _torch_npu() -> Path:
 
 def _digest(chip: str) -> str:
     """Identify everything that the library is made of, the releases of torch, torch_npu and CANN included."""
-    hasher = hashlib.sha256()
     home = Path(os.environ["ASCEND_HOME_PATH"]).resolve()
     stamps = [*sorted(home.glob("version.*")), *sorted(home.glob("*.info")), _torch_npu() / "version.py"]
     words = [chip, torch.__version__, str(home), str(_torch_npu()), os.environ.get("CXX", "")]
-    for word in words:
-        hasher.update(word.encode() + b"\0")
-    for file in [*stamps, *sorted(CSRC.glob("*")), *sorted(HOST.glob("*"))]:
-        if file.is_file():
-            hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return hasher.hexdigest()[:32]
+    files = [*stamps, *sorted(CSRC.glob("*")), *sorted(HOST.glob("*"))]
+    return digest(words, (file for file in files if file.is_file()))
 
 
 def _compile(chip: str, library: Path, say: Callable[[str], None]) -> None:

@@ -118,9 +118,9 @@ def build(
     path, version = compiler()
     flags = _flags(sanitize)
     headers = sorted((TWIN / "include").rglob("*.h"))
-    base = _digest([version, *flags], headers)
+    base = digest([version, *flags], headers)
     parts = sorted((TWIN / "src").glob("*.cpp"))
-    runtime_key = _digest([base], [*parts, *(TWIN / "src").glob("*.h")])
+    runtime_key = digest([base], [*parts, *(TWIN / "src").glob("*.h")])
     wanted = [(source, kernels_in(source)) for source in sources]
     for source, kernels in wanted:
         if not kernels:
@@ -148,7 +148,7 @@ def build(
                 _kernel(path, flags, source, kernels, runtime, folder / file)
 
             # The library names the runtime's folder.
-            key = _digest([runtime_key, str(runtime)], _needed(source))
+            key = digest([runtime_key, str(runtime)], _needed(source))
             return keep_folder("twin", key, make, f"{source.name}, {version}") / file
 
         libraries = list(pool.map(library, wanted))
@@ -190,7 +190,8 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
-def _digest(words: Iterable[str], files: Iterable[Path]) -> str:
+def digest(words: Iterable[str], files: Iterable[Path]) -> str:
+    """Return 32 hexadecimal digits that change with the words and with names and content of the files."""
     hasher = hashlib.sha256()
     for word in words:
         hasher.update(word.encode() + b"\0")

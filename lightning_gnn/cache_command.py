@@ -9,14 +9,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from lightning_gnn.runtime.documents import read_json, read_text
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
 from lightning_gnn.runtime.place import cache_root
 from lightning_gnn.runtime.store import KINDS, entries, is_held, locked, remove, sweep
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,11 +62,11 @@ def _list(root: Path, console: Console) -> int:
         for path in entries(root, kind):
             total += (size := _size(path))
             title, made = _about(path)
-            table.add_row(kind, title, _bytes(size), _age(made))
+            table.add_row(kind, title, decimal(size), _age(made))
     if table.row_count:
         console.print(table)
     count = table.row_count
-    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {_bytes(total)} in {root}")
+    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {decimal(total)} in {root}")
     return 0
 
 
@@ -117,7 +116,7 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
             else:
                 failed = True
         if gone:
-            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {_bytes(size)}")
+            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {decimal(size)}")
     if not failed and not any(entries(root, kind) for kind in kinds):
         console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
     return int(failed)
@@ -130,11 +129,9 @@ def _in_use(root: Path, kind: str, path: Path) -> bool:
         if (path / "lock").exists():  # layer outputs, which are written as long as a run lasts
             with FileLock(path / "lock", timeout=0):
                 pass
-    except Timeout:
-        return True
-    except OSError:  # a read-only store
         return False
-    return False
+    except OSError as error:
+        return isinstance(error, Timeout)  # else the store is read-only
 
 
 def _remove(path: Path, console: Console) -> bool:
@@ -165,13 +162,6 @@ def _size(path: Path) -> int:
     """Return the bytes on the disk."""
     found = [path, *path.rglob("*")] if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in found if not file.is_dir())
-
-
-def _bytes(size: float) -> str:
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def _age(made: float) -> str:

@@ -115,11 +115,9 @@ def _metric_state(metric: Metric) -> dict[str, Any] | None:
     """Return the states of a metric, None if they are not made of tensors."""
     values = {name: getattr(metric, name) for name in metric._defaults}
     flat = [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
-    return {name: _to(value, "cpu") for name, value in values.items()} if all(map(_is_tensor, flat)) else None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    if not all(isinstance(item, Tensor) for item in flat):
+        return None
+    return {name: _to(value, "cpu") for name, value in values.items()}
 
 
 def _to(value: Any, device: Any) -> Any:

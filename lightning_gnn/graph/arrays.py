@@ -151,12 +151,12 @@ def _mapped(file: IO[bytes], size: int, path: Path) -> mmap.mmap:
     )
 
 
-def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray]) -> None:
+def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray | None]) -> None:
     """Write ``.npy`` files into a folder; until all of them are on the disk, none is seen under its name.
 
     Args:
         folder: The folder, which is made.
-        arrays: What to write, by the name without ``.npy``; the first one gets its name last.
+        arrays: What to write, by the name without ``.npy``, None: nothing; the first one gets its name last.
 
     Raises:
         OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
@@ -164,6 +164,8 @@ def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray]) -> None
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         for name, array in arrays.items():
+            if array is None:
+                continue
             values = array.detach().cpu().numpy() if isinstance(array, Tensor) else array
             size = len(_header(values.dtype, values.shape)) + values.nbytes
             file = stack.enter_context(new_file(folder / f"{name}.npy", size))

@@ -15,6 +15,7 @@ from lightning_gnn.graph.build import Limits
 from lightning_gnn.graph.chunks import ARRAYS, Chunks
 from lightning_gnn.planning.grouping import PlanSettings
 from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.whole_files import write_whole
 
 if TYPE_CHECKING:
     from lightning_gnn.graph.compress import CompressedGraph
@@ -42,10 +43,8 @@ def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
     tensors |= {f"backward_{name}": tensor for name, tensor in graph.backward.tensors().items()}
     if graph.shares_chunks:
         tensors = {n: t for n, t in tensors.items() if not n.startswith("backward_") or n == "backward_edge_ids"}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if (weight_ids := graph.cache.get("weight_ids")) is not None:
-        tensors["weight_ids"] = weight_ids
-    save_arrays(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    tensors["weight_ids"] = graph.cache.get("weight_ids")
+    save_arrays(folder, tensors)
     meta = {
         "format": _FORMAT,
         "num_sources": graph.num_sources,
@@ -55,10 +54,10 @@ def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
         "backward_order": graph.backward_order,
         "settings": asdict(graph.settings),
         "limits": None if graph.limits is None else asdict(graph.limits),
-        "arrays": sorted(tensors),
+        "arrays": sorted(name for name, tensor in tensors.items() if tensor is not None),
     }
     # Last: without it an interrupted save is no graph.
-    (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    write_whole(folder / _META, json.dumps(meta, indent=1))
     return folder
 
 

@@ -187,8 +187,7 @@ class CSCGraph:
             OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
         """
         folder = Path(folder)
-        arrays = {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids}
-        save_arrays(folder, {name: tensor for name, tensor in arrays.items() if tensor is not None})
+        save_arrays(folder, {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids})
         if self.edge_ids is None:  # those of a graph that was here before
             (folder / "edge_ids.npy").unlink(missing_ok=True)
         return folder

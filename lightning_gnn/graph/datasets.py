@@ -13,7 +13,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -25,11 +25,11 @@ from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.graph.arrays import check_file, load_array
-from lightning_gnn.graph.folder import is_writable, load_folder
+from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.graph.papers100m import convert_papers100m
 from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
 from lightning_gnn.graph.processed import processed_elsewhere
-from lightning_gnn.runtime.place import cache_root
+from lightning_gnn.runtime.place import cache_root, is_writable
 from lightning_gnn.runtime.store import checksum, locked
 
 __all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
@@ -195,21 +195,15 @@ def _from_pyg(
     """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only."""
     base = root / folder
     raw = [base / "raw" / file for file in files]
-    with ExitStack() as stack:
-        stack.enter_context(_one_process(base))
-        processed = base / "processed" / "data.pt"
-        if not processed.exists() and not is_writable(base):
-            if missing := _missing(raw):
-                raise FileNotFoundError(
-                    f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
-                    "written to"
-                )
-            stack.enter_context(_unpickling(trust))
-            stack.enter_context(_explain(f"the dataset in {base}", base, raw))
-            return processed_elsewhere(make, base, folder, raw)
-        stack.enter_context(_unpickling(trust))
-        stack.enter_context(_explain(f"the dataset in {base}", base, raw, processed))
-        return make(str(root))[0]
+    with _one_process(base):
+        elsewhere = not (base / "processed" / "data.pt").exists() and not is_writable(base)
+        if elsewhere and (missing := _missing(raw)):
+            raise FileNotFoundError(
+                f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
+                "written to"
+            )
+        with _unpickling(trust), _explain(f"the dataset in {base}", base, raw):
+            return processed_elsewhere(make, base, folder, raw) if elsewhere else make(str(root))[0]
 
 
 def _missing(paths: Sequence[Path]) -> str:
@@ -217,11 +211,11 @@ def _missing(paths: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _explain(name: str, base: Path, raw: Sequence[Path], processed: Path | None = None) -> Iterator[None]:
+def _explain(name: str, base: Path, raw: Sequence[Path]) -> Iterator[None]:
     """Turn what goes wrong while a dataset is downloaded and processed into one message that says what to do."""
-    had_processed = processed is not None and processed.exists()
-    folders = {base / "processed", *base.glob("split/*"), *(() if processed is None else (processed.parent,))}
-    stored = sorted(path for folder in folders for path in folder.glob("*.pt"))
+    processed = base / "processed" / "data.pt"
+    had_processed = processed.exists()
+    stored = sorted([*base.glob("processed/*.pt"), *base.glob("split/*/*.pt")])
     for path in (*raw, *stored):
         if os.path.lexists(path):  # a FIFO would be waited for
             check_file(path)

@@ -22,10 +22,7 @@ from lightning_gnn.graph.csc import (
     sort_by_target,
 )
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.runtime.place import is_writable
 from lightning_gnn.runtime.store import checked_once, checksum, kept
-
-__all__ = ["is_writable", "load_folder", "save_folder", "write_csc"]
 
 SPLITS = ("train", "val", "test")
 _LAYOUT = (
@@ -131,15 +128,13 @@ def save_folder(data: Data, root: str | Path) -> Path:
     for name in ("x", "edge_index", *_TOPOLOGY, *arrays):
         if os.path.lexists(root / f"{name}.npy"):
             raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
-    topology = {name: getattr(graph, name) for name in _TOPOLOGY if getattr(graph, name) is not None}
-    save_arrays(
-        root, {"x": features.values, **arrays, **topology}
-    )  # x gets its name last: without it there is no graph
+    topology = {name: getattr(graph, name) for name in _TOPOLOGY}
+    save_arrays(root, {"x": features.values, **arrays, **topology})  # x gets its name last: without it, no graph
     return root
 
 
 def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: bool = True) -> None:
-    """Sort an edge list by target straight into the files of a new folder, holding only ``16 * N`` bytes in memory.
+    """Sort an edge list by target straight into the files of a folder, holding only ``16 * N`` bytes in memory.
 
     Args:
         edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
@@ -159,7 +154,7 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
     row, col = edge_index[0].numpy(), edge_index[1].numpy()
     dtypes = {"indices": index_dtype(num_nodes), "edge_ids": index_dtype(row.size)}
     needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     check_room(folder, needed + (1 << 20))
     indices, order = (
         np.asarray(create_array(folder / f"{name}.npy", dtype, (row.size,))) for name, dtype in dtypes.items()

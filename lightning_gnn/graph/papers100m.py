@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from lightning_gnn.graph.arrays import load_array, new_file, save_arrays
-from lightning_gnn.graph.folder import _class_numbers, is_writable, load_folder, write_csc
+from lightning_gnn.graph.folder import _class_numbers, load_folder, write_csc
+from lightning_gnn.runtime.place import is_writable
 
 _PAPERS_URL = "http://snap.stanford.edu/ogb/data/nodeproppred/papers100M-bin.zip"
 _PAPERS_FILES = (
@@ -64,11 +65,8 @@ def convert_papers100m(source: str | Path, folder: str | Path) -> None:
         save_arrays(partial, {"y": y})
         for split, path in zip(("train", "val", "test"), splits, strict=True):
             save_arrays(partial, {f"{split}_idx": _read_ids(path)})
-        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial / "csc", edge_ids=False)
+        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial, edge_ids=False)
         (partial / "edge_index.npy").unlink()
-        for path in (partial / "csc").iterdir():
-            path.rename(partial / path.name)
-        (partial / "csc").rmdir()
         load_folder(partial)  # its checks run once, here
         partial.rename(folder)
     except (TypeError, ValueError) as error:

@@ -221,25 +221,22 @@ def layer_outputs(
         if chosen is None:
             yield Outputs()
             return
-        lock = FileLock(chosen / "lock", timeout=0)
         try:
-            lock.acquire()
+            stack.enter_context(FileLock(chosen / "lock", timeout=0))
         except Timeout:
             raise RuntimeError(f"{chosen} is in use by another process; choose another folder for inference") from None
-        done = False
         files = OutputFiles(chosen, name, num_layers)
+        cached = folder is None and chosen.name == name
+        done = False
         try:
             yield files
             done = True
         finally:
-            try:
-                if not done and name is not None:
-                    files.note()
-                    if files.begun and (folder is not None or chosen.name == name):
-                        rank_zero_warn(f"Stopped in layer {files.layer + 1}; the same run again goes on from {chosen}")
-            finally:
-                lock.release()
-            if (done or not files.begun) and folder is None and chosen.name == name:
+            if not done and name is not None:
+                files.note()
+                if files.begun and (folder is not None or cached):
+                    rank_zero_warn(f"Stopped in layer {files.layer + 1}; the same run again goes on from {chosen}")
+            if cached and (done or not files.begun):
                 # On Linux and macOS a mapped file lives on without a name; elsewhere it stays where it is.
                 with suppress(OSError):
                     remove(chosen)

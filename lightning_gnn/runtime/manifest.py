@@ -132,10 +132,10 @@ class Manifest:
     def _hash(self, path: Path, name: str) -> str:
         """Return the hash of a file, and remember the file if nobody could change it unseen since."""
         self.seen.pop(name, None)
-        start, before = time.time_ns(), path.stat()
+        before = path.stat()
+        settled = is_settled(before)
         digest = hash_file(path)
-        changed = before.st_ctime_ns if os.name == "posix" else before.st_mtime_ns
-        if start - changed > _SETTLED_NS and identity(path.stat()) == identity(before):
+        if settled and identity(path.stat()) == identity(before):
             self.seen[name] = identity(before)
         return digest
 

@@ -23,14 +23,14 @@ def cache_root(given: str | Path | None = None) -> Path | None:
             (``$XDG_CACHE_HOME/lightning-gnn``, by default ``~/.cache/lightning-gnn``).
     """
     default = user_cache_path("lightning-gnn", appauthor=False)
+    chosen = given or os.environ.get("LIGHTNING_GNN_CACHE") or default
     try:
-        wanted = Path(given or os.environ.get("LIGHTNING_GNN_CACHE") or default).expanduser().absolute()
+        wanted = Path(chosen).expanduser().absolute()
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_private(wanted):
             return wanted
     except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
-        place = given or os.environ.get("LIGHTNING_GNN_CACHE") or default
-        say_once(f"cached files cannot be kept in {place} ({error}); what is cached is made anew each time")
+        say_once(f"cached files cannot be kept in {chosen} ({error}); what is cached is made anew each time")
         return None
     number = os.geteuid()
     others = [default if default != wanted else default.with_name(f"{default.name}-{number}")]

@@ -141,11 +141,11 @@ def checked_once(files: Sequence[Path], check: Callable[[], Any]) -> None:
     """Run a check of files that passes for good, unless it passed before and none of them changed since."""
     key = checksum("checked", *(str(path.resolve()) for path in files))
     before = [path.stat() for path in files]
-    now = [identity(found) for found in before]
+    settled, now = all(map(is_settled, before)), list(map(identity, before))
     if find("checks", key, lambda folder, fresh: (folder / "identity").read_text()) == repr(now):
         return
     check()
-    if all(map(is_settled, before)) and now == [identity(path.stat()) for path in files]:
+    if settled and now == [identity(path.stat()) for path in files]:
         keep("checks", key, lambda folder: (folder / "identity").write_text(repr(now)), title=str(files[0].parent))
 
 
@@ -157,7 +157,7 @@ def scratch(kind: str) -> Iterator[Path | None]:
         yield None
         return
     key = uuid.uuid4().hex
-    part = root / kind / f".{key}.{uuid.uuid4().hex}.part"
+    part = _part(root / kind / key)
     with locked(root, kind, key) as alone:
         try:
             if alone:
@@ -241,7 +241,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: It cannot be removed.
     """
-    away = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    away = _part(path)
     path.rename(away)
     discard(away)
 
@@ -285,7 +285,7 @@ def _write(
     alone: bool,
 ) -> bool:
     folder = root / kind / key
-    part = folder.with_name(f".{key}.{uuid.uuid4().hex}.part")
+    part = _part(folder)
     if not is_writable(root):
         say_once(f"{title}: cannot be kept, {root} is read-only; it is made anew each time", str(folder))
         return False
@@ -309,6 +309,10 @@ def _write(
         return False
     finally:
         discard(part)
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
 
 
 def _lock_path(root: Path, kind: str, key: str) -> Path:

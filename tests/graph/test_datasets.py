@@ -22,7 +22,8 @@ from torch_geometric.datasets import Flickr, Planetoid, Reddit
 from lightning_gnn.datamodules import NeighborDataModule
 from lightning_gnn.graph import papers100m
 from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
-from lightning_gnn.graph.folder import is_writable, load_folder
+from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.runtime.place import is_writable
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"
 needs_planetoid = pytest.mark.skipif(

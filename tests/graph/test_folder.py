@@ -15,8 +15,9 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.datamodules import NeighborDataModule
 from lightning_gnn.graph import CSCGraph, folder
-from lightning_gnn.graph.folder import is_writable, load_folder, save_folder
+from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.runtime import manifest
+from lightning_gnn.runtime.place import is_writable
 
 N, F, E = 50, 4, 300
 
