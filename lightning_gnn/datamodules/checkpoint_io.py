@@ -82,8 +82,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             if zipfile.is_zipfile(target) and isinstance(error, (pickle.UnpicklingError, AttributeError, ImportError)):
-                error.add_note(f"{target} could not be read")  # type: ignore[union-attr]  # it holds a type that is not allowed, or not there
-                raise
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"{target} could not be read")
+                raise  # it holds a type that is not allowed, or not there
             raise ValueError(_message(target, f"cannot be read as a checkpoint: {_first_line(error)}")) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise ValueError(_message(target, "is not a checkpoint of a Trainer: it holds no state_dict"))

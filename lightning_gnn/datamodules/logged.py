@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,18 +11,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-_FIELDS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
+_FIELDS = tuple(field.name for field in fields(_Metadata) if field.name not in ("reduce_fx", "_sync"))
 _REDUCTIONS = ("mean", "max", "min", "sum")
 
 

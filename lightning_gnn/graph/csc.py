@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -237,7 +238,7 @@ def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
         count = operator.index(num_nodes)
     if count < 0:
         raise ValueError(f"num_nodes must not be negative, but is {count}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**50
+    memory = psutil.virtual_memory().total
     if 8 * count > memory:
         raise ValueError(
             f"a graph of {count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, but this machine has "

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,13 +82,8 @@ def planetoid(
     name = _PLANETOID[name.lower()]
     files = [f"ind.{name.lower()}.{suffix}" for suffix in SUFFIXES]
     transform = NormalizeFeatures() if normalize_features else None
-    return _from_pyg(
-        lambda folder: _Planetoid(folder, name, split=split, transform=transform),
-        Path(root),
-        name,
-        files,
-        trust,
-    )
+    make = partial(_Planetoid, name=name, split=split, transform=transform)
+    return _from_pyg(make, Path(root), name, files, trust)
 
 
 def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
@@ -105,7 +101,7 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
         RuntimeError: Files are missing, and the download failed.
         ValueError: A file is damaged or asks for code to be run.
     """
-    return _from_pyg(lambda folder: Reddit(folder), Path(root), ".", ["reddit_data.npz", "reddit_graph.npz"], trust)
+    return _from_pyg(Reddit, Path(root), ".", ["reddit_data.npz", "reddit_graph.npz"], trust)
 
 
 def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
@@ -125,7 +121,7 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
         ValueError: A file is damaged or asks for code to be run.
     """
     files = ["adj_full.npz", "feats.npy", "class_map.json", "role.json"]
-    return _from_pyg(lambda folder: Flickr(folder), Path(root), ".", files, trust)
+    return _from_pyg(Flickr, Path(root), ".", files, trust)
 
 
 def ogbn(
@@ -186,11 +182,7 @@ def ogbn(
 
 
 def _from_pyg(
-    make: Callable[[str], InMemoryDataset],
-    root: Path,
-    folder: str,
-    files: Sequence[str],
-    trust: bool,
+    make: Callable[[str], InMemoryDataset], root: Path, folder: str, files: Sequence[str], trust: bool
 ) -> Data:
     """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only."""
     base = root / folder

@@ -175,10 +175,7 @@ class FeatureTable:
         """
         path = Path(path)
         name = path.stem if path.suffix == ".npy" else path.name
-        arrays = {name: self.values}
-        if self.scales is not None:
-            arrays[f"{name}.scales"] = self.scales
-        save_arrays(path.parent, arrays)
+        save_arrays(path.parent, {name: self.values, f"{name}.scales": self.scales})
         return path.with_name(f"{name}.npy")
 
     @classmethod
@@ -193,7 +190,8 @@ class FeatureTable:
         """
         path = Path(path)
         values = load_array(path, mmap)
-        scales = load_array(_scales_path(path), mmap=False) if values.dtype == torch.int8 else None
+        beside = path.with_name(f"{path.stem}.scales.npy")
+        scales = load_array(beside, mmap=False) if values.dtype == torch.int8 else None
         try:
             return cls(expect_scattered_reads(values) if mmap else values, scales=scales)
         except (TypeError, ValueError) as error:
@@ -203,10 +201,6 @@ class FeatureTable:
         kind = self.dtype if self.scales is None else self.values.dtype
         cache = f", cache_rows={self.cache_rows}" if self.cache is not None else ""
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_features={self.num_features}, {kind}{cache})"
-
-
-def _scales_path(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.scales.npy")
 
 
 def check_finite_rows(

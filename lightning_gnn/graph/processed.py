@@ -14,12 +14,7 @@ from torch_geometric.data import Data, InMemoryDataset
 from lightning_gnn.runtime.store import checksum, kept
 
 
-def processed_elsewhere(
-    make: Callable[[str], InMemoryDataset],
-    base: Path,
-    folder: str,
-    raw: Sequence[Path],
-) -> Data:
+def processed_elsewhere(make: Callable[[str], InMemoryDataset], base: Path, folder: str, raw: Sequence[Path]) -> Data:
     """Make a PyG dataset from raw files in a read-only folder.
 
     Args:
