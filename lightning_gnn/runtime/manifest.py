@@ -62,7 +62,6 @@ class Manifest:
         """Take in all files of a folder, and bring them to the disk."""
         for name in listing(folder):
             flush(folder / name)
-        for name in listing(folder):
             self.files[name] = ((folder / name).stat().st_size, self._hash(folder / name, name))
 
     def verify(self, folder: Path, sources: Iterable[Path] = (), everything: bool = False) -> bool:

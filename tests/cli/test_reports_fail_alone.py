@@ -52,10 +52,10 @@ def test_a_matplotlib_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
 
 
 def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
-    def full(self, content):
+    def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("lightning_gnn.runtime.whole_files.whole_file", full)
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out
