@@ -276,13 +276,7 @@ def _find(folder: Path, read: Read[T], sources: Sequence[Path]) -> T | None:
 
 
 def _write(
-    root: Path,
-    kind: str,
-    key: str,
-    make: Callable[[Path], Any],
-    title: str,
-    sources: Sequence[Path],
-    alone: bool,
+    root: Path, kind: str, key: str, make: Callable[[Path], Any], title: str, sources: Sequence[Path], alone: bool
 ) -> bool:
     folder = root / kind / key
     part = _part(folder)
