@@ -18,10 +18,10 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
+from lightning_gnn.batching.options import closest
 from lightning_gnn.check_arguments import check_arguments, fits, shown
 from lightning_gnn.command_line import check_writable
 from lightning_gnn.datamodules import LinkDataModule
-from lightning_gnn.errors import closest
 from lightning_gnn.saved_run import KeepConfig
 
 MODES = ("train", "test", "predict")
@@ -100,7 +100,7 @@ def check_arguments_of(cfg: DictConfig) -> None:
         raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
     strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
-        hint = closest(strategy, known)
+        hint = closest(strategy, known, aside=True)
         raise ValueError(f"trainer.strategy={strategy} is unknown{hint}; strategy=auto, ddp, hyscale or ascend_hybrid")
 
 

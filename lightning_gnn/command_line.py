@@ -23,8 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_gnn.batching.options import closest
 from lightning_gnn.console import console, say
-from lightning_gnn.errors import UserError, closest
+from lightning_gnn.errors import UserError
 from lightning_gnn.saved_run import Rebuilt, rebuild
 
 COMMANDS = ("cache", "doctor", "plan")
@@ -154,7 +155,9 @@ def _explain(error: Exception, typed: list[str]) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is unknown{closest(name, error.options)}: there are {', '.join(error.options)}"
+        return (
+            f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
+        )
     if isinstance(error, OverrideParseException):
         return _no_override(error.override, text)
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -121,10 +121,10 @@ def keywords_of(kind: type) -> set[str]:
     return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
 
 
-def closest(name: str, names: Collection[str]) -> str:
-    """Return a question that names the most similar of some names, empty where none is."""
-    found = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
+    """Return a question that names the most similar of some names, empty where none is; ``aside`` in parentheses."""
+    found = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
+    return "".join(f" ({question})" if aside else f"; {question}" for question in found)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -144,4 +144,4 @@ def _checked(name: str, value: Any) -> Any:
 def _unknown(name: str, taken: Collection[str]) -> str:
     if name in _SAMPLERS:
         return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
-    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {'self'})}"
+    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS})}"

@@ -61,13 +61,11 @@ class MiniBatchDataModule(ResumableDataModule):
         self._graph: CompressedGraph | None = None
         self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
         self.loader_kwargs = training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
-        self.shuffle: bool = self.loader_kwargs.pop("shuffle", True)
+        self.shuffle = self.loader_kwargs.pop("shuffle", None) is not False
         own, self.sampler_overrides = evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
-        self.eval_loader_kwargs = {**self.loader_kwargs, **own}
+        not_shared = ("sampler", "batch_sampler", "drop_last")
+        self.eval_loader_kwargs = {k: v for k, v in self.loader_kwargs.items() if k not in not_shared} | own
         self._own_eval_batch_size = "batch_size" in own
-        for key in ("sampler", "batch_sampler", "drop_last"):
-            if key not in own:
-                self.eval_loader_kwargs.pop(key, None)
         self._passes = 0
 
     def _take_graph(
