@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.console import warn
-from lightning_gnn.report.files import reporting, write_whole
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
+from lightning_gnn.report.failures import reporting
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text, write_whole
 
 FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
 SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
@@ -136,7 +136,7 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
     writer = csv.DictWriter(text, _columns(rows), restval="")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, text.getvalue().encode())
+    write_whole(path, text.getvalue())
 
 
 def _print(rows: list[dict[str, Any]], path: Path) -> None:

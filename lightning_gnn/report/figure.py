@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from lightning_gnn.report.files import write_whole
+from lightning_gnn.runtime.documents import write_whole
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#3b6fb6", "#e08a2e", "#4a9b6e", "#c3c7cd", "#b8473d", "#30343b"
 STYLE: Any = {
@@ -63,7 +63,8 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as a whole PNG file."""
     image = BytesIO()
     figure.savefig(image, format="png", dpi=130)
-    return write_whole(path, image.getvalue())
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(Path(path), image.getvalue())
 
 
 def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[str, str]) -> None:

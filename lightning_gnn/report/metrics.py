@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_gnn.report.files import write_whole
+from lightning_gnn.runtime.documents import write_whole
 
 
 class MeasuredEpoch(Protocol):
@@ -55,7 +55,8 @@ def collect_metrics(
 def write_metrics(metrics: dict[str, Any], directory: str | Path) -> Path:
     """Write ``metrics.json``; figures that are no finite number become null, which JSON has no other word for."""
     text = json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n"
-    return write_whole(Path(directory) / "metrics.json", text.encode())
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return write_whole(Path(directory) / "metrics.json", text)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gnn.planning.timeline import Timeline
-from lightning_gnn.report.files import write_whole
+from lightning_gnn.runtime.documents import write_whole
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def save_trace(
     for event in events:
         if "ts" in event:
             event["ts"] += 1e6 * early
-    return write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def first_batches(timeline: Timeline, num_batches: int) -> Timeline:

@@ -79,13 +79,13 @@ def read_json(text: str) -> Any:
         raise ValueError("the JSON is nested too deeply") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file beside its place, bring it to the disk and move it there."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file beside its place, bring it to the disk and move it there; a failure leaves what was there before."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         flush(part)
-        os.replace(part, path)
+        return part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
