@@ -53,6 +53,11 @@ class PreparationTimes:
     features_s: float = 0.0
     wait_s: float = 0.0
 
+    def add(self, more: PreparationTimes) -> None:
+        """Add up."""
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
+
     def reset(self) -> None:
         """Set all figures to zero."""
         self.__init__()  # type: ignore[misc]
@@ -374,13 +379,8 @@ class _ThreadedIterator:
             self._pipeline = self._begin()
         prepared = next(self._pipeline)
         batch, cost = loader.finish(prepared), prepared.cost
-        times = loader.times
-        times.batches += 1
-        times.nodes += cost.nodes
-        times.edges += cost.edges
-        times.sampling_s += cost.sampling_s
-        times.features_s += cost.features_s
-        times.wait_s += time.perf_counter() - start
+        cost.wait_s = time.perf_counter() - start
+        loader.times.add(cost)
         return batch
 
     def _begin(self) -> OrderedPipeline:

@@ -48,6 +48,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _TIMES = [f"input_{split}time" for split in ("", "train_", "val_", "test_", "pred_")] + ["edge_label_time"]
 _REFUSED.update(dict.fromkeys(_TIMES, _REFUSED["time_attr"]))
 
+_LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 _SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend")
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
@@ -128,15 +129,13 @@ def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name == "batch_size":
-        return whole_number(value, name, 1)
-    if name == "num_workers":
-        return whole_number(value, name, 0)
-    if name == "prefetch_factor":
-        return None if value is None else whole_number(value, name, 1)
+    if value is None and name in ("prefetch_factor", "shuffle", "transform", "transform_sampler_output"):
+        return None
+    if name in _LEAST:
+        return whole_number(value, name, _LEAST[name])
     if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
-        return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
-    if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
+        return true_or_false(value, name)
+    if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     return value
 
