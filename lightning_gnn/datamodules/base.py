@@ -72,9 +72,9 @@ class MiniBatchDataModule(ResumableDataModule):
         self, data: Any, sampler: Any, num_neighbors: Any, replace: bool, disjoint: bool, check_features: bool
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
-        for name, value in (("replace", replace), ("disjoint", disjoint), ("check_features", check_features)):
-            true_or_false(value, name)
-        check_node_data(data, check_features)
+        true_or_false(replace, "replace")
+        true_or_false(disjoint, "disjoint")
+        check_node_data(data, true_or_false(check_features, "check_features"))
         if sampler is not None:
             check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
         elif num_neighbors is None:

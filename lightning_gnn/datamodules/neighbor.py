@@ -13,7 +13,7 @@ from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.batching import ThreadedNodeLoader
-from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule
 from lightning_gnn.datamodules.full_batch import mask_of
 from lightning_gnn.graph.checks import check_labels, check_nodes
 from lightning_gnn.nn.inference import FullInference
@@ -82,17 +82,12 @@ class NeighborDataModule(MiniBatchDataModule):
         kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
         super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
         self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
-        given = {
-            "train": input_train_nodes,
-            "val": input_val_nodes,
-            "test": input_test_nodes,
-            "predict": input_pred_nodes,
-        }
+        given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
-        for stage, nodes in given.items():
-            name, nodes = (
-                _found_in(data, stage) if nodes is None else (f"input_{stage.removesuffix('ict')}_nodes", nodes)
-            )
+        for stage, nodes in zip(LOADER_IDS, given, strict=True):
+            name = f"input_{stage.removesuffix('ict')}_nodes"
+            if nodes is None:
+                name, nodes = _found_in(data, stage)
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
