@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
+from lightning_gnn.batching.keyed_random import keyed_random
+from lightning_gnn.batching.options import closest
 from lightning_gnn.check_arguments import check_arguments, fits, shown
 from lightning_gnn.command_line import check_writable
 from lightning_gnn.datamodules import LinkDataModule
-from lightning_gnn.errors import closest
 from lightning_gnn.saved_run import KeepConfig
 
 MODES = ("train", "test", "predict")
@@ -100,7 +100,7 @@ def check_arguments_of(cfg: DictConfig) -> None:
         raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
     strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
-        hint = closest(strategy, known)
+        hint = closest(strategy, known, aside=True)
         raise ValueError(f"trainer.strategy={strategy} is unknown{hint}; strategy=auto, ddp, hyscale or ascend_hybrid")
 
 
@@ -246,14 +246,9 @@ def _split_links(data: Data, num_train: float, num_val: float, num_test: float, 
         add_negative_train_samples=False,
         disjoint_train_ratio=num_train,
     )
-    state = random.getstate()  # PyG draws non-edges from Python's stream
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
+        with keyed_random(int(seed)):  # PyG draws non-edges from Python's stream
             train, val, test = split(graph)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
-    finally:
-        random.setstate(state)
     return train, val, test

@@ -10,8 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_gnn.batching.options import closest
 from lightning_gnn.datamodules import FullGraphDataModule
-from lightning_gnn.errors import closest
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number",
@@ -51,7 +51,7 @@ def check_arguments(
     if not more or (isinstance(target, type) and issubclass(target, FullGraphDataModule)):  # it refuses all of them
         unknown = [key for key in names if key not in parameters]
         if unknown:
-            listed = ", ".join(f"{key}={shown(given[key])}{closest(key, parameters)}" for key in unknown)
+            listed = ", ".join(f"{key}={shown(given[key])}{closest(key, parameters, aside=True)}" for key in unknown)
             others = [key for key in unknown if f"{name}.{key}" not in typed]
             by = f", which experiment={experiment} sets" if experiment and others == unknown else ""
             advice = f": give {' '.join(f'~{name}.{key}' for key in others)}" if others else ""

@@ -23,8 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_gnn.batching.options import closest
 from lightning_gnn.console import console, say
-from lightning_gnn.errors import UserError, closest
+from lightning_gnn.errors import UserError
 from lightning_gnn.saved_run import Rebuilt, rebuild
 
 COMMANDS = ("cache", "doctor", "plan")
@@ -58,8 +59,7 @@ def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
         except UserError as error:
             say(f"error: {error}", "red")
             raise SystemExit(2) from None
-        if rebuilt is not None:
-            config_name, deletions = rebuilt.config_name, rebuilt.deletions
+        config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
         sys.argv = [*argv, *deletions]
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
@@ -97,8 +97,8 @@ def _typed(arguments: list[str]) -> argparse.Namespace | None:
     return None if more or any(item.startswith("hydra.mode=") for item in typed.overrides) else typed
 
 
-def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt | None:
-    """Compose once, and see what stands in the way of a start.
+def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt:
+    """Compose once, and see what stands in the way of a start; return what to compose then.
 
     Raises:
         UserError: The configuration cannot be composed, or there is no place for its files.
@@ -107,22 +107,20 @@ def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt | None:
         try:
             overrides = OverridesParser.create().parse_overrides(typed.overrides)
             rebuilt = rebuild(config_name, overrides)
-            name, more = (config_name, []) if rebuilt is None else (rebuilt.config_name, rebuilt.deletions)
-            cfg = None
-            for choice in _choices(overrides, typed.multirun):
-                found = compose(name, overrides=[*choice, *more], return_hydra_config=True)
-                cfg = cfg or found
-            assert cfg is not None
+            composed = [
+                compose(rebuilt.config_name, overrides=[*choice, *rebuilt.deletions], return_hydra_config=True)
+                for choice in _choices(overrides, typed.multirun)
+            ]
             if typed.cfg is None:
                 key = "hydra.sweep.dir" if typed.multirun else "hydra.run.dir"
-                check_writable(OmegaConf.select(cfg, key), key)
+                check_writable(OmegaConf.select(composed[0], key), key)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             raise UserError(_explain(error, typed.overrides)) from None
-    if rebuilt is not None and typed.cfg is None:
+    if rebuilt.note and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
-    return rebuilt if rebuilt is not None and rebuilt.config_name != config_name else None
+    return rebuilt
 
 
 def _choices(overrides: list[Override], sweep: bool) -> Iterator[list[str]]:
@@ -154,7 +152,9 @@ def _explain(error: Exception, typed: list[str]) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is unknown{closest(name, error.options)}: there are {', '.join(error.options)}"
+        return (
+            f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
+        )
     if isinstance(error, OverrideParseException):
         return _no_override(error.override, text)
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
@@ -26,12 +25,6 @@ USER_ERRORS = (
 
 class UserError(Exception):
     """Something the user can put right; shown as one line."""
-
-
-def closest(name: str, names: Iterable[str]) -> str:
-    """Return a question with the closest of some names, empty where none is close."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 @contextmanager

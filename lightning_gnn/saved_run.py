@@ -72,12 +72,12 @@ class Rebuilt:
 
     Args:
         config_name: Its name.
-        note: What was found, for the user.
+        note: What was found, for the user; empty for nothing to tell.
         deletions: Overrides that delete what the saved run did not have.
     """
 
     config_name: str
-    note: str
+    note: str = ""
     deletions: list[str] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class _Saved:
     place: str
 
 
-def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt | None:
+def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     """Prepare the configuration that was saved with ``ckpt_path``; call it where Hydra is initialized.
 
     Args:
@@ -97,27 +97,29 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt | None:
         overrides: What was typed. A group's new option takes the place of what was saved of that group.
 
     Returns:
-        None without ``ckpt_path``, or where there is no such file. Where nothing was saved with it, or another task or
-        experiment is asked for, ``config_name`` itself with a note.
+        ``config_name`` itself without ``ckpt_path``, where there is no such file, and, with a note, where nothing was
+        saved with it, or another task or experiment is asked for.
 
     Raises:
         ValueError: The file is no checkpoint.
     """
     typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
     if not typed:
-        return None
+        return Rebuilt(config_name)
     if typed[-1].is_sweep_override():
         return Rebuilt(config_name, "ckpt_path has several values: the configurations saved with them are not used")
     value = typed[-1].value()
     path = Path(str(value)).expanduser()
     if value is None or not path.is_file():
-        return None
+        return Rebuilt(config_name)
     saved = _find(path)
     if isinstance(saved, str):
         return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
-    chosen = [item for item in overrides if item.key_or_group in (*GROUPS, *_OTHER_RUNS)]
     chosen = [
-        item for item in chosen if item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group)
+        item
+        for item in overrides
+        if item.key_or_group in (*GROUPS, *_OTHER_RUNS)
+        and (item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group))
     ]
     for item in chosen:
         if item.key_or_group in _OTHER_RUNS:

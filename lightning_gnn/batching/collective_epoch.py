@@ -184,12 +184,7 @@ class CollectiveEpoch:
         batch = loader.finish(prepared)
         loader.order.append(number)
         self._left -= 1
-        times = loader.times
-        times.batches += 1
-        times.nodes += prepared.cost.nodes
-        times.edges += prepared.cost.edges
-        times.sampling_s += prepared.cost.sampling_s
-        times.features_s += prepared.cost.features_s
+        loader.times.add(prepared.cost)
         if not self._left:
             self.close()
         loader.routes.recorder.begin_model(number)

@@ -343,13 +343,9 @@ class _HybridIterator:
             if not self._pipeline.in_flight:
                 self.close()  # the threads of an epoch end with its last batch
         batch = owner.batch(item)
-        times = owner.times
-        times.batches += 1
-        times.nodes += batch.num_nodes
-        times.edges += batch.num_edges
-        times.sampling_s += item.seconds.get("sample", 0.0) + item.seconds.get("sample_accelerator", 0.0)
-        times.features_s += item.seconds.get("load", 0.0)
-        times.wait_s += time.perf_counter() - start
+        sampling = item.seconds.get("sample", 0.0) + item.seconds.get("sample_accelerator", 0.0)
+        features, wait = item.seconds.get("load", 0.0), time.perf_counter() - start
+        owner.times.add(PreparationTimes(1, batch.num_nodes, batch.num_edges, sampling, features, wait))
         return batch
 
     def resize(self) -> None:

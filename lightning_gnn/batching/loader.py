@@ -23,7 +23,7 @@ from torch_geometric.sampler import SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.batching.keyed_random import keyed_random
-from lightning_gnn.batching.options import checked_options, keywords_of, whole_number
+from lightning_gnn.batching.options import checked_options, keywords_of
 from lightning_gnn.batching.pipeline import OrderedPipeline
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
@@ -52,6 +52,11 @@ class PreparationTimes:
     sampling_s: float = 0.0
     features_s: float = 0.0
     wait_s: float = 0.0
+
+    def add(self, more: PreparationTimes) -> None:
+        """Add up."""
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def reset(self) -> None:
         """Set all figures to zero."""
@@ -92,8 +97,6 @@ class _ThreadedLoader:
     def __init__(
         self,
         *args: Any,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
         seed: int = 0,
         rank: int = 0,
         loader_id: int = 0,
@@ -104,9 +107,6 @@ class _ThreadedLoader:
         sparse_grad: bool = False,
         **kwargs: Any,
     ) -> None:
-        num_workers = whole_number(num_workers, "num_workers", 0)
-        if prefetch_factor is not None:
-            prefetch_factor = whole_number(prefetch_factor, "prefetch_factor", 1)
         kind = "node" if isinstance(self, NodeLoader) else "link"
         kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
         self.seed = seed
@@ -117,8 +117,8 @@ class _ThreadedLoader:
         self.tables = dict(tables or {})
         self.thread_safe = thread_safe
         self.sparse_grad = sparse_grad
-        self.num_threads = num_workers
-        self.prefetch_factor_threads = prefetch_factor or 2
+        self.num_threads: int = kwargs.pop("num_workers", 0)
+        self.prefetch_factor_threads: int = kwargs.pop("prefetch_factor", None) or 2
         self.times = PreparationTimes()
         self._pass = -1
         self._told: int | None = None
@@ -130,12 +130,15 @@ class _ThreadedLoader:
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
                 self.sampler.set_epoch = partial(setattr, self.sampler, "epoch")
         self._check_trained()
-        if num_workers and self.in_training_thread:
-            self.num_threads = 0
+        if self.num_threads and self.in_training_thread:
+            user_code = f"the sampler {type(self._graph_sampler).__name__}"
+            if self.transform_sampler_output is not None:
+                user_code = "transform_sampler_output"
             rank_zero_warn(
-                f"{self._user_code()} may draw from the process's random stream, so mini-batches are prepared in the "
-                f"training thread; thread_safe=True lets {num_workers} worker threads run it"
+                f"{user_code} may draw from the process's random stream, so mini-batches are prepared in the "
+                f"training thread; thread_safe=True lets {self.num_threads} worker threads run it"
             )
+            self.num_threads = 0
 
     def __iter__(self) -> Iterator[Data]:
         return _ThreadedIterator(self)
@@ -338,13 +341,13 @@ class _ThreadedLoader:
         return value.index_select(self.data.__cat_dim__(key, value), ids)
 
     def _check_trained(self) -> None:
-        if self.trained() and not hasattr(self.batch_sampler, "__len__"):
-            raise ValueError(
-                f"data.{self.trained()[0]} requires gradients, but the batch_sampler has no __len__: without it "
-                "Lightning fetches each mini-batch before the step that changes its rows"
-            )
         for key in self.trained():
             value = self.data[key]
+            if not hasattr(self.batch_sampler, "__len__"):
+                raise ValueError(
+                    f"data.{key} requires gradients, but the batch_sampler has no __len__: without it Lightning "
+                    "fetches each mini-batch before the step that changes its rows"
+                )
             if key in self.tables:
                 raise ValueError(f"data.{key} is trained, so no table can stand for it")
             if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value) != 0):
@@ -352,13 +355,8 @@ class _ThreadedLoader:
                     f"sparse_grad=True needs rows, but data.{key}, which requires gradients, has the shape "
                     f"{list(value.shape)}"
                 )
-            if getattr(value, "layout", None) != torch.strided:
+            if value.layout != torch.strided:
                 raise TypeError(f"data.{key} requires gradients and is sparse; use data.{key}.to_dense()")
-
-    def _user_code(self) -> str:
-        if self.transform_sampler_output is not None:
-            return "transform_sampler_output"
-        return f"the sampler {type(self._graph_sampler).__name__}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} batches, num_workers={self.num_threads})"  # type: ignore[arg-type]
@@ -381,13 +379,8 @@ class _ThreadedIterator:
             self._pipeline = self._begin()
         prepared = next(self._pipeline)
         batch, cost = loader.finish(prepared), prepared.cost
-        times = loader.times
-        times.batches += 1
-        times.nodes += cost.nodes
-        times.edges += cost.edges
-        times.sampling_s += cost.sampling_s
-        times.features_s += cost.features_s
-        times.wait_s += time.perf_counter() - start
+        cost.wait_s = time.perf_counter() - start
+        loader.times.add(cost)
         return batch
 
     def _begin(self) -> OrderedPipeline:

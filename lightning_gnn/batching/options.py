@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -48,6 +48,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _TIMES = [f"input_{split}time" for split in ("", "train_", "val_", "test_", "pred_")] + ["edge_label_time"]
 _REFUSED.update(dict.fromkeys(_TIMES, _REFUSED["time_attr"]))
 
+_LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 _SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend")
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
@@ -121,22 +122,20 @@ def keywords_of(kind: type) -> set[str]:
     return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
 
 
-def closest(name: str, names: Collection[str]) -> str:
-    """Return a question that names the most similar of some names, empty where none is."""
-    found = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
+    """Return a question that names the most similar of some names, empty where none is; ``aside`` in parentheses."""
+    found = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
+    return "".join(f" ({question})" if aside else f"; {question}" for question in found)
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name == "batch_size":
-        return whole_number(value, name, 1)
-    if name == "num_workers":
-        return whole_number(value, name, 0)
-    if name == "prefetch_factor":
-        return None if value is None else whole_number(value, name, 1)
+    if value is None and name in ("prefetch_factor", "shuffle", "transform", "transform_sampler_output"):
+        return None
+    if name in _LEAST:
+        return whole_number(value, name, _LEAST[name])
     if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
-        return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
-    if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
+        return true_or_false(value, name)
+    if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     return value
 
@@ -144,4 +143,4 @@ def _checked(name: str, value: Any) -> Any:
 def _unknown(name: str, taken: Collection[str]) -> str:
     if name in _SAMPLERS:
         return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
-    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {'self'})}"
+    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS})}"

@@ -9,14 +9,16 @@ import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_gnn.batching.options import whole_number
+from lightning_gnn.batching.options import true_or_false, whole_number
 from lightning_gnn.datamodules.compressed import compressed_graph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
-from lightning_gnn.datamodules.keywords import evaluation_keywords, training_keywords
+from lightning_gnn.datamodules.keywords import check_sampler, evaluation_keywords, training_keywords, with_overrides
 from lightning_gnn.datamodules.resume import ResumableDataModule
+from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.sampling import NeighborSampler
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
@@ -42,8 +44,6 @@ class MiniBatchDataModule(ResumableDataModule):
         ValueError: An argument is out of range, or an option cannot work.
     """
 
-    data: Any
-    graph_sampler: Any
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
 
@@ -61,14 +61,35 @@ class MiniBatchDataModule(ResumableDataModule):
         self._graph: CompressedGraph | None = None
         self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
         self.loader_kwargs = training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
-        self.shuffle: bool = self.loader_kwargs.pop("shuffle", True)
+        self.shuffle = self.loader_kwargs.pop("shuffle", None) is not False
         own, self.sampler_overrides = evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
-        self.eval_loader_kwargs = {**self.loader_kwargs, **own}
+        not_shared = ("sampler", "batch_sampler", "drop_last")
+        self.eval_loader_kwargs = {k: v for k, v in self.loader_kwargs.items() if k not in not_shared} | own
         self._own_eval_batch_size = "batch_size" in own
-        for key in ("sampler", "batch_sampler", "drop_last"):
-            if key not in own:
-                self.eval_loader_kwargs.pop(key, None)
         self._passes = 0
+
+    def _take_graph(
+        self, data: Any, sampler: Any, num_neighbors: Any, replace: bool, disjoint: bool, check_features: bool
+    ) -> None:
+        """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
+        true_or_false(replace, "replace")
+        true_or_false(disjoint, "disjoint")
+        check_node_data(data, true_or_false(check_features, "check_features"))
+        if sampler is not None:
+            check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
+        elif num_neighbors is None:
+            raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
+        else:
+            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
+        check_edge_data(data)
+        self.data = data
+        self.graph_sampler = sampler
+        self.eval_graph_sampler = with_overrides(sampler, self.sampler_overrides)
+
+    @property
+    def num_neighbors(self) -> list[int] | None:
+        """Fanout of each hop in training, None for a sampler that has none."""
+        return getattr(self.graph_sampler, "num_neighbors", None)
 
     @property
     def batch_size(self) -> int:
@@ -87,6 +108,25 @@ class MiniBatchDataModule(ResumableDataModule):
         if not self._own_eval_batch_size:
             self.eval_loader_kwargs["batch_size"] = batch_size
         self.loader_kwargs["batch_size"] = batch_size
+
+    def train_dataloader(self) -> Any:
+        """Return shuffled mini-batches of the training seeds (or labelled edges)."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> Any:
+        """Return mini-batches for validation, in order, or the whole graph; see ``inference``."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> Any:
+        """Return mini-batches for testing, in order, or the whole graph."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return mini-batches of what is to be predicted, in order, or the whole graph."""
+        return self._loader("predict")
+
+    def _loader(self, stage: str) -> Any:
+        raise NotImplementedError
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
         """Return the arguments of one loader.

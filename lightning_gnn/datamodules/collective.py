@@ -121,7 +121,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             except ValueError as error:
                 rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
 
-    def _loader(self, stage: str, split: str) -> Any:
+    def _loader(self, stage: str) -> Any:
         device = self._device()
         training_device = self._training_device()
         if device is None and self._placed_on is None:
@@ -131,11 +131,11 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         workers = self._workers(training_device)
         self.loader_kwargs["num_workers"] = self.eval_loader_kwargs["num_workers"] = workers
         if stage != "train":
-            loader = super()._loader(stage, split)
+            loader = super()._loader(stage)
             if isinstance(loader, ThreadedNodeLoader):
                 loader.first_batch = self._end_model
             return loader
-        route = super()._loader(stage, split) if device is not None or self.gpu_route == "cpu" else None
+        route = super()._loader(stage) if device is not None or self.gpu_route == "cpu" else None
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
         plan = self._plan_for(training_device, workers, route is not None)
@@ -143,7 +143,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         loader = CollectiveLoader(
             self.data,
             self.graph_sampler,
-            input_nodes=self._nodes[split],
+            input_nodes=self._nodes[stage],
             tables=self._host_tables(route),
             route=route,
             device=training_device,
@@ -155,7 +155,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
             order=self._handed_out,
             on_plan=self._keep,
-            **{**self.loader_arguments(stage, self._count(split)), "pin_memory": False},
+            **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
         )
         self._loaders.add(loader)
         return loader

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
@@ -69,8 +67,10 @@ class FullGraphDataModule(ResumableDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if kwargs:
-            raise TypeError(_unknown(next(iter(kwargs)), keywords_of(type(self))))
+        for name in kwargs:
+            known = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
+            why = ": the whole graph is the only batch, and the masks of data tell the splits"
+            raise TypeError(f"there is no option {name}{why if known else closest(name, keywords_of(type(self)))}")
         true_or_false(compress, "compress")
         if not isinstance(cache_dir, (str, Path, NoneType)):
             raise TypeError(f"cache_dir must be a path, but is {cache_dir!r}")
@@ -130,7 +130,8 @@ class FullGraphDataModule(ResumableDataModule):
             return
         model = self.trainer.lightning_module
         # Of a model of mixed layers, only a forward pass tells which of them read the batch's edge_index.
-        if self.graph is not None and model is not None and "inference" not in self.data and not _reads_graphs(model):
+        layers = [] if model is None or self.graph is None or "inference" in self.data else model.modules()
+        if layers and not any(getattr(layer, "takes_graph", False) for layer in layers):
             check_takes_graph(model)
         if self.trainer.world_size == 1:
             return
@@ -150,14 +151,3 @@ class FullGraphDataModule(ResumableDataModule):
         return only_batch(self.data)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-
-
-def _reads_graphs(model: pl.LightningModule) -> bool:
-    return any(getattr(layer, "takes_graph", False) for layer in model.modules())
-
-
-def _unknown(name: str, options: Collection[str]) -> str:
-    loaders = keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
-    if name in loaders and name not in options:
-        return f"there is no option {name}: the whole graph is the only batch, and the masks of data tell the splits"
-    return f"there is no option {name}{closest(name, options)}"

@@ -36,9 +36,7 @@ def training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict
     if loader not in ("neighbor", "link_neighbor", "custom"):
         raise ValueError(f"loader={loader!r} is not supported here; FullGraphDataModule trains on the full graph")
     options = _loader_options(owner, kind, kwargs, keywords_of(owner))
-    if options.get("shuffle") is None:
-        options.pop("shuffle", None)
-    elif options["shuffle"] and ("sampler" in options or "batch_sampler" in options):
+    if options.get("shuffle") and ("sampler" in options or "batch_sampler" in options):
         raise ValueError("shuffle=True and a sampler of your own exclude each other; leave shuffle out")
     return options
 
@@ -113,6 +111,4 @@ def _loader_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Col
         raise TypeError(f"there is no option {found[0]}: {owner.__name__} sets it for its loaders")
     if kwargs.get("generator") is not None:
         raise ValueError("generator is not supported: the order follows seed=, so that an interrupted run can resume")
-    options = checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also})
-    options.pop("generator", None)
-    return options
+    return checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also})

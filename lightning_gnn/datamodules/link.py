@@ -10,14 +10,11 @@ from torch_geometric.data import Data
 from torch_geometric.sampler import BaseSampler, NegativeSampling
 
 from lightning_gnn.batching import ThreadedLinkLoader
-from lightning_gnn.batching.options import true_or_false
 from lightning_gnn.datamodules.base import MiniBatchDataModule
-from lightning_gnn.datamodules.keywords import check_sampler, with_overrides
 from lightning_gnn.datamodules.negatives import negatives
-from lightning_gnn.graph.checks import check_edge_data, check_edge_labels, check_edges, check_node_data
+from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.sampling import NeighborSampler
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
 
@@ -99,19 +96,7 @@ class LinkDataModule(MiniBatchDataModule):
         times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
         kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
         super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
-        for name, value in (("replace", replace), ("disjoint", disjoint), ("check_features", check_features)):
-            true_or_false(value, name)
-        check_node_data(data, check_features)
-        if link_sampler is None:
-            if num_neighbors is None:
-                raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
-            link_sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
-        else:
-            check_sampler(link_sampler, "link", num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
-        check_edge_data(data)
-        self.data = data
-        self.graph_sampler = link_sampler
-        self.eval_graph_sampler = with_overrides(link_sampler, self.sampler_overrides)
+        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features)
         if input_train_edges is None:
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {
@@ -136,23 +121,6 @@ class LinkDataModule(MiniBatchDataModule):
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
             raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
 
-    @property
-    def num_neighbors(self) -> list[int] | None:
-        """Fanout of each hop, None for a sampler that has none."""
-        return getattr(self.graph_sampler, "num_neighbors", None)
-
-    def train_dataloader(self) -> ThreadedLinkLoader:
-        """Return shuffled mini-batches of the training edges."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> Any:
-        """Return mini-batches of the validation edges, in order, or the whole graph; see ``inference``."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> Any:
-        """Return mini-batches of the test edges, in order, or the whole graph."""
-        return self._loader("test")
-
     def predict_dataloader(self) -> Any:
         """Return mini-batches of the edges to score, in order, or the whole graph.
 
@@ -161,7 +129,7 @@ class LinkDataModule(MiniBatchDataModule):
         """
         if self._edges["predict"][0] is None:
             raise ValueError("there are no edges to score; give input_pred_edges")
-        return self._loader("predict")
+        return super().predict_dataloader()
 
     def _loader(self, stage: str) -> Any:
         edges, labels = self._edges[stage]

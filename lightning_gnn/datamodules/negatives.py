@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import NegativeSampling
 
-_MODES = ("binary", "triplet")
 _MOST_WEIGHTS = 1 << 24
 """As many outcomes torch.multinomial draws from at most."""
 
@@ -44,10 +43,9 @@ def negatives(
     try:
         found = NegativeSampling.cast(neg_sampling)
     except (TypeError, ValueError) as error:
-        modes = " or ".join(repr(mode) for mode in _MODES)
         raise type(error)(
-            f"{where}neg_sampling={neg_sampling!r} is none: {error}; use {modes}, or a torch_geometric.sampler."
-            "NegativeSampling"
+            f"{where}neg_sampling={neg_sampling!r} is none: {error}; use 'binary' or 'triplet', or a "
+            "torch_geometric.sampler.NegativeSampling"
         ) from None
     found = copy.copy(found)
     for name in ("src_weight", "dst_weight"):

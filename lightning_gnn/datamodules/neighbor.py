@@ -13,13 +13,10 @@ from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.batching import ThreadedNodeLoader
-from lightning_gnn.batching.options import true_or_false
-from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule
 from lightning_gnn.datamodules.full_batch import mask_of
-from lightning_gnn.datamodules.keywords import check_sampler, with_overrides
-from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
+from lightning_gnn.graph.checks import check_labels, check_nodes
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.sampling import NeighborSampler
 
 
 class NeighborDataModule(MiniBatchDataModule):
@@ -84,82 +81,49 @@ class NeighborDataModule(MiniBatchDataModule):
         times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
         kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
         super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
-        for name, value in (("replace", replace), ("disjoint", disjoint), ("check_features", check_features)):
-            true_or_false(value, name)
-        check_node_data(data, check_features)
-        if node_sampler is None:
-            if num_neighbors is None:
-                raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
-            node_sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
-        else:
-            check_sampler(node_sampler, "node", num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
-        check_edge_data(data)
-        self.data = data
-        self.graph_sampler = node_sampler
-        self.eval_graph_sampler = with_overrides(node_sampler, self.sampler_overrides)
-        given = {
-            "train": input_train_nodes,
-            "val": input_val_nodes,
-            "test": input_test_nodes,
-            "pred": input_pred_nodes,
-        }
+        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
+        given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
-        for split, nodes in given.items():
-            name, nodes = (f"input_{split}_nodes", nodes) if nodes is not None else _found_in(data, split)
-            self._nodes[split] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
-            if check_features and nodes is not None and split != "pred":
-                check_labels(data, self._nodes[split], name)
+        for stage, nodes in zip(LOADER_IDS, given, strict=True):
+            name = f"input_{stage.removesuffix('ict')}_nodes"
+            if nodes is None:
+                name, nodes = _found_in(data, stage)
+            self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
+            if nodes is None and stage in ("val", "test"):
+                setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
+            if check_features and nodes is not None and stage != "predict":
+                check_labels(data, self._nodes[stage], name)
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
-        for split, name in (("val", "val_dataloader"), ("test", "test_dataloader")):
-            if self._nodes[split] is None:
-                setattr(self, name, None)  # Lightning then skips the stage
 
-    @property
-    def num_neighbors(self) -> list[int] | None:
-        """Fanout of each hop in training, None for a sampler that has none."""
-        return getattr(self.graph_sampler, "num_neighbors", None)
-
-    def train_dataloader(self) -> ThreadedNodeLoader:
+    def train_dataloader(self) -> Any:
         """Return shuffled mini-batches of the training nodes."""
         if self._nodes["train"] is None:
             raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
-        return self._loader("train", "train")
+        return super().train_dataloader()
 
-    def val_dataloader(self) -> Any:
-        """Return mini-batches of the validation nodes, in order, or the whole graph; see ``inference``."""
-        return self._loader("val", "val")
+    def _count(self, stage: str) -> int:
+        return get_input_nodes(self.data, self._nodes[stage])[1].numel()
 
-    def test_dataloader(self) -> Any:
-        """Return mini-batches of the test nodes, in order, or the whole graph."""
-        return self._loader("test", "test")
-
-    def predict_dataloader(self) -> Any:
-        """Return mini-batches of the nodes to predict, in order, or the whole graph."""
-        return self._loader("predict", "pred")
-
-    def _count(self, split: str) -> int:
-        return get_input_nodes(self.data, self._nodes[split])[1].numel()
-
-    def _loader(self, stage: str, split: str) -> Any:
+    def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
-            return self._full_loader(stage, split)
+            return self._full_loader(stage)
         return ThreadedNodeLoader(
             self.data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
-            input_nodes=self._nodes[split],
-            **self.loader_arguments(stage, self._count(split)),
+            input_nodes=self._nodes[stage],
+            **self.loader_arguments(stage, self._count(stage)),
         )
 
-    def _full_loader(self, stage: str, split: str) -> DataLoader:
+    def _full_loader(self, stage: str) -> DataLoader:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
-        self.check_count(stage, self._count(split))
+        self.check_count(stage, self._count(stage))
         chosen = {
             f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
             for name in ("val", "test")
             if self._nodes[name] is not None
         }
-        if (nodes := self._nodes["pred"]) is not None:
+        if (nodes := self._nodes["predict"]) is not None:
             chosen["pred_nodes"] = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
         return self.full_loader("nodes", **chosen)
 
@@ -167,9 +131,9 @@ class NeighborDataModule(MiniBatchDataModule):
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-def _found_in(data: Data, split: str) -> tuple[str, Any]:
+def _found_in(data: Data, stage: str) -> tuple[str, Any]:
     """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
-    for prefix in (split, "valid") if split == "val" else (split,):
+    for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):
             if data.get(name := f"{prefix}_{suffix}") is not None:
                 return f"data.{name}", data[name]

@@ -94,24 +94,24 @@ class PersistentSamplerDataModule(NeighborDataModule):
         self._tables: dict[str, FeatureTable] = {}
         self._samplers: dict[str, Any] = {}
 
-    def _loader(self, stage: str, split: str) -> Any:
+    def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
-            return super()._loader(stage, split)
+            return super()._loader(stage)
         device = self._device()
         if device is None:
             if self._placed_on is None:
                 rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
                 self._placed_on = "cpu"
-            return super()._loader(stage, split)
+            return super()._loader(stage)
         if self._placed_on != device:
             self._place(device)
-        kwargs = self.loader_arguments(stage, self._count(split))
+        kwargs = self.loader_arguments(stage, self._count(stage))
         # The GPU works while the training thread goes on; there is nothing to gain by threads.
         kwargs.update(num_workers=0, pin_memory=False)
         return ThreadedNodeLoader(
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
-            input_nodes=self._nodes[split],
+            input_nodes=self._nodes[stage],
             tables=self._tables,
             **kwargs,
         )

@@ -238,12 +238,9 @@ def _as_tensor(values: Any, name: str, wanted: str) -> Tensor:
             return torch.empty(0, dtype=torch.int64)
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"{name} must be {wanted}, but is {_shortened(values)} ({error})") from None
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return f"a {type(value).__name__}" if len(text) > 60 else text
+        shown = repr(values)
+        shown = shown if len(shown) <= 60 else f"a {type(values).__name__}"
+        raise TypeError(f"{name} must be {wanted}, but is {shown} ({error})") from None
 
 
 def _check_range(nodes: Tensor, num_nodes: int, name: str) -> None:

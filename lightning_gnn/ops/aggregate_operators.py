@@ -17,7 +17,6 @@ from lightning_gnn.ops.graph_operators import (
     Direction,
     GraphOperator,
     keep,
-    keep_for_tangents,
     kept,
     num_edges,
     num_rows,
@@ -66,8 +65,8 @@ class GraphSum(GraphOperator):
         x, weight, permuted, degrees, ctx.transposed, *graph = inputs
         # It forgets x, the largest tensor, unless the weights want a gradient.
         keeps_x = weight is not None and ctx.needs_input_grad[1]
-        keep(ctx, (x if keeps_x else None, weight, permuted, degrees), tuple(graph))
-        keep_for_tangents(ctx, (x, weight, permuted, degrees), tuple(graph))
+        others = weight, permuted, degrees
+        keep(ctx, (x, *others), graph, backward=(x if keeps_x else None, *others))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -127,7 +126,6 @@ class GraphProducts(GraphOperator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what derivatives need."""
         keep(ctx, inputs[:2], inputs[2:])
-        keep_for_tangents(ctx, inputs[:2], inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

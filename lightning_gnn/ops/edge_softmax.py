@@ -18,7 +18,6 @@ from lightning_gnn.ops.graph_operators import (
     differentiated,
     graph_arguments,
     keep,
-    keep_for_tangents,
     kept,
     num_edges,
     num_rows,
@@ -95,8 +94,7 @@ class GraphSoftmax(GraphOperator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what derivatives need."""
         source, target, ctx.slope, *graph = inputs
-        keep(ctx, (source, target, output), tuple(graph))
-        keep_for_tangents(ctx, (source, target, output), tuple(graph))
+        keep(ctx, (source, target, output), graph)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

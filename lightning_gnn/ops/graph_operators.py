@@ -9,7 +9,7 @@ tangents it would drop without a word.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,17 +136,15 @@ class GraphOperator(torch.autograd.Function):
         return (parts, dims) if isinstance(out, tuple) else (parts[0], dims[0])
 
 
-def keep(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
-    """Keep tensors and the graph for ``backward``."""
+def keep(
+    ctx: Any, values: Sequence[Tensor | None], graph: Sequence[Any], backward: Sequence[Tensor | None] | None = None
+) -> None:
+    """Keep tensors and the graph for ``jvp``; the same, or those of ``backward`` in their places, for ``backward``."""
     # Autograd refuses tensors that were made in inference mode, as a graph may have been; they are constants.
     inference = any(tensor is not None and tensor.is_inference() for tensor in graph[:_NUM_SOURCES])
     ctx.graph = graph if inference else graph[_NUM_SOURCES:]
-    ctx.save_for_backward(*values, *graph[: -len(ctx.graph)])
-
-
-def keep_for_tangents(ctx: Any, values: tuple[Tensor | None, ...], graph: Graph) -> None:
-    """Keep as many tensors and the graph for ``jvp``, if there can be tangents: torch keeps them till the end."""
-    if forward_ad._current_level >= 0:
+    ctx.save_for_backward(*(values if backward is None else backward), *graph[: -len(ctx.graph)])
+    if forward_ad._current_level >= 0:  # there can be tangents; torch keeps these till the end
         ctx.save_for_forward(*values, *graph[: -len(ctx.graph)])
 
 

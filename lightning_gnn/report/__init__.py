@@ -5,7 +5,7 @@ The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.figure` 
 :mod:`~lightning_gnn.report.comparison`.
 """
 
-from lightning_gnn.report.files import reporting
+from lightning_gnn.report.failures import reporting
 from lightning_gnn.report.metrics import collect_metrics, write_metrics
 from lightning_gnn.report.table import print_table
 

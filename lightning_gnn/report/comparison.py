@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.console import warn
-from lightning_gnn.report.files import reporting
+from lightning_gnn.report.failures import reporting
 from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
 from lightning_gnn.runtime.whole_files import write_whole
 

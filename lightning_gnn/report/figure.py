@@ -63,7 +63,8 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as a whole PNG file."""
     image = BytesIO()
     figure.savefig(image, format="png", dpi=130)
-    return write_whole(path, image.getvalue())
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(Path(path), image.getvalue())
 
 
 def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[str, str]) -> None:
