@@ -160,6 +160,8 @@ def _explain(error: Exception, typed: list[str]) -> str:
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:
         key, value = found.groups()
         return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
+    if text.startswith("Error merging override ") and str(cause).startswith("Cannot merge DictConfig with ListConfig"):
+        return f"{text.removeprefix('Error merging override ')} must be a list, but is a mapping"
     if (found := re.match(r"Multiple values for (\S+)\.", text)) is not None:
         return f"+{found[1]}=… adds a choice where there is one already; write {found[1]}=… without the +"
     if text.startswith("Config group override must be a string") and (found := _first(r"([\w/]+)=null", typed)):

@@ -170,8 +170,8 @@ def test_decisions_of_another_run(tmp_path):
     record.write_text(Decision(Mapping((10, 10, 10), 3), "start", "start").to_json())
     with pytest.raises(ValueError, match="recorded with 3 trainers"):
         fit(Module(), hybrid(2, drm=record))
-    with pytest.raises(FileNotFoundError):
-        fit(Module(), hybrid(2, drm=tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):
+        hybrid(2, drm=tmp_path / "none")
 
 
 def test_processes_that_nobody_waits_for():
