@@ -48,6 +48,12 @@ def test_options_out_of_range(options, message):
         HyScaleStrategy(**options)
 
 
+@pytest.mark.parametrize(("typo", "meant"), [("drn", "drm"), ("cpu_trainer", "cpu_trainers")])
+def test_an_option_that_nobody_knows(typo, meant):
+    with pytest.raises(TypeError, match=f"there is no option {typo}; did you mean {meant}"):
+        HyScaleStrategy(**{typo: False})
+
+
 def test_nobody_to_train():
     with pytest.raises(ValueError, match="cpu_trainers=0 and no accelerator"):
         fit(Module(), hybrid(0))
