@@ -61,7 +61,8 @@ def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
         if rebuilt is not None:
             config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
-        sys.argv = [*argv, *deletions]
+        at = argv.index(typed.overrides[0]) if deletions and typed is not None else len(argv)
+        sys.argv = [*argv[:at], *deletions, *argv[at:]]  # argparse takes overrides that stand together
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
     finally:
         sys.argv = argv
@@ -182,9 +183,11 @@ def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
 def _no_override(typed: str, reason: str) -> str:
     if "=" in typed or typed.startswith("~"):
         reason = reason.partition(" See https:")[0]
-        return (
-            f"{typed} cannot be read ({reason}); quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
-        )
+        key, _, value = typed.partition("=")
+        fix = f"write \"{key}='{value}'\""  # Hydra's own quotes, inside the shell's
+        if "=" not in value or "'" in value:
+            fix = "quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
+        return f"{typed} cannot be read ({reason}); {fix}"
     if typed in COMMANDS:
         return f"{typed} is a command: put it first, lgnn {typed}"
     loader = GlobalHydra.instance().config_loader()

@@ -23,6 +23,7 @@ COMPOSED = {
     "hyscale": "hyscale is neither a command nor KEY=VALUE; did you mean strategy=hyscale?",
     "doctr": "doctr is neither a command nor KEY=VALUE; did you mean lgnn doctor?",
     "seed=1 doctor": "doctor is a command: put it first, lgnn doctor",
+    "mode=test ckpt_path=a/epoch=0-step=9.ckpt": "; write \"ckpt_path='a/epoch=0-step=9.ckpt'\"\n",
     "datamodule.num_neighbors={a:[3]}": "datamodule.num_neighbors={a:[3]} must be a list, but is a mapping",
     "+strategy=hyscale": "+strategy=… adds a choice where there is one already; write strategy=… without the +",
     "data=null": "data=null: a group takes the name of one of its options; leave it out for the default",
