@@ -144,7 +144,7 @@ def _checked(name: str, value: Any) -> Any:
         return None if (name, value) == ("shuffle", None) else true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and value is not None and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
-    if name in ("sampler", "batch_sampler") and value is not None and not hasattr(value, "__iter__"):
+    if name in ("sampler", "batch_sampler") and value is not None and not {"__iter__", "__getitem__"} & {*dir(value)}:
         raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
     if name in ("input_nodes", "edge_label_index"):
         refuse_type(value, name, "node" if name == "input_nodes" else "edge")
