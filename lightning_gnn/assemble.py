@@ -65,6 +65,10 @@ def check_config(cfg: DictConfig) -> None:
             "give one fanout per layer"
         )
     check_writable(cfg.output_dir, "output_dir")
+    for name, node in (cfg.get("callbacks") or {}).items():
+        directory = node.get("dirpath") if isinstance(node, DictConfig) else None
+        if isinstance(directory, str) and "://" not in directory:
+            check_writable(directory, f"callbacks.{name}.dirpath")
     check_accelerator(cfg.trainer.get("accelerator", "auto"))
 
 

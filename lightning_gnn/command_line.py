@@ -61,7 +61,8 @@ def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
             raise SystemExit(2) from None
         config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
-        sys.argv = [*argv, *deletions]
+        at = argv.index(typed.overrides[0]) if deletions and typed is not None else len(argv)
+        sys.argv = [*argv[:at], *deletions, *argv[at:]]  # argparse takes overrides that stand together
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
     finally:
         sys.argv = argv
@@ -160,6 +161,8 @@ def _explain(error: Exception, typed: list[str]) -> str:
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:
         key, value = found.groups()
         return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
+    if text.startswith("Error merging override ") and str(cause).startswith("Cannot merge DictConfig with ListConfig"):
+        return f"{text.removeprefix('Error merging override ')} must be a list, but is a mapping"
     if (found := re.match(r"Multiple values for (\S+)\.", text)) is not None:
         return f"+{found[1]}=… adds a choice where there is one already; write {found[1]}=… without the +"
     if text.startswith("Config group override must be a string") and (found := _first(r"([\w/]+)=null", typed)):
@@ -180,9 +183,11 @@ def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
 def _no_override(typed: str, reason: str) -> str:
     if "=" in typed or typed.startswith("~"):
         reason = reason.partition(" See https:")[0]
-        return (
-            f"{typed} cannot be read ({reason}); quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
-        )
+        key, _, value = typed.partition("=")
+        fix = f"write \"{key}='{value}'\""  # Hydra's own quotes, inside the shell's
+        if "=" not in value or "'" in value:
+            fix = "quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
+        return f"{typed} cannot be read ({reason}); {fix}"
     if typed in COMMANDS:
         return f"{typed} is a command: put it first, lgnn {typed}"
     loader = GlobalHydra.instance().config_loader()

@@ -180,7 +180,10 @@ class _ThreadedLoader:
         keyed = {"key": key} if self._takes_key else {}
 
         def draw(index: list[int]) -> SamplerOutput:
-            return self._sample(index, first, **keyed)
+            try:
+                return self._sample(index, first, **keyed)
+            except StopIteration as error:  # would end the epoch
+                raise RuntimeError(f"the sampler {type(self._graph_sampler).__name__} raised StopIteration") from error
 
         return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
 

@@ -8,8 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
+
+from lightning_gnn.graph.checks import refuse_type
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
@@ -53,13 +56,16 @@ _SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend")
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
 
-def checked_options(kwargs: Mapping[str, Any], kind: str, known: Collection[str] = ()) -> dict[str, Any]:
+def checked_options(
+    kwargs: Mapping[str, Any], kind: str, known: Collection[str] = (), never: Collection[str] = ()
+) -> dict[str, Any]:
     """Drop the keywords that change nothing, and refuse those that would ask for what is not done.
 
     Args:
         kwargs: Keywords from the user for PyG's ``NodeLoader`` or ``LinkLoader``, its sampler, or a ``DataLoader``.
         kind: ``"node"`` or ``"link"``.
         known: Names of further keywords that the caller takes.
+        never: Names that the caller refuses, which are no help to one who mistypes another.
 
     Returns:
         The keywords that have an effect; numbers as ``int``.
@@ -80,7 +86,7 @@ def checked_options(kwargs: Mapping[str, Any], kind: str, known: Collection[str]
                 raise ValueError(f"{name}{shown}: {why}")
             continue
         if name not in taken:
-            raise TypeError(_unknown(name, taken))
+            raise TypeError(_unknown(name, taken, never))
         options[name] = _checked(name, value)
     return options
 
@@ -137,10 +143,14 @@ def _checked(name: str, value: Any) -> Any:
         return true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
-    return value
+    if name in ("sampler", "batch_sampler") and value is not None and not {"__iter__", "__getitem__"} & {*dir(value)}:
+        raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
+    if name in ("input_nodes", "edge_label_index"):
+        refuse_type(value, name, "node" if name == "input_nodes" else "edge")
+    return torch.as_tensor(value) if name in ("edge_label_index", "edge_label") and value is not None else value
 
 
-def _unknown(name: str, taken: Collection[str]) -> str:
+def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:
     if name in _SAMPLERS:
         return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
-    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS})}"
+    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {*_REFUSED, *never})}"

@@ -111,4 +111,10 @@ def _loader_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Col
         raise TypeError(f"there is no option {found[0]}: {owner.__name__} sets it for its loaders")
     if kwargs.get("generator") is not None:
         raise ValueError("generator is not supported: the order follows seed=, so that an interrupted run can resume")
-    return checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also})
+    options = checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also}, _SET_HERE - {*also})
+    options.pop("generator", None)
+    if options.get("batch_sampler") is not None:
+        for name in ("sampler", "drop_last"):
+            if options.get(name):
+                raise ValueError(f"batch_sampler and {name} exclude each other; leave {name} out")
+    return options

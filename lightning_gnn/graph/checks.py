@@ -43,10 +43,12 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
     num_nodes = data.num_nodes
     if not isinstance(num_nodes, (Integral, NoneType)):
         raise TypeError(f"data.num_nodes must be a whole number, but is {num_nodes!r}")
+    for key, value in data._store.items():
+        of_rows = key != "adj_t" and (data.is_node_attr(key) or data.is_edge_attr(key))
+        if dense and of_rows and is_sparse(value):
+            raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
     for key in ("x", "y", "edge_attr", "edge_weight"):
         value = data.get(key)
-        if dense and value is not None and is_sparse(value):
-            raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
         if _holds_numbers(value):
             raise TypeError(
                 f"data.{key} is a {type(value).__name__} of numbers, but must be a tensor; use torch.tensor"
@@ -131,7 +133,7 @@ def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
         TypeError: Neither bool nor integers.
         ValueError: A mask of the wrong length or number of columns, or an id out of range.
     """
-    _refuse_type(nodes, name, "node")
+    refuse_type(nodes, name, "node")
     nodes = _as_tensor(nodes, name, "a bool mask or int64 ids")
     if nodes.dim() == 2 and nodes.shape == (num_nodes, 1):
         nodes = nodes.view(-1)
@@ -189,7 +191,7 @@ def check_edges(edges: Any, num_nodes: int, name: str) -> Tensor:
         TypeError: No integers.
         ValueError: A wrong shape, or a node out of range.
     """
-    _refuse_type(edges, name, "edge")
+    refuse_type(edges, name, "edge")
     edges = _as_tensor(edges, name, "an int64 tensor [2, n]")
     if edges.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be an int64 tensor [2, n], but is {edges.dtype}")
@@ -223,8 +225,17 @@ def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
     return labels
 
 
-def _refuse_type(values: Any, name: str, kind: str) -> None:
-    """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it."""
+def refuse_type(values: Any, name: str, kind: str) -> None:
+    """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it.
+
+    Args:
+        values: What the user gave.
+        name: What to call it in the message.
+        kind: ``"node"`` or ``"edge"``.
+
+    Raises:
+        TypeError: It is one.
+    """
     first = values[0] if isinstance(values, (tuple, list)) and values else values
     if isinstance(first, str) or (isinstance(first, tuple) and first and isinstance(first[0], str)):
         raise TypeError(f"{name} names the {kind} type {first!r}, but the graph has one type; give the {kind}s alone")

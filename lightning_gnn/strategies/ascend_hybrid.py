@@ -105,7 +105,7 @@ class AscendHybridParallelStrategy(DDPStrategy):
     ) -> None:
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, but is {timeout}")
+            raise ValueError(f"timeout must be positive, but is {timeout.total_seconds():g} seconds")
         if isinstance(memory_limit, str) and memory_limit != "auto":
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
         self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)

@@ -24,6 +24,8 @@ def check_options(cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any
         raise ValueError(f"cpu_trainers must not be negative, but is {cpu_trainers}")
     if not isinstance(drm, (bool, str, Path)):
         raise ValueError(f"drm is True, False or the path of a log of decisions, but is {drm!r}")
+    if not isinstance(drm, bool) and not Path(drm).is_file():
+        raise ValueError(f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True or False")
     if prefetch not in (0, 1, 2):
         raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
     if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:

@@ -22,6 +22,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.batching.options import closest, keywords_of
 from lightning_gnn.strategies.heartbeat import Heartbeats
 
 _RUNS = itertools.count()
@@ -36,9 +37,16 @@ class NodeStrategy(ParallelStrategy, ABC):
     Args:
         process_group_backend: Of several nodes; by default what suits the device.
         **kwargs: Of :class:`~pytorch_lightning.strategies.ParallelStrategy`.
+
+    Raises:
+        TypeError: An option that nobody knows; says the closest one.
     """
 
     def __init__(self, process_group_backend: str | None = None, **kwargs: Any) -> None:
+        taken = keywords_of(type(self))
+        for name in kwargs:
+            if name not in taken:
+                raise TypeError(f"there is no option {name}{closest(name, taken)}")
         super().__init__(**kwargs)
         self.sync_gradients = True
         """Whether gradients are summed over the nodes; not while they are accumulated."""

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
+from lightning_gnn.batching import ThreadedLinkLoader
 from lightning_gnn.batching.options import WITHOUT_EFFECT, checked_options, keywords_of, whole_number
 from lightning_gnn.sampling import NeighborSampler
 from tests.batching_data import small_data
@@ -42,6 +43,26 @@ def test_each_keyword_of_pyg_and_torch_works_or_is_refused_or_changes_nothing():
 def test_what_would_be_another_batch_is_refused(name):
     with pytest.raises(ValueError, match=f"^{name}.*: "):
         checked_options({name: OTHER[name]}, "link" if name == "edge_label_time" else "node")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": 3}, "sampler must give positions among the seeds, as torch's samplers do, but is 3"),
+        ({"batch_sampler": 3}, "batch_sampler must give positions among the seeds"),
+        ({"input_nodes": ("paper", torch.tensor([1]))}, "input_nodes names the node type 'paper'"),
+        ({"edge_label_index": (("a", "to", "b"), None)}, "edge_label_index names the edge type"),
+    ],
+)
+def test_values_of_another_kind_are_told_at_once(options, message):
+    with pytest.raises(TypeError, match=message):
+        checked_options(options, "link" if "edge_label_index" in options else "node")
+
+
+def test_labelled_edges_may_be_lists():
+    data = small_data()
+    loader = ThreadedLinkLoader(data, NeighborSampler(data, [2]), edge_label_index=[[0, 1], [1, 2]], edge_label=[0, 1])
+    assert next(iter(loader)).edge_label.tolist() == [0]
 
 
 def test_values_that_ask_for_nothing_are_taken():

@@ -302,6 +302,20 @@ def test_stop_iteration_does_not_end_the_epoch(where, num_workers, thread_safe):
         list(ours)
 
 
+class Stops(NeighborSampler):
+    """Draws from the key alone, and stops."""
+
+    def sample_from_nodes(self, inputs, key=None):
+        raise StopIteration
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_s_stop_iteration_does_not_either(num_workers):
+    ours = ThreadedNodeLoader(DATA, Stops(DATA, [2]), input_nodes=DATA.train_mask, num_workers=num_workers)
+    with pytest.raises(RuntimeError, match="the sampler Stops raised StopIteration"):
+        list(ours)
+
+
 # -- features that are trained
 
 

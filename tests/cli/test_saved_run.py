@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_gnn import cli
 from lightning_gnn.saved_run import KEY
 from tests.cli.command import NODE, TINY, lgnn, metrics_of
 from tests.cli.test_plan import plan
@@ -60,6 +61,16 @@ def test_what_is_typed_wins(trained, tmp_path, capfd):
     assert metrics_of(tmp_path / "inference")["test_acc"] == metrics_of(trained)["test_acc"]
     assert retest(tmp_path / "model", best, "model=gcn", "model.num_layers=2") == 2
     assert "does not fit the configured model" in capfd.readouterr().err
+
+
+def test_flags_may_come_last(trained, monkeypatch, capfd):
+    typed = ["mode=test", f"ckpt_path={trained}/checkpoints/best.ckpt", "--cfg", "job"]
+    monkeypatch.setattr("sys.argv", ["lgnn", *typed])
+    cli.main()
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "lightning_gnn.nn.GAT" in out
+    assert "LearningCurves" not in out
 
 
 def test_the_same_overrides_again_change_nothing(trained, tmp_path):

@@ -164,6 +164,7 @@ def test_mistakes_with_links_are_told_at_once(kwargs, error, message):
         ({"seed": "a"}, ValueError, "seed must be a whole number, but is 'a'"),
         ({"shuffle": "no"}, ValueError, "shuffle must be True or False"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "exclude each other"),
+        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; leave drop_last out"),
         ({"replace": "no"}, ValueError, "replace must be True or False, but is 'no'"),
         ({"check_features": "no"}, ValueError, "check_features must be True or False"),
         ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
@@ -283,6 +284,20 @@ def test_sparse_features_are_for_layers_of_pygs_own():
             ValueError, match=r"data.x is sparse, but rows are read one by one; use data.x.to_dense\(\)"
         ):
             build(kind, data)
+
+
+@pytest.mark.parametrize("name", ["z", "edge_z"])
+def test_no_attribute_of_nodes_or_edges_may_be_sparse(name):
+    data = small_data()
+    data[name] = torch.eye(data.num_edges if name == "edge_z" else data.num_nodes).to_sparse()
+    with pytest.raises(ValueError, match=f"data.{name} is sparse, but rows are read one by one"):
+        build(NeighborDataModule, data)
+
+
+@pytest.mark.parametrize("typo", ["sed", "neg_samplng", "input_train_tim"])
+def test_no_name_is_proposed_that_would_be_refused(typo):
+    with pytest.raises(TypeError, match=f"there is no option {typo}$"):
+        build(NeighborDataModule, eval_loader_kwargs={typo: 1})
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ def test_interrupted_by_signals(data, tmp_path):
     play(chain, whole, rng, interrupt)
 
 
-@pytest.mark.parametrize("data", DATA_MODULES)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("data", "every"), zip(DATA_MODULES, itertools.cycle([1, 2]), strict=False))
 def test_killed_with_periodic_checkpoints(data, every, tmp_path):
     """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
     module = Link if data == "link" else Node
@@ -80,10 +79,6 @@ OPTIONS = {
 }
 
 
-ROTATED = list(zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
-SHIFTED = list(zip(OPTIONS, itertools.cycle([*PERIODS][1:]), strict=False))
-
-
 @pytest.mark.parametrize(("name", "plateau"), zip(OPTIONS, itertools.cycle(["epoch", "step", None]), strict=False))
 def test_with_options_of_the_trainer(name, plateau, tmp_path):
     module = functools.partial(Node, plateau)
@@ -94,7 +89,7 @@ def test_with_options_of_the_trainer(name, plateau, tmp_path):
     play(chain, whole, rng, interrupt)
 
 
-@pytest.mark.parametrize(("name", "period"), {**dict.fromkeys(ROTATED), **dict.fromkeys(SHIFTED)})
+@pytest.mark.parametrize(("name", "period"), zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
 def test_killed_with_options_of_the_trainer(name, period, tmp_path):
     rng = random.Random(f"options {name}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))

@@ -48,6 +48,12 @@ def test_options_out_of_range(options, message):
         HyScaleStrategy(**options)
 
 
+@pytest.mark.parametrize(("typo", "meant"), [("drn", "drm"), ("cpu_trainer", "cpu_trainers")])
+def test_an_option_that_nobody_knows(typo, meant):
+    with pytest.raises(TypeError, match=f"there is no option {typo}; did you mean {meant}"):
+        HyScaleStrategy(**{typo: False})
+
+
 def test_nobody_to_train():
     with pytest.raises(ValueError, match="cpu_trainers=0 and no accelerator"):
         fit(Module(), hybrid(0))
@@ -170,8 +176,8 @@ def test_decisions_of_another_run(tmp_path):
     record.write_text(Decision(Mapping((10, 10, 10), 3), "start", "start").to_json())
     with pytest.raises(ValueError, match="recorded with 3 trainers"):
         fit(Module(), hybrid(2, drm=record))
-    with pytest.raises(FileNotFoundError):
-        fit(Module(), hybrid(2, drm=tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):
+        hybrid(2, drm=tmp_path / "none")
 
 
 def test_processes_that_nobody_waits_for():
