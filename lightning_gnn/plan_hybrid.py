@@ -22,6 +22,7 @@ from lightning_gnn.planning.hyscale_scaling import ScalingPoint, scaling_study
 from lightning_gnn.planning.mapping import Mapping
 from lightning_gnn.planning.workload import Platform, Processor
 from lightning_gnn.platform_numbers import Numbers, complete, flat_numbers, save_numbers
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 from lightning_gnn.strategies.first_mapping import accelerator_rate, describe_workload, measure_platform
 from lightning_gnn.strategies.hybrid_checks import check_training
 from lightning_gnn.strategies.hybrid_options import check_shares
@@ -143,7 +144,7 @@ def _begin(
 ) -> Mapping:
     """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
     if not isinstance(strategy.drm, bool):
-        return read_decisions(Path(strategy.drm).read_text().splitlines())[0].mapping
+        return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
     trainers = Trainers((_CPU,) * (strategy.cpu_trainers + platform.num_accelerators), strategy.cpu_trainers)
     weights = check_shares(strategy.shares, len(trainers.devices))
     if weights is None and strategy.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:

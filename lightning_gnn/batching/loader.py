@@ -27,7 +27,7 @@ from lightning_gnn.batching.options import checked_options, keywords_of
 from lightning_gnn.batching.pipeline import OrderedPipeline
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
-from lightning_gnn.sampling.neighbor import SeedRange
+from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
@@ -94,11 +94,19 @@ class _ThreadedLoader:
     transform: Callable | None
     transform_sampler_output: Callable | None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Note the arguments as Lightning's hooks do: it makes loaders anew to predict, to overfit and for ranks."""
+        loader = super().__new__(cls)
+        names = list(signature(cls.__init__).parameters)[1 : 1 + len(args)]
+        saved = {"args": args, "kwargs": kwargs, "arg_names": tuple(names), "default_kwargs": {}}
+        vars(loader).update({f"__pl_saved_{name}": value for name, value in saved.items()}, __dataset=None)
+        return loader
+
     def __init__(
         self,
         *args: Any,
         seed: int = 0,
-        rank: int = 0,
+        rank: int | None = None,
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
         epoch: Callable[[int], int] | None = None,
@@ -110,7 +118,8 @@ class _ThreadedLoader:
         kind = "node" if isinstance(self, NodeLoader) else "link"
         kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
         self.seed = seed
-        self.rank = rank
+        self._rank = rank
+        self._process = ProcessRank()
         self.loader_id = loader_id
         self.first_batch = first_batch
         self.epoch = epoch
@@ -157,6 +166,15 @@ class _ThreadedLoader:
                     set_epoch(self._pass)
         self._told = getattr(self.sampler, "epoch", None)
         return self._pass
+
+    @property
+    def rank(self) -> int:
+        """Which process of a distributed run, part of the key of each mini-batch."""
+        return self._process.get() if self._rank is None else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
 
     @property
     def in_training_thread(self) -> bool:
@@ -409,7 +427,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         num_workers: Threads that prepare mini-batches; 0 prepares in the caller's thread.
         prefetch_factor: Mini-batches prepared ahead per thread, 2 by default.
         seed: Start of the random stream.
-        rank: Which process of a distributed run.
+        rank: Which process of a distributed run; by default that of ``torch.distributed``.
         loader_id: Which loader of the run.
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
         epoch: Called before it, with the number of the pass; tells which epoch it is. The number is the one that has

@@ -229,6 +229,8 @@ def check_finite_rows(
     with read_in_order(values):
         for start in range(0, values.size(0) if values.numel() else 0, block):
             part = values[start : start + block]
+            if part.element_size() == 1:
+                part = part.float()  # torch compares no float8
             # NaN and infinity come through: one read, where isfinite writes a result per value and reads that.
             if not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
                 bad.append((~part.reshape(part.size(0), -1).isfinite()).any(dim=1).nonzero().view(-1).cpu() + start)

@@ -9,6 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling, can_sample_on
 from lightning_gnn.planning.decisions import read_decisions
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 from lightning_gnn.strategies.first_mapping import first_share
 from lightning_gnn.strategies.work_share import Trainers
 
@@ -26,7 +27,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
     """
     if isinstance(drm, bool):
         return wanted
-    decisions = read_decisions(Path(drm).read_text().splitlines())
+    decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
     return max((decision.mapping.accelerator_sampling for decision in decisions), default=0.0)
 
 

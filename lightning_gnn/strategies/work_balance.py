@@ -16,6 +16,7 @@ from lightning_gnn.planning.damping import Damping
 from lightning_gnn.planning.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.planning.mapping import IterationTimes, Mapping
 from lightning_gnn.planning.resources import DynamicResourceManager
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 from lightning_gnn.strategies.work_share import Trainers
 
 _LEAST_SHARE = 0.01
@@ -79,7 +80,7 @@ class WorkBalance:
             begin = Mapping(seeds, trainers.num_cpu, threads, sampling)
             self.manager = DynamicResourceManager(begin, damping=Damping(lag=max(lag, 1)))
         else:
-            self.manager = ReplayedDecisions(read_decisions(Path(drm).read_text().splitlines()))
+            self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
             begin = self.manager.mapping
             found = (len(begin.seeds), begin.cpu_trainers, begin.total)
             if found != (len(trainers.devices), trainers.num_cpu, total):
@@ -206,6 +207,14 @@ class WorkBalance:
     def _tell(self, decision: Decision) -> None:
         rank_zero_info(f"hyscale: {decision}")
         if self._record is not None:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            with self._record.open("w" if decision.observation == 0 else "a") as file:
-                file.write(decision.to_json() + "\n")
+            try:
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                with self._record.open("w" if decision.observation == 0 else "a") as file:
+                    file.write(decision.to_json() + "\n")
+            except OSError as error:
+                if decision.observation == 0:
+                    raise  # nothing has been trained yet
+                rank_zero_warn(
+                    f"{self._record} ends before observation {decision.observation}, which a replay would miss: {error}"
+                )
+                self._record = None

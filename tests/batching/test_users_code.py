@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
@@ -31,8 +32,36 @@ def edges_of(batches):
     return {int(edge) for batch in batches for edge in batch.e_id}
 
 
+class Predicts(pl.LightningModule):
+    def predict_step(self, batch, batch_idx):
+        return batch.input_id
+
+
 def overlap(a, b):
     return len(a & b) / len(a | b)
+
+
+# -- loaders alone in a Trainer
+
+
+def test_a_loader_alone_can_be_made_anew_by_lightning():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    links = ThreadedLinkLoader(
+        DATA, NeighborSampler(DATA, [2]), edge_label_index=DATA.edge_index[:, :70], batch_size=40
+    )
+    nodes = loader(input_nodes=torch.arange(300, 400))
+    assert torch.equal(torch.cat(trainer.predict(Predicts(), nodes)), torch.arange(100))
+    assert torch.equal(torch.cat(trainer.predict(Predicts(), links)), torch.arange(70))
+
+
+def test_a_loader_alone_takes_the_rank_of_the_process_that_iterates(monkeypatch):
+    alone, other = loader(), loader(rank=3)
+    first = edges_of(loader())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_rank", lambda: 3)
+        third = edges_of(alone)
+    assert third == edges_of(other) != first
 
 
 # -- epochs

@@ -1,5 +1,6 @@
 """What hybrid training cannot do is said before it begins, with what to do instead."""
 
+import os
 import threading
 
 import pytest
@@ -178,6 +179,9 @@ def test_decisions_of_another_run(tmp_path):
         fit(Module(), hybrid(2, drm=record))
     with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):
         hybrid(2, drm=tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe.* is no (regular )?file"):
+        fit(Module(), hybrid(2, drm=tmp_path / "pipe"))
 
 
 def test_processes_that_nobody_waits_for():

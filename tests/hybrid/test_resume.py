@@ -186,6 +186,27 @@ def test_work_moves_to_the_faster_trainer_and_decisions_are_recorded_and_replaye
     assert same(resumed, whole)
 
 
+class Removes(pl.Callback):
+    def __init__(self, record):
+        self.record = record
+
+    def on_train_start(self, trainer, module):
+        self.record.unlink()
+        self.record.mkdir()
+
+
+def test_decisions_that_cannot_be_recorded_do_not_end_a_run(monkeypatch, tmp_path):
+    unlevel(monkeypatch)
+    options = {"devices": ["cpu"], "threads": [1, 1, 1]}
+    record = tmp_path / "decisions.jsonl"
+    with pytest.warns(UserWarning, match=r"decisions.jsonl ends before observation \d+, which a replay would miss"):
+        _, steps = run(HyScaleStrategy(1, 0.5, decision_log=record, **options), [Removes(record)], max_steps=40)
+    _, others = run(HyScaleStrategy(1, 0.5, **options), max_steps=40)
+    assert len(steps.gradients) == len(others.gradients)
+    with pytest.raises(IsADirectoryError):  # at the start it is
+        run(HyScaleStrategy(1, 0.5, decision_log=record, **options))
+
+
 def test_a_balanced_run_is_resumed_with_its_state(tmp_path):
     path = tmp_path / "middle.ckpt"
     strategy = balanced()
