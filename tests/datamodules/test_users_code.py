@@ -185,3 +185,21 @@ def test_a_copy_makes_the_same_mini_batches(name):
     expected = [batch.e_id.tolist() for batch in module.train_dataloader()]
     assert [batch.e_id.tolist() for batch in sent.train_dataloader()] == expected
     assert [batch.e_id.tolist() for batch in copy.deepcopy(sent).train_dataloader()] != expected  # its second pass
+
+
+class OwnPasses(pl.Callback):
+    def __init__(self):
+        self.counts = []
+
+    def count(self, trainer, *args):
+        self.counts.append(sum(1 for _ in trainer.datamodule.train_dataloader()))
+
+    on_train_epoch_start = on_train_batch_end = on_train_epoch_end = count
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_passes_of_the_users_own_while_a_trainer_runs_are_whole_and_change_nothing(name):
+    own = OwnPasses()
+    beside = fitted(MODULES[name](small_data()), callbacks=[own], max_epochs=2)
+    assert set(own.counts) == {len(MODULES[name](small_data()).train_dataloader())}
+    assert_equal_weights(beside, fitted(MODULES[name](small_data()), max_epochs=2))
