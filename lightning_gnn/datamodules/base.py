@@ -201,8 +201,15 @@ class MiniBatchDataModule(ResumableDataModule):
         """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
         if self.trainer is None or not self.trainer.training:
             return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        first: int = progress.current.ready
+        if self._begun is None:
+            self._begun = progress.total.ready
+        if first and progress.total.ready != self._begun:
+            return (
+                0  # a pass of the user's own beside the Trainer's, which goes on in mid-epoch when it is resumed alone
+            )
         self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
-        first: int = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self.draw_order(first)
         return first
 

@@ -88,6 +88,13 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self._loaders: WeakSet[CollectiveLoader] = WeakSet()
         self._names = "", ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, such as that of a process of ddp_spawn, makes loaders of its own.
+        return {name: value for name, value in self.__dict__.items() if name != "_loaders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _loaders=WeakSet())
+
     @property
     def plan(self) -> CollectivePlan | None:
         """The plan in force; None before one has been made."""

@@ -28,9 +28,11 @@ class ResumableDataModule(pl.LightningDataModule):
     _order_state: torch.Tensor | None = None
     _after_order: torch.Tensor | None = None
     _draws_again = False
+    _begun: int | None = None
 
     def setup(self, stage: str) -> None:
         """Let the trainer write checkpoints that a crash cannot damage."""
+        self._begun = None
         if self.trainer is not None:
             use_safe_files(self.trainer)
 

@@ -1,5 +1,7 @@
 """Random transforms, own orders and trained features in a Trainer: the same for every loader, and across a resume."""
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -174,3 +176,30 @@ def test_the_kernels_leave_trained_features_and_transforms_to_the_training_threa
     assert_equal_weights(learned(on_kernels, max_epochs=1), learned(MODULES["neighbor"], max_epochs=1))
     found = fitted(on_kernels(small_data(), transform=jitter), max_epochs=1)
     assert found.history == fitted(MODULES["neighbor"](small_data(), transform=jitter), max_epochs=1).history
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_copy_makes_the_same_mini_batches(name):
+    module = MODULES[name](small_data())
+    sent = pickle.loads(pickle.dumps(module))  # as ddp_spawn does
+    expected = [batch.e_id.tolist() for batch in module.train_dataloader()]
+    assert [batch.e_id.tolist() for batch in sent.train_dataloader()] == expected
+    assert [batch.e_id.tolist() for batch in copy.deepcopy(sent).train_dataloader()] != expected  # its second pass
+
+
+class OwnPasses(pl.Callback):
+    def __init__(self):
+        self.counts = []
+
+    def count(self, trainer, *args):
+        self.counts.append(sum(1 for _ in trainer.datamodule.train_dataloader()))
+
+    on_train_epoch_start = on_train_batch_end = on_train_epoch_end = count
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_passes_of_the_users_own_while_a_trainer_runs_are_whole_and_change_nothing(name):
+    own = OwnPasses()
+    beside = fitted(MODULES[name](small_data()), callbacks=[own], max_epochs=2)
+    assert set(own.counts) == {len(MODULES[name](small_data()).train_dataloader())}
+    assert_equal_weights(beside, fitted(MODULES[name](small_data()), max_epochs=2))
