@@ -27,7 +27,8 @@ from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, cut_panels,
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.synthetic import planted_power_law
-from lightning_gnn.planning import HybridPlan, PlanSettings, plan_cores
+from lightning_gnn.graph.grouping import PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import HybridPlan
 
 HIDDEN = 256
 

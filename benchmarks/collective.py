@@ -31,11 +31,12 @@ from benchmarks.harness import Gate, Rows, compare, measure_isolated, parse, pub
 from benchmarks.machine import machine
 from benchmarks.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
-from lightning_gnn.datamodules import CollectiveDataModule, NeighborDataModule
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.planning.simulate import simulate_dual_buffer
-from lightning_gnn.planning.stage_times import Duration, StageTimes
-from lightning_gnn.planning.timeline import Timeline
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.timeline import Timeline
 
 CLASSES = 32
 FANOUTS = [15, 10, 5]

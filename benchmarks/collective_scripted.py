@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lightning_gnn.planning.dual_buffer import DualBuffer
-from lightning_gnn.planning.simulate import drawn_durations
-from lightning_gnn.planning.stage_times import StageTimes
-from lightning_gnn.planning.timeline import Interval, Resource, Timeline
+from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.collective.simulate import drawn_durations
+from lightning_gnn.collective.stage_times import StageTimes
+from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 
 class SleepingMachine:

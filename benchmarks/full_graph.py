@@ -28,7 +28,7 @@ from benchmarks.full_graph_peers import SHAPES, SparseGCN, make_graph
 from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
 from benchmarks.timed_epochs import TimedEpochs
-from lightning_gnn.datamodules import FullGraphDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
 
 SIZES = {"hidden": (256, 16), "heads": (8, 2), "shrink": (1, 40), "sweep_hidden": (1, 0), "sweep_workers": (1, 0)}

@@ -40,9 +40,9 @@ from benchmarks.hyscale_model import (
     workload_of,
 )
 from benchmarks.machine import machine
-from lightning_gnn.planning.hyscale_model import PerformanceModel
-from lightning_gnn.planning.mapping import Mapping
-from lightning_gnn.strategies.work_share import num_cores
+from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.work_share import num_cores
 
 SIZES = {
     "nodes": (200_000, 2_000),

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 from benchmarks import peers
 from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
-from lightning_gnn.datamodules import NeighborDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.synthetic import power_law_graph
 
 SIZES = {

@@ -1,6 +1,6 @@
 """``python -m lightning_gnn`` is ``lgnn``."""
 
-from lightning_gnn.cli import main
+from lightning_gnn.cli.main import main
 
 if __name__ == "__main__":
     main()

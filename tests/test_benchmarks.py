@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gnn.planning.dispatcher import initial_ratio
+from lightning_gnn.collective.dispatcher import initial_ratio
 
 ROOT = Path(__file__).parent.parent
 SMALL = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from lightning_gnn.datamodules.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.checkpoint_io import use_safe_files
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -192,7 +192,7 @@ def plan_dual_cache(
 
     Args:
         feature_counts: How often each row was read, ``[num_nodes]``; see
-            :func:`~lightning_gnn.sampling.count_accesses`, or take degrees.
+            :func:`~lightning_gnn.persistent.count_accesses`, or take degrees.
         adjacency_counts: How many entries of each adjacency list were read, ``[num_nodes]``.
         degrees: In-degrees, ``[num_nodes]``.
         feature_row_bytes: Bytes of a feature row.

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.build import Limits
 from lightning_gnn.graph.chunks import ARRAYS, Chunks
-from lightning_gnn.planning.grouping import PlanSettings
+from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.runtime.documents import read_json, read_text
 from lightning_gnn.runtime.whole_files import write_whole
 

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnn.console import warn
+from lightning_gnn.report.console import warn
 from lightning_gnn.report.failures import reporting
 from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
 from lightning_gnn.runtime.whole_files import write_whole

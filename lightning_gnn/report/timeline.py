@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.planning.timeline import Timeline
+from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.runtime.whole_files import write_whole
 
 

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_gnn.planning.timeline import RESOURCES, Resource, Timeline
+from lightning_gnn.runtime.timeline import RESOURCES, Resource, Timeline
 from lightning_gnn.report.figure import GREY, INK, STYLE, save
 from lightning_gnn.report.timeline import Mark, beginning, first_batches
 

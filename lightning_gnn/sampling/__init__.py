@@ -1,8 +1,15 @@
-"""Samplers: from seeds to PyG's ``SamplerOutput``."""
+"""PLACEHOLDER"""
 
-from lightning_gnn.sampling.hotness import AccessCounts, count_accesses
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.loader import PreparationTimes, ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.persistent import PersistentNeighborSampler
-from lightning_gnn.sampling.pyg import enable_pyg_sampling
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
-__all__ = ["AccessCounts", "NeighborSampler", "PersistentNeighborSampler", "count_accesses", "enable_pyg_sampling"]
+__all__ = [
+    "LinkDataModule",
+    "NeighborDataModule",
+    "NeighborSampler",
+    "PreparationTimes",
+    "ThreadedLinkLoader",
+    "ThreadedNodeLoader",
+]

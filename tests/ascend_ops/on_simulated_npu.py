@@ -5,7 +5,7 @@ import sys
 import pytorch_lightning as pl
 
 import lightning_gnn  # noqa: F401  registers the accelerator and the strategies
-from lightning_gnn.datamodules import FullGraphDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
 from lightning_gnn.ops import default_backend
 from lightning_gnn.ops.aggregate_ascend_twin import record_launches

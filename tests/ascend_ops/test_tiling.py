@@ -255,7 +255,7 @@ def test_ranges_that_leave_chunks_out_are_an_error(host):
 
 @pytest.mark.parametrize(("columns", "groups"), [(602, 8), (256, 4), (41, 2), (100, 7), (16, 4), (1024, 2)])
 def test_slices_are_those_of_the_plan(columns, groups):
-    from lightning_gnn.planning.plan import slice_columns
+    from lightning_gnn.graph.hybrid_plan import slice_columns
 
     first, panels = tiling.cut_panels(1, structs.up(columns), groups, 256)
     if structs.up(columns) // 16 >= groups:

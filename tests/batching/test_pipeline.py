@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from lightning_gnn.batching.pipeline import OrderedPipeline
+from lightning_gnn.runtime.pipeline import OrderedPipeline
 
 
 def our_threads():

@@ -3,9 +3,9 @@ import time
 import pytest
 import torch
 
-from lightning_gnn.batching.moments import Clock, has_come, seconds_between
-from lightning_gnn.batching.profile import STAGES, Profiler, Recorder
-from lightning_gnn.planning.timeline import Timeline
+from lightning_gnn.runtime.clock import Clock, has_come, seconds_between
+from lightning_gnn.collective.profile import Profiler, Recorder, STAGES
+from lightning_gnn.runtime.timeline import Timeline
 
 
 class Later:

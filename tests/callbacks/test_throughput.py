@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnn.callbacks import BestCheckpoint, EpochThroughput, LearningCurves, Throughput
-from lightning_gnn.datamodules import FullGraphDataModule, NeighborDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 

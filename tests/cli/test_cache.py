@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gnn import cli
+from lightning_gnn.cli import main as cli
 from lightning_gnn.runtime.store import keep
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lightning_gnn import doctor
+from lightning_gnn.cli import doctor
 
 
 def by_name(findings):

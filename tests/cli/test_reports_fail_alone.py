@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 
 from lightning_gnn.callbacks import StageTimeline
-from lightning_gnn.datamodules import NeighborDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.report.comparison import compare
@@ -139,7 +139,7 @@ def test_the_command_that_resumes(tmp_path, capfd, monkeypatch):
     def fail(*args):
         raise RuntimeError("nothing to say")
 
-    monkeypatch.setattr("lightning_gnn.cli._say_how_to_resume", fail)
+    monkeypatch.setattr("lightning_gnn.cli.main._say_how_to_resume", fail)
     assert lgnn(tmp_path, *signal_at(2, signal.SIGINT)) == 130
     assert "warning: the command that resumes could not be made" in capfd.readouterr().err
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn import cli
-from lightning_gnn.saved_run import KEY
+from lightning_gnn.cli import main as cli
+from lightning_gnn.cli.saved_run import KEY
 from tests.cli.command import NODE, TINY, lgnn, metrics_of
 from tests.cli.test_plan import plan
 

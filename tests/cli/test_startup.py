@@ -42,7 +42,7 @@ def start(tmp_path, module, *command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli"])
+@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.main"])
 def test_interrupted_while_importing(module, tmp_path):
     ended = start(tmp_path, module, "-m", "lightning_gnn")
     assert ended.returncode == 130
@@ -52,7 +52,7 @@ def test_interrupted_while_importing(module, tmp_path):
 
 @pytest.mark.slow
 def test_the_installed_script(tmp_path):
-    (tmp_path / "lgnn").write_text("from lightning_gnn.cli import main\nmain()\n")
+    (tmp_path / "lgnn").write_text("from lightning_gnn.cli.main import main\nmain()\n")
     ended = start(tmp_path, "numba", str(tmp_path / "lgnn"))
     assert ended.returncode == 130
     assert ended.stderr.strip() == "Interrupted before training began."

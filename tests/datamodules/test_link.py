@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch_geometric.loader import LinkLoader
 
-from lightning_gnn.datamodules import LinkDataModule
-from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching.test_loader import assert_same
 from tests.batching_data import small_data
 

@@ -9,7 +9,7 @@ from pytorch_lightning.tuner import Tuner
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphSAGE
 
-from lightning_gnn.datamodules import NeighborDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
 
 

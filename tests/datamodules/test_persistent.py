@@ -6,7 +6,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.datamodules import NeighborDataModule, PersistentSamplerDataModule
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
 from tests.datamodules.test_neighbor import Model, trainer
 

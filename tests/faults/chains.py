@@ -13,13 +13,11 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal
-from lightning_gnn.datamodules import (
-    CollectiveDataModule,
-    FullGraphDataModule,
-    LinkDataModule,
-    NeighborDataModule,
-    PersistentSamplerDataModule,
-)
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.nn import GCN
 from tests.batching_data import small_data
 

@@ -14,8 +14,8 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gnn.datamodules import checkpoint_io
-from lightning_gnn.datamodules.checkpoint_io import SafeCheckpointIO, use_safe_files
+from lightning_gnn.runtime import checkpoint_io
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO, use_safe_files
 from tests.faults.chains import DATA_MODULES, Chain, Killed, Node
 from tests.parallel.launch import CONTEXT
 

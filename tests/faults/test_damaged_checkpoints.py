@@ -9,7 +9,7 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_gnn.datamodules.checkpoint_io import SafeCheckpointIO
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from tests.cli.command import lgnn
 from tests.faults.chains import DATA_MODULES, Chain, Node, same
 

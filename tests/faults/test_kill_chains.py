@@ -11,7 +11,8 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
 
-from lightning_gnn.strategies import AscendHybridParallelStrategy, HyScaleStrategy
+from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
 from tests.parallel.launch import CONTEXT, run
 

@@ -19,7 +19,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.datasets import Flickr, Planetoid, Reddit
 
-from lightning_gnn.datamodules import NeighborDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph import papers100m
 from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
 from lightning_gnn.graph.folder import load_folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gnn.sampling import enable_pyg_sampling
+from lightning_gnn.pyg import enable_pyg_sampling
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.strategies.hyscale import HyScaleStrategy
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
 
 CLASSES = 4
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytorch_lightning.callbacks import BaseFinetuning, StochasticWeightAveraging
 
-from lightning_gnn.batching.hybrid import HybridLoader, PipelineSettings, split_seeds
+from lightning_gnn.hyscale.pipeline import HybridLoader, PipelineSettings, split_seeds
 from lightning_gnn.nn import GAT, GraphSAGE, NodeClassifier
 from tests.hybrid.models import (
     CLASSES,

@@ -10,9 +10,9 @@ import torchmetrics
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from lightning_gnn.batching.hybrid import HybridLoader
-from lightning_gnn.strategies.hyscale import HyScaleStrategy
-from lightning_gnn.strategies.work_share import seeds_of_iteration
+from lightning_gnn.hyscale.pipeline import HybridLoader
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.work_share import seeds_of_iteration
 from tests.hybrid.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, worst_difference
 
 
@@ -192,7 +192,7 @@ def test_batch_statistics_are_not_synchronised_and_it_says_so():
 
 
 def test_a_sampling_accelerator_that_fails(monkeypatch):
-    from lightning_gnn.batching.accelerator_sampling import AcceleratorSampling
+    from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 
     original, calls, lock = AcceleratorSampling.sample, [], threading.Lock()
 

@@ -13,8 +13,8 @@ import torchmetrics
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.sampling import enable_pyg_sampling
-from lightning_gnn.strategies.heartbeat import Process
+from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.runtime.heartbeat import Process
 from tests.hybrid.models import CLASSES, Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
 from tests.hybrid.test_resume import SaveAt
 from tests.parallel.launch import observe, run

@@ -10,10 +10,10 @@ from torchmetrics import MeanMetric
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.planning.decisions import Decision
-from lightning_gnn.planning.mapping import Mapping
-from lightning_gnn.strategies.hyscale import HyScaleStrategy
-from lightning_gnn.strategies.work_share import num_cores
+from lightning_gnn.hyscale.decisions import Decision
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.work_share import num_cores
 from tests.hybrid.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, trainer
 
 

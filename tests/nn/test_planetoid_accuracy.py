@@ -10,7 +10,7 @@ import torch_geometric.transforms as T
 from torch_geometric.data import Data
 from torch_geometric.datasets import Planetoid
 
-from lightning_gnn.datamodules import FullGraphDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"

@@ -4,8 +4,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.datamodules import FullGraphDataModule
-from lightning_gnn.strategies import AscendHybridParallelStrategy
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from tests.parallel.launch import run
 from tests.parallel.training import (
     ALL,

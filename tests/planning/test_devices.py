@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_gnn.planning import plan_devices
+from lightning_gnn.full_graph.devices import plan_devices
 
 LOADS = np.random.default_rng(0).integers(50, 400, 48)
 

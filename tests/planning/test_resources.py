@@ -8,18 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.planning import (
-    Damping,
-    Decision,
-    DynamicResourceManager,
-    IterationTimes,
-    Mapping,
-    ReplayedDecisions,
-    find_remedy,
-    read_decisions,
-)
-from lightning_gnn.planning.estimates import Costs
-from lightning_gnn.planning.running_cost import RunningCost
+from lightning_gnn.hyscale.bottleneck import find_remedy
+from lightning_gnn.hyscale.damping import Damping
+from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
+from lightning_gnn.hyscale.resources import DynamicResourceManager
+from lightning_gnn.hyscale.estimates import Costs
+from lightning_gnn.hyscale.running_cost import RunningCost
 from tests.planning.closed_loop import Node, run
 
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.planning import CollectivePlan, Duration, StageTimes, simulate_dual_buffer
-from lightning_gnn.planning.simulate import drawn_durations
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.simulate import drawn_durations
 from tests.planning.time_steps import Node
 
 SPREAD = StageTimes(

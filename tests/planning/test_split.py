@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.planning.split import TrainerCost, split_evenly_in_time, whole_seeds
+from lightning_gnn.hyscale.split import TrainerCost, split_evenly_in_time, whole_seeds
 
 costs = st.builds(TrainerCost, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.05, 2.0), st.just(1))
 

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.planning import CollectivePlan, Duration, Interval, StageTimes, Timeline, simulate_dual_buffer
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.timeline import Interval, Timeline
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from lightning_gnn.planning import CollectivePlan, read_decisions
-from lightning_gnn.platform_numbers import given_numbers
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.hyscale.decisions import read_decisions
+from lightning_gnn.hyscale.platform_numbers import given_numbers
 from lightning_gnn.runtime.documents import LARGEST, read_json, read_text, read_yaml
 from lightning_gnn.runtime.whole_files import write_whole
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_gnn import cache_command
+from lightning_gnn.cli import cache_command
 from lightning_gnn.runtime import manifest, place, store
 from lightning_gnn.runtime.manifest import Manifest
 from lightning_gnn.runtime.place import cache_root

@@ -7,7 +7,8 @@ from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamp
 from torch_geometric.sampler.base import NumNeighbors
 
 from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 
 

@@ -8,7 +8,9 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler, enable_pyg_sampling
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.triton_kernels.sample import MODES
 from tests.batching_data import small_data
 from tests.ops.test_sample import assert_equal

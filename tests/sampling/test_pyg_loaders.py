@@ -18,7 +18,7 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import is_undirected, k_hop_subgraph, subgraph
 
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.sampling.pyg import LoaderNeighborSampler, enable_pyg_sampling
+from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling
 from tests.batch_checks import check, check_hops
 from tests.batching_data import small_data
 from tests.strategies import edge_indices, seeds_of

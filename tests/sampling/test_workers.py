@@ -12,8 +12,9 @@ import torch
 from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.sampling import NeighborSampler, PersistentNeighborSampler
-from lightning_gnn.sampling.pyg import LoaderNeighborSampler
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.pyg import LoaderNeighborSampler
 from tests.batching_data import small_data
 
 SEEDS = NodeSamplerInput(None, torch.arange(80))
@@ -83,7 +84,7 @@ def test_workers_forked_while_threads_sample_draw_the_same_samples():
 def test_a_worker_process_is_told_that_it_has_no_gpu(monkeypatch):
     sampler = PersistentNeighborSampler(small_data(), [2])
     monkeypatch.setattr(sampler, "device", torch.device("cuda", 1))
-    monkeypatch.setattr("lightning_gnn.sampling.persistent.get_worker_info", lambda: object())
+    monkeypatch.setattr("lightning_gnn.persistent.sampler.get_worker_info", lambda: object())
     with pytest.raises(RuntimeError, match=r"worker process cannot sample on cuda:1.*num_workers=0"):
         sampler.sample_from_nodes(SEEDS, key=1)
 

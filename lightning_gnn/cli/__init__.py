@@ -1,0 +1,1 @@
+"""The command ``lgnn``: compose, build, fit, report."""

@@ -1,0 +1,258 @@
+"""From a composed configuration to data, DataModule, LightningModule and Trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate, to_absolute_path
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Checkpoint, ProgressBar
+from pytorch_lightning.strategies import StrategyRegistry
+from torch_geometric.data import Data
+from torch_geometric.transforms import RandomLinkSplit
+
+from lightning_gnn.accelerators.npu import why_unavailable
+from lightning_gnn.runtime.keyed_random import keyed_random
+from lightning_gnn.graph.options import closest
+from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
+from lightning_gnn.cli.command_line import check_writable
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.cli.saved_run import KeepConfig
+
+MODES = ("train", "test", "predict")
+_SIZES = ("in_channels", "out_channels")
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Refuse what cannot work before anything is loaded.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at ``ckpt_path``.
+        RuntimeError: The processor that was asked for is missing.
+        ValueError: An unknown mode or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+    """
+    if cfg.mode not in MODES:
+        raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
+    if missing := OmegaConf.missing_keys(cfg):
+        raise ValueError("; ".join(f"{key} is missing; give {key}=VALUE" for key in sorted(missing)))
+    if cfg.task.name not in TASKS:
+        raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
+    if cfg.ckpt_path is None and cfg.mode != "train":
+        raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
+    if not isinstance(cfg.ckpt_path, (str, type(None))):
+        raise ValueError(f"ckpt_path={cfg.ckpt_path} must be the path of a file")
+    if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
+        raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: there is no such file")
+    for name, least, most, more in (
+        ("seed", 0, 2**32 - 1, ""),  # the range of NumPy's
+        ("torch_threads", 1, 2**16, "; null leaves torch's choice"),
+    ):
+        value = cfg[name]
+        if not (fits(value, int) and least <= value <= most) and (value is not None or not more):
+            raise ValueError(f"{name}={shown(value)} must be a whole number from {least} to {most}{more}")
+    check_arguments_of(cfg)
+    fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
+    depth = OmegaConf.select(cfg, "model.num_layers")
+    if fanouts is not None and depth is not None and len(fanouts) != depth:
+        listed = ",".join(str(fanout) for fanout in fanouts)
+        raise ValueError(
+            f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
+            "give one fanout per layer"
+        )
+    check_writable(cfg.output_dir, "output_dir")
+    for name, node in (cfg.get("callbacks") or {}).items():
+        directory = node.get("dirpath") if isinstance(node, DictConfig) else None
+        if isinstance(directory, str) and "://" not in directory:
+            check_writable(directory, f"callbacks.{name}.dirpath")
+    check_accelerator(cfg.trainer.get("accelerator", "auto"))
+
+
+def check_arguments_of(cfg: DictConfig) -> None:
+    """Hold everything that will be built against the signatures of its classes.
+
+    Raises:
+        ValueError: Names what does not fit.
+    """
+    typed: list[str] = []
+    experiment = None
+    if HydraConfig.initialized():
+        typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
+        experiment = HydraConfig.get().runtime.choices.get("experiment")
+    task = _task_settings(cfg)
+    nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
+    for group in ("logger", "callbacks"):
+        nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
+    for name, node in nodes.items():
+        check_arguments(node, name, typed, experiment, filled=_SIZES if name == "model" else ())
+    for name, value in (cfg.task.get("split") or {}).items():
+        if not fits(value, float) or value < 0:
+            raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
+    for name in ("check_val_every_n_epoch", "accumulate_grad_batches"):
+        if (value := cfg.trainer.get(name)) is not None and value < 1:
+            raise ValueError(f"trainer.{name}={value} must be at least 1")
+    devices = cfg.trainer.get("devices", "auto")
+    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"[\d\s,-]+", devices):
+        raise ValueError(f"trainer.devices={devices!r} must be a number of devices, a list of their numbers, or auto")
+    if cfg.trainer.get("accelerator") == "cpu" and not (
+        isinstance(devices, str) or (fits(devices, int) and devices > 0)
+    ):
+        raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
+    strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(strategy, str) and strategy not in known:
+        hint = closest(strategy, known, aside=True)
+        raise ValueError(f"trainer.strategy={strategy} is unknown{hint}; strategy=auto, ddp, hyscale or ascend_hybrid")
+
+
+def check_accelerator(name: str) -> None:
+    """Say what is missing for a kind of processor.
+
+    Raises:
+        RuntimeError: Names it.
+    """
+    if name in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        built = (
+            f"torch {torch.__version__} was built with CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else (f"torch {torch.__version__} was built without CUDA")
+        )
+        raise RuntimeError(f"trainer.accelerator={name} needs a GPU, but torch finds none ({built}); use trainer=cpu")
+    if name == "npu" and (reason := why_unavailable()):
+        raise RuntimeError(f"trainer.accelerator=npu cannot be used: {reason}; `lgnn doctor` shows what is there")
+
+
+def build_data(cfg: DictConfig) -> Data:
+    """Read or draw the graph; a relative ``root`` counts from where the command was typed."""
+    node = cfg.data.copy()
+    if node.get("root") is not None:
+        node.root = to_absolute_path(node.root)
+    data: Data = build(node, "data")
+    if data.get("x") is None:
+        raise ValueError("data: the graph has no node features x, which the models need")
+    precision = str(cfg.trainer.get("precision"))
+    wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
+    if wanted is not None and wanted != str(data.x.dtype).rpartition(".")[2]:
+        raise ValueError(
+            f"trainer.precision={precision} makes the weights {wanted}, but features stay {data.x.dtype}; use 32-true, "
+            "16-mixed or bf16-mixed"
+        )
+    return data
+
+
+def build_node_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Build what classifies nodes."""
+    num_classes = _count_classes(data)
+    datamodule = build(cfg.datamodule, "datamodule", data=data)
+    if isinstance(datamodule, LinkDataModule):
+        raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
+    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes)
+
+
+def build_link_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Hide some edges from the graph, and build what predicts them."""
+    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+        raise ValueError("task=link trains on mini-batches of edges; use datamodule=link")
+    train, val, test = _split_links(data, **cfg.task.split)
+    datamodule = build(
+        cfg.datamodule,
+        "datamodule",
+        data=train,
+        input_train_edges=train.edge_label_index,
+        input_val_edges=val.edge_label_index,
+        input_val_labels=val.edge_label,
+        input_test_edges=test.edge_label_index,
+        input_test_labels=test.edge_label,
+    )
+    for key in ("edge_label", "edge_label_index"):
+        del train[key]  # the loader attaches those of each batch
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels)
+
+
+TASKS = {"node": build_node_task, "link": build_link_task}
+
+
+def build_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Build what ``task.name`` asks for."""
+    return TASKS[cfg.task.name](cfg, data)
+
+
+def build_trainer(cfg: DictConfig) -> pl.Trainer:
+    """Build loggers, callbacks and the Trainer."""
+    loggers = [build(node, f"logger.{name}") for name, node in (cfg.get("logger") or {}).items()]
+    callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
+    if not cfg.trainer.get("enable_progress_bar", True):
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    callbacks.append(KeepConfig(cfg))
+    trainer: pl.Trainer = build(
+        cfg.trainer,
+        "trainer",
+        logger=loggers or False,
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        default_root_dir=cfg.output_dir,
+    )
+    return trainer
+
+
+def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
+    """Build an object from ``_target_`` and its arguments.
+
+    Hydra makes a partial of the configured arguments only: it would copy tensors that pass through it.
+
+    Raises:
+        Exception: What building has raised; a note names ``name``.
+    """
+    try:
+        return instantiate(node, _partial_=True, _convert_="all")(**kwargs)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
+        target = str(node.get("_target_")).rpartition(".")[2]
+        raise ValueError(f"{name}: {target} cannot be built so: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
+        raise
+
+
+def _module(cfg: DictConfig, data: Data, out_channels: int, **kwargs: Any) -> pl.LightningModule:
+    sizes = dict(zip(_SIZES, (data.num_features, out_channels), strict=True))
+    given = {name: cfg.model.get(name) for name in sizes}
+    model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
+    module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)
+    return module
+
+
+def _task_settings(cfg: DictConfig) -> DictConfig:
+    """Return the arguments of the LightningModule."""
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
+
+
+def _count_classes(data: Data) -> int:
+    y = data.get("y")
+    if y is None:
+        raise ValueError("data: the graph has no labels y; classify nodes with labels, or use task=link")
+    if y.is_floating_point() or (y.dim() > 1 and y.size(1) > 1):
+        raise ValueError(f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}")
+    return int(y.max()) + 1
+
+
+def _split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:
+    """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges."""
+    if "edge_index" not in data:
+        raise ValueError("task=link needs data.edge_index, but the graph holds its topology in CSC order alone")
+    graph = Data(x=data.x, edge_index=data.edge_index)
+    split = RandomLinkSplit(
+        num_val=num_val,
+        num_test=num_test,
+        is_undirected=graph.is_undirected(),
+        add_negative_train_samples=False,
+        disjoint_train_ratio=num_train,
+    )
+    try:
+        with keyed_random(int(seed)):  # PyG draws non-edges from Python's stream
+            train, val, test = split(graph)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
+    return train, val, test

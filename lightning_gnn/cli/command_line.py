@@ -1,0 +1,222 @@
+"""What was typed behind ``lgnn``: composed once before Hydra takes it, so that a mistake is one line that helps."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from pytorch_lightning.utilities import rank_zero_only
+
+from lightning_gnn.graph.options import closest
+from lightning_gnn.report.console import console, say
+from lightning_gnn.cli.errors import UserError
+from lightning_gnn.cli.saved_run import Rebuilt, rebuild
+
+COMMANDS = ("cache", "doctor", "plan")
+_CONF = "lightning_gnn.conf"
+
+
+def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
+    """Compose what was typed and run it, once or as a sweep.
+
+    With ``ckpt_path`` the configuration that was saved with the checkpoint takes the place of the defaults.
+
+    Args:
+        job: Takes the composed configuration.
+        config_name: ``"train"`` or ``"plan"``.
+
+    Raises:
+        SystemExit: With 2 where there is a mistake in it.
+    """
+    argv = sys.argv
+    deletions: list[str] = []
+
+    @wraps(job)
+    def begin(cfg: DictConfig) -> Any:
+        sys.argv = argv  # what Lightning starts further processes with, which come by here themselves
+        return job(cfg)
+
+    typed = _typed(argv[1:])
+    if typed is not None:
+        try:
+            rebuilt = _checked(config_name, typed)
+        except UserError as error:
+            say(f"error: {error}", "red")
+            raise SystemExit(2) from None
+        config_name, deletions = rebuilt.config_name, rebuilt.deletions
+    try:
+        at = argv.index(typed.overrides[0]) if deletions and typed is not None else len(argv)
+        sys.argv = [*argv[:at], *deletions, *argv[at:]]  # argparse takes overrides that stand together
+        hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
+    finally:
+        sys.argv = argv
+
+
+def check_writable(directory: str | Path, name: str) -> None:
+    """Say why no files can be made in a directory, which need not exist yet.
+
+    Raises:
+        ValueError: Names it.
+    """
+    there = Path(directory).absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        reason = f"{there} is a file" if there.is_file() else f"no folder can be made in {there}: {error.strerror}"
+        raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
+
+
+def _typed(arguments: list[str]) -> argparse.Namespace | None:
+    """Return overrides and flags; None where Hydra is asked for something of its own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--run", "-r", action="store_true")
+    parser.add_argument("--cfg", "-c")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    typed, more = parser.parse_known_args(arguments)
+    return None if more or any(item.startswith("hydra.mode=") for item in typed.overrides) else typed
+
+
+def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt:
+    """Compose once, and see what stands in the way of a start; return what to compose then.
+
+    Raises:
+        UserError: The configuration cannot be composed, or there is no place for its files.
+    """
+    with initialize_config_module(_CONF, version_base="1.3"):
+        try:
+            overrides = OverridesParser.create().parse_overrides(typed.overrides)
+            rebuilt = rebuild(config_name, overrides)
+            composed = [
+                compose(rebuilt.config_name, overrides=[*choice, *rebuilt.deletions], return_hydra_config=True)
+                for choice in _choices(overrides, typed.multirun)
+            ]
+            if typed.cfg is None:
+                key = "hydra.sweep.dir" if typed.multirun else "hydra.run.dir"
+                check_writable(OmegaConf.select(composed[0], key), key)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            raise UserError(_explain(error, typed.overrides)) from None
+    if rebuilt.note and typed.cfg is None:
+        rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
+    return rebuilt
+
+
+def _choices(overrides: list[Override], sweep: bool) -> Iterator[list[str]]:
+    """Yield what a sweep composes to begin with, and then once with every other option of a group that it goes through.
+
+    Of a single run, what was typed.
+    """
+    if not sweep:
+        yield [str(item.input_line) for item in overrides]
+        return
+    groups = GlobalHydra.instance().config_loader().list_groups("")
+    values: list[list[str]] = []
+    for item in overrides:
+        if not item.is_sweep_override():
+            values.append([str(item.input_line)])
+        elif item.is_choice_sweep() or item.is_range_sweep():
+            values.append([f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()])
+            if item.key_or_group not in groups:
+                del values[-1][1:]
+    yield [options[0] for options in values]
+    for place, options in enumerate(values):
+        for other in options[1:]:
+            yield [other if i == place else first[0] for i, first in enumerate(values)]
+
+
+def _explain(error: Exception, typed: list[str]) -> str:
+    """Return one line: what is wrong with what was typed, and the closest name."""
+    cause = error.__cause__
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return (
+            f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
+        )
+    if isinstance(error, OverrideParseException):
+        return _no_override(error.override, text)
+    if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:
+        key, value = found.groups()
+        return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
+    if text.startswith("Error merging override ") and str(cause).startswith("Cannot merge DictConfig with ListConfig"):
+        return f"{text.removeprefix('Error merging override ')} must be a list, but is a mapping"
+    if (found := re.match(r"Multiple values for (\S+)\.", text)) is not None:
+        return f"+{found[1]}=… adds a choice where there is one already; write {found[1]}=… without the +"
+    if text.startswith("Config group override must be a string") and (found := _first(r"([\w/]+)=null", typed)):
+        return f"{found[0]}: a group takes the name of one of its options; leave it out for the default"
+    if text.startswith("Error resolving interpolation") and (found := _first(r"~([\w/]+)", typed)):
+        return f"{found[0]}: a run needs a {found[1]}; choose another with {found[1]}=OPTION"
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and "is not in struct" in str(cause):
+        return _unknown_key(cause)
+    if cause is not None and str(cause) not in text:
+        text = f"{text}: {str(cause).splitlines()[0]}"
+    return text
+
+
+def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
+    return next((found for item in typed if (found := re.fullmatch(pattern, item))), None)
+
+
+def _no_override(typed: str, reason: str) -> str:
+    if "=" in typed or typed.startswith("~"):
+        reason = reason.partition(" See https:")[0]
+        key, _, value = typed.partition("=")
+        fix = f"write \"{key}='{value}'\""  # Hydra's own quotes, inside the shell's
+        if "=" not in value or "'" in value:
+            fix = "quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
+        return f"{typed} cannot be read ({reason}); {fix}"
+    if typed in COMMANDS:
+        return f"{typed} is a command: put it first, lgnn {typed}"
+    loader = GlobalHydra.instance().config_loader()
+    groups = [group for group in loader.list_groups("") if group not in ("hydra", "recipe")]
+    options = {option: f"{group}={option}" for group in groups for option in loader.get_group_options(group)}
+    names = {**options, **{command: f"lgnn {command}" for command in COMMANDS}}
+    found = difflib.get_close_matches(typed, names, n=1)
+    return f"{typed} is neither a command nor KEY=VALUE" + (f"; did you mean {names[found[0]]}?" if found else "")
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    full, key, node = str(error.full_key), str(error.key), error.parent_node
+    root = node._get_root() if isinstance(node, DictConfig) else OmegaConf.create()
+    keys = [name for name in _keys(root) if not name.startswith("hydra.")]
+    beside = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
+    above = full[: -len(key)]
+    found = [above + name for name in difflib.get_close_matches(key, beside, n=2)]
+    found = found or [name for name in keys if name.endswith(f".{key}") and not key.startswith("_")]
+    found = found or difflib.get_close_matches(full, keys, n=1, cutoff=0.8)
+    if found:
+        hint = f"did you mean {' or '.join(found[:3])}?"
+    else:
+        hint = f"{above.rstrip('.') or 'the configuration'} has {', '.join(beside) or 'no keys'};"
+    return f"{full} is unknown: {hint} +{full}=VALUE adds a key"
+
+
+def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+        for key in node:
+            name = f"{prefix}{key!s}"
+            yield name
+            yield from _keys(node._get_node(key), f"{name}.")

@@ -1,0 +1,184 @@
+"""``lgnn plan datamodule=collective``: profile the first mini-batches of a training that is thrown away, and plan."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities import CombinedLoader
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective.profile import STAGES
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.report import reporting
+from lightning_gnn.report.timeline import save_trace
+
+
+@dataclass(frozen=True)
+class CollectiveForecast:
+    """A plan, and what it predicts.
+
+    Args:
+        plan: As measured, or as given with ``datamodule.plan``.
+        timeline: Of an epoch; None where the plan does not know what the stages take.
+        on_cpu: Whether the CPU has played the GPU's part.
+    """
+
+    plan: CollectivePlan
+    timeline: Timeline | None
+    on_cpu: bool = False
+
+    def print(self, console: Console) -> None:
+        """Print stages, buffers and predicted epochs."""
+        console.print(str(self.plan), highlight=False, markup=False, soft_wrap=True)
+        if self.on_cpu:
+            text = "The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is."
+            console.print(text, highlight=False, soft_wrap=True)
+        if self.timeline is None:
+            text = "There is no predicted timeline: the plan does not know what the stages take."
+            console.print(text, highlight=False, soft_wrap=True)
+
+    def save(self, title: str, directory: str | Path) -> None:
+        """Write ``plan.yaml``, ``timeline.png`` and ``timeline.json``."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / "plan.yaml")
+        if self.timeline is not None:
+            with reporting(folder / "timeline.json"):
+                save_trace({"predicted": self.timeline}, folder / "timeline.json")
+            with reporting(folder / "timeline.png"):
+                from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be broken
+
+                save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
+
+
+def profile(
+    datamodule: CollectiveDataModule,
+    module: pl.LightningModule,
+    make_trainer: Callable[..., pl.Trainer],
+    max_batches: int,
+    progress: Progress,
+) -> CollectiveForecast:
+    """Train until the DataModule has a plan.
+
+    Plans that are kept from earlier runs do not count: it always measures, unless the DataModule was given a plan.
+
+    Args:
+        datamodule: What is to be planned.
+        module: What trains; a few of its steps are taken.
+        make_trainer: Takes arguments that replace the configured ones.
+        max_batches: Mini-batches after which measuring is given up.
+        progress: Shows how far it is.
+
+    Raises:
+        ValueError: Here only one processor prepares mini-batches, several processes train, or there is no plan in time.
+    """
+    if max_batches < 1:
+        raise ValueError(f"plan.max_batches must be at least 1, but is {max_batches}")
+    kept, datamodule.cache_plan = datamodule.cache_plan, False
+    profiling = _Profiling(datamodule, max_batches, progress)
+    trainer = make_trainer(
+        max_epochs=-1, max_steps=-1, limit_val_batches=0, num_sanity_val_steps=0, callbacks=[profiling]
+    )
+    if trainer.limit_train_batches == 0:
+        raise ValueError("trainer.limit_train_batches=0 leaves nothing to train, and so nothing to plan")
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"lgnn plan profiles one process, but there are {trainer.world_size}; give trainer.devices=1 strategy=auto "
+            "(in the run itself every process makes a plan)"
+        )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        trainer.fit(module, datamodule=datamodule)
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None  # what Lightning has made a SystemExit of
+        raise
+    finally:
+        progress.stop()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        datamodule.cache_plan = kept
+    plan, timeline = datamodule.plan, None
+    if plan is None:
+        raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
+    if plan.times is not None:
+        epoch = plan.num_batches or profiling.num_batches
+        timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline
+        timeline = replace(timeline, names=profiling.names)
+    return CollectiveForecast(plan, timeline, on_cpu=bool(profiling.names))
+
+
+def progress_bar(console: Console, shown: bool) -> Progress:
+    """Return a bar of measurements."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not shown)
+
+
+class _Profiling(pl.Callback):
+    """Shows how much has been measured, and ends training when there is a plan."""
+
+    def __init__(self, datamodule: CollectiveDataModule, max_batches: int, progress: Progress) -> None:
+        self.num_batches = 0
+        """Of an epoch."""
+        self.names: dict[str, str] = {}
+        """Of the loader's timelines."""
+        self._datamodule = datamodule
+        self._max_batches = max_batches
+        self._progress = progress
+        self._task = progress.add_task("measuring the stages", total=datamodule.profile_batches)
+        self._seen = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what needs no plan, and begin."""
+        self.num_batches = int(trainer.num_training_batches)
+        loader = _loader(trainer)
+        self.names = loader.names
+        if loader.route is None:
+            raise ValueError(
+                "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "
+                "try it out with datamodule.gpu_route=cpu, which lets the CPU play the GPU's part"
+            )
+        if not loader.num_threads:
+            raise ValueError(
+                "there is nothing to plan: with datamodule.num_workers=0 only the GPU prepares mini-batches; give at "
+                "least one worker"
+            )
+        self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look whether there is a plan by now."""
+        self._seen += 1
+        if self._datamodule.plan is not None:
+            self._progress.update(self._task, completed=self._datamodule.profile_batches, description="planned")
+            trainer.should_stop = True
+            return
+        profiler = _loader(trainer).profiler
+        measured = {stage: len(profiler.seconds(stage)) for stage in STAGES}
+        last = min(measured, key=measured.__getitem__)
+        self._progress.update(self._task, completed=min(measured[last], profiler.num_measurements))
+        if self._seen >= self._max_batches:
+            raise ValueError(
+                f"no plan after {self._seen} mini-batches: {last} was measured {measured[last]} times, but "
+                f"{profiler.num_measurements} are needed; give a smaller datamodule.profile_batches, or a larger "
+                "plan.max_batches"
+            )
+
+
+def _loader(trainer: pl.Trainer) -> CollectiveLoader:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    found = next((loader for loader in loaders if isinstance(loader, CollectiveLoader)), None)
+    if found is None:
+        raise ValueError("the DataModule's training loader is no CollectiveLoader: there is nothing to plan")
+    return found

@@ -1,0 +1,220 @@
+"""The configuration of a run, kept in its checkpoints, and runs that are rebuilt from it."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from hydra import compose
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.utils import get_original_cwd
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_gnn.runtime.checkpoint_io import damage_of
+
+KEY = "lgnn"
+"""Where it is in a checkpoint."""
+GROUPS = {
+    "data": "data",
+    "model": "model",
+    "datamodule": "datamodule",
+    "inference": "datamodule.inference",
+    "trainer": "trainer",
+    "strategy": "trainer.strategy",
+    "logger": "logger",
+    "callbacks": "callbacks",
+}
+"""The key of the configuration that a group fills."""
+_OTHER_RUNS = ("task", "experiment")
+"""Groups that fill the keys of others."""
+_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan")
+"""Keys that belong to one start alone."""
+
+
+class KeepConfig(pl.Callback):
+    """Puts the configuration of a run into its checkpoints, as plain dictionaries under :data:`KEY`.
+
+    Args:
+        cfg: As the run was composed.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        initialized = HydraConfig.initialized()
+        choices = OmegaConf.to_container(HydraConfig.get().runtime.choices) if initialized else {}
+        assert isinstance(choices, dict)
+        self.state = {
+            "config": OmegaConf.to_container(cfg, resolve=False),
+            "choices": {group: name for group, name in choices.items() if isinstance(name, str)},
+            "cwd": get_original_cwd() if initialized else str(Path.cwd()),
+        }
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add it."""
+        checkpoint[KEY] = self.state
+
+
+@dataclass
+class Rebuilt:
+    """A configuration that Hydra can compose like one of its files.
+
+    Args:
+        config_name: Its name.
+        note: What was found, for the user; empty for nothing to tell.
+        deletions: Overrides that delete what the saved run did not have.
+    """
+
+    config_name: str
+    note: str = ""
+    deletions: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Saved:
+    config: dict[str, Any]
+    choices: dict[str, Any]
+    cwd: str
+    place: str
+
+
+def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
+    """Prepare the configuration that was saved with ``ckpt_path``; call it where Hydra is initialized.
+
+    Args:
+        config_name: The configuration that takes it in: ``"train"`` or ``"plan"``.
+        overrides: What was typed. A group's new option takes the place of what was saved of that group.
+
+    Returns:
+        ``config_name`` itself without ``ckpt_path``, where there is no such file, and, with a note, where nothing was
+        saved with it, or another task or experiment is asked for.
+
+    Raises:
+        ValueError: The file is no checkpoint.
+    """
+    typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
+    if not typed:
+        return Rebuilt(config_name)
+    if typed[-1].is_sweep_override():
+        return Rebuilt(config_name, "ckpt_path has several values: the configurations saved with them are not used")
+    value = typed[-1].value()
+    path = Path(str(value)).expanduser()
+    if value is None or not path.is_file():
+        return Rebuilt(config_name)
+    saved = _find(path)
+    if isinstance(saved, str):
+        return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
+    chosen = [
+        item
+        for item in overrides
+        if item.key_or_group in (*GROUPS, *_OTHER_RUNS)
+        and (item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group))
+    ]
+    for item in chosen:
+        if item.key_or_group in _OTHER_RUNS:
+            return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {saved.place}")
+    name = f"{config_name}_rebuilt"
+    config = _without(saved, {item.key_or_group for item in chosen}, overrides)
+    ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, saved), **config}))
+    default = OmegaConf.to_container(compose(name), resolve=False)
+    fresh = tuple(GROUPS[item.key_or_group] for item in chosen)
+    given = tuple(str(item.key_or_group) for item in overrides)
+    deletions = [
+        f"~{key}"
+        for key in _extra(default, config)
+        if key.partition(".")[0] in GROUPS
+        and not any(key == other or key.startswith(f"{other}.") for other in fresh)
+        and not any(other == key or other.startswith(f"{key}.") for other in given)
+    ]
+    return Rebuilt(name, f"rebuilt from the configuration saved in {saved.place}; what you typed wins", deletions)
+
+
+def _find(path: Path) -> _Saved | str:
+    """Return what was saved in a checkpoint or beside it, or why there is nothing."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        if path.is_file() and (damage := damage_of(path)) is not None:
+            raise ValueError(damage) from None
+        found = re.search(r"WeightsUnpickler error: *\s*(.+)", str(error))
+        reason = found[1] if found else str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"ckpt_path={path} cannot be read as a checkpoint: {reason}") from None
+    state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(state, dict) and isinstance(state.get("config"), dict):
+        return _Saved(_kept(state["config"]), dict(state.get("choices", {})), str(state.get("cwd", "")), str(path))
+    for folder in (path.absolute().parent, path.absolute().parent.parent):
+        if (file := folder / ".hydra/config.yaml").is_file():
+            try:
+                config, job = (_plain(file.with_name(name)) for name in ("config.yaml", "hydra.yaml"))
+                runtime = job["hydra"]["runtime"]
+                return _Saved(_kept(config), runtime["choices"], runtime["cwd"], str(file))
+            except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+                return f"{file} cannot be read ({str(error).partition(chr(10))[0]})"
+    return f"no configuration was saved with {path}"
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return dict(content)
+
+
+def _kept(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NOT_KEPT}
+
+
+def _without(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
+    """Return the saved configuration without what is chosen or added anew."""
+    config: Any = OmegaConf.create(deepcopy(saved.config))
+    inner = {key: group for group, key in GROUPS.items() if "." in key}
+    for key in (GROUPS[group] for group in chosen):
+        parts = [other for other in inner if other.startswith(f"{key}.") and inner[other] not in chosen]
+        kept = {part: OmegaConf.select(config, part) for part in parts}
+        _remove(config, key)
+        for part, node in kept.items():
+            if node is not None:
+                OmegaConf.update(config, part, node, force_add=True)
+    for item in overrides:
+        if item.is_add():
+            _remove(config, str(item.key_or_group))
+    root = config.get("data", {}).get("root") if isinstance(config.get("data"), DictConfig) else None
+    if isinstance(root, str) and saved.cwd and (there := Path(saved.cwd) / root).exists():
+        config.data.root = root if Path(saved.cwd) == Path.cwd() else str(there)
+    pruned: Any = OmegaConf.to_container(config, resolve=False)
+    return dict(pruned)
+
+
+def _remove(config: DictConfig, key: str) -> None:
+    *parents, last = key.split(".")
+    node: Any = OmegaConf.select(config, ".".join(parents)) if parents else config
+    if isinstance(node, DictConfig) and last in node:
+        del node[last]
+
+
+def _defaults(config_name: str, saved: _Saved) -> list[Any]:
+    """Return a defaults list that makes the same choices, as far as they still exist."""
+    loader = GlobalHydra.instance().config_loader()
+    found: list[Any] = [config_name]
+    for group in (*GROUPS, *_OTHER_RUNS):
+        if isinstance(name := saved.choices.get(group), str):
+            found.append({f"override /{group}": name if name in loader.get_group_options(group) else None})
+    return [*found, "_self_"]
+
+
+def _extra(whole: Any, part: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys that only the first of two nested dictionaries has."""
+    for key, value in whole.items():
+        if key not in part:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict) and isinstance(part[key], dict):
+            yield from _extra(value, part[key], f"{prefix}{key}.")

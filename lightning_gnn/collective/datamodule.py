@@ -1,0 +1,292 @@
+"""Node-level training on neighbourhoods that CPU and GPU prepare together, as they are measured to do best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.graph.options import true_or_false, whole_number
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.collective.plan_files import configuration_name, cores_of_process, keep_plan, kept_plan, machine_name
+from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.collective.plan import CollectivePlan
+
+ROUTES = ("auto", "cpu")
+_CPU_PART = 4
+"""Without an accelerator the model needs the cores: one in so many prepares mini-batches."""
+
+
+class CollectiveDataModule(PersistentSamplerDataModule):
+    """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
+
+    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. The plan
+    is kept on disk for the same machine and configuration. On a machine without a GPU, CPU threads prepare the
+    mini-batches while the model trains; on another accelerator they do so through page-locked memory. Validation,
+    testing and prediction are those of :class:`PersistentSamplerDataModule`.
+
+    Args:
+        *args: As for :class:`NeighborDataModule`.
+        num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
+            quarter of them where the model needs them too.
+        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
+            one. A plan that was made on another machine or for another configuration is made anew.
+        gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
+        profile_batches: Measurements of each stage before planning.
+        deterministic: Train in the order of the epoch, as without this DataModule. Otherwise mini-batches are the same,
+            each once per epoch, in the order in which they are ready.
+        cache_plan: Keep plans on disk, and use those that are there.
+        gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
+        **kwargs: As for :class:`PersistentSamplerDataModule`.
+
+    Raises:
+        ValueError: As for :class:`PersistentSamplerDataModule`; a buffer without a place, no measurement, no plan, an
+            unknown route.
+        FileNotFoundError: There is no such plan.
+
+    Source: MorphGL, section 4.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_workers: int | None = None,
+        plan: CollectivePlan | str | Path = "auto",
+        gpu_buffer_size: int = 10,
+        profile_batches: int = 20,
+        deterministic: bool = True,
+        cache_plan: bool = True,
+        gpu_route: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
+        profile_batches = whole_number(profile_batches, "profile_batches", 1)
+        num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
+        true_or_false(deterministic, "deterministic")
+        true_or_false(cache_plan, "cache_plan")
+        if gpu_route not in ROUTES:
+            raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
+        self._given = _read_plan(plan)
+        super().__init__(*args, num_workers=num_workers or 0, **kwargs)
+        self.num_workers = num_workers
+        self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
+        self.deterministic, self.cache_plan, self.gpu_route = deterministic, cache_plan, gpu_route
+        self._plan: CollectivePlan | None = None
+        self._handed_out: list[int] = []
+        self._loaders: WeakSet[CollectiveLoader] = WeakSet()
+        self._names = "", ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, such as that of a process of ddp_spawn, makes loaders of its own.
+        return {name: value for name, value in self.__dict__.items() if name != "_loaders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _loaders=WeakSet())
+
+    @property
+    def plan(self) -> CollectivePlan | None:
+        """The plan in force; None before one has been made."""
+        return self._plan
+
+    def teardown(self, stage: str) -> None:
+        """Stop preparing, and free the host memory."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Likewise, when training ends before its time."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; all ranks must call it, as Lightning does."""
+        by_rank: list[Any] = [list(self._handed_out)] * self._world_size
+        if self._world_size > 1 and not self.deterministic:
+            torch.distributed.all_gather_object(by_rank, list(self._handed_out))
+        order = None if self.deterministic else by_rank
+        return {**super().state_dict(), "order": order, "plan": None if self._plan is None else self._plan.to_yaml()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the seed, the order of the interrupted epoch, and the plan if it fits this run."""
+        super().load_state_dict(state_dict)
+        by_rank, plan = state_dict.get("order"), state_dict.get("plan")
+        self._handed_out[:] = by_rank[self._rank] if by_rank is not None and self._rank < len(by_rank) else []
+        self._plan = None
+        if plan is not None:
+            try:
+                self._plan = CollectivePlan.from_yaml(plan)
+            except ValueError as error:
+                rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
+
+    def _loader(self, stage: str) -> Any:
+        device = self._device()
+        training_device = self._training_device()
+        if device is None and self._placed_on is None:
+            if training_device.type == "cpu" and self.gpu_route == "auto":
+                rank_zero_warn("No GPU for collective batching: CPU threads prepare the same mini-batches.")
+            self._placed_on = "cpu"  # the base class need not say so again
+        workers = self._workers(training_device)
+        self.loader_kwargs["num_workers"] = self.eval_loader_kwargs["num_workers"] = workers
+        if stage != "train":
+            loader = super()._loader(stage)
+            if isinstance(loader, ThreadedNodeLoader):
+                loader.first_batch = self._end_model
+            return loader
+        route = super()._loader(stage) if device is not None or self.gpu_route == "cpu" else None
+        if self.gpu_route == "cpu":
+            training_device = torch.device("cpu")
+        plan = self._plan_for(training_device, workers, route is not None)
+        cores = cores_of_process(self.trainer)
+        loader = CollectiveLoader(
+            self.data,
+            self.graph_sampler,
+            input_nodes=self._nodes[stage],
+            tables=self._host_tables(route),
+            route=route,
+            device=training_device,
+            plan=plan,
+            gpu_buffer_size=self.gpu_buffer_size,
+            profile_batches=self.profile_batches,
+            deterministic=self.deterministic,
+            num_batches=self._num_batches,
+            torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
+            order=self._handed_out,
+            on_plan=self._keep,
+            **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
+        )
+        self._loaders.add(loader)
+        return loader
+
+    def _device(self) -> torch.device | None:
+        return None if self.gpu_route == "cpu" else super()._device()
+
+    def _training_device(self) -> torch.device:
+        if self.trainer is not None:
+            return self.trainer.strategy.root_device
+        return self._device() or torch.device("cpu")
+
+    def _workers(self, device: torch.device) -> int:
+        if self.num_workers is not None:
+            return self.num_workers
+        cores = cores_of_process(self.trainer)
+        return max(1, cores // _CPU_PART if device.type == "cpu" and self.gpu_route == "auto" else cores - 1)
+
+    def _host_tables(self, route: Any) -> dict[str, FeatureTable]:
+        """Where the CPU gathers from: what the GPU stores in fewer bits must be the same on the host."""
+        values = self.data._store.get("x")
+        if route is None or self.gpu_route == "cpu" or not self.quantize or not isinstance(values, Tensor):
+            return {}
+        return {"x": FeatureTable(values).quantized()} if "x" in self._tables else {}
+
+    def _end_model(self) -> int:
+        """Called when a validation in mid-epoch begins, which is not the model's time."""
+        for loader in self._loaders:
+            loader.routes.recorder.end_model()
+        return 0
+
+    def _num_batches(self) -> float:
+        """Mini-batches of an epoch that Lightning will ask for."""
+        if self.trainer is None or not self.trainer.training:
+            return float("inf")
+        return self.trainer.num_training_batches
+
+    def _plan_for(self, device: torch.device, workers: int, has_route: bool) -> CollectivePlan | None:
+        """Return the plan to begin with, None to measure."""
+        if not has_route or not workers:
+            mode, size = ("cpu", max(2 * workers, 1)) if workers else ("gpu", 0)
+            self._plan = CollectivePlan(mode, self.gpu_buffer_size, size)  # type: ignore[arg-type]
+            if self._given is not None and self._given.mode == mode:
+                self._plan = self._given
+            elif self._given is not None:
+                rank_zero_warn(
+                    f"collective batching: the plan is for CPU and GPU together, but here only one of them prepares "
+                    f"mini-batches ({mode}); it is not used"
+                )
+            return self._plan
+        names = self._names = (
+            machine_name(device, cores_of_process(self.trainer)),
+            self._configuration(device, workers),
+        )
+        made = self._plan if self._plan is not None and self._plan.configuration else None
+        if self._given is not None and self._fits(self._given):
+            self._plan = self._given
+        elif made is None or not self._fits(made):
+            if self._given is not None:
+                rank_zero_warn(
+                    f"collective batching: the plan was made on another machine or for another configuration "
+                    f"({self._given.machine or 'any machine'}; this is {names[0]}); it is not used"
+                )
+            self._plan = self._cached()
+        if self._plan is not None:
+            rank_zero_info(_one_line(self._plan, "going by the plan"))
+        return self._plan
+
+    def _fits(self, plan: CollectivePlan) -> bool:
+        machine, configuration = self._names
+        return plan.machine in ("", machine) and plan.configuration in ("", configuration)
+
+    def _configuration(self, device: torch.device, workers: int) -> str:
+        model = None if self.trainer is None else self.trainer.lightning_module
+        settings = (self.topology, self.features, self.cache_rows, self.cache_bytes, self.quantize, self.mode)
+        return configuration_name(
+            self.data,
+            self.graph_sampler,
+            model,
+            [
+                device.type,
+                workers,
+                self._world_size,
+                self.loader_kwargs.get("batch_size"),
+                self._count("train"),
+                *settings,
+                self.fetch_size,
+                self.gpu_route,
+                self.gpu_buffer_size,
+                self.deterministic,
+                None if self.trainer is None else str(self.trainer.precision),
+            ],
+        )
+
+    def _cached(self) -> CollectivePlan | None:
+        plan = kept_plan(*self._names) if self.cache_plan else None
+        return plan if plan is not None and self._fits(plan) else None
+
+    def _keep(self, plan: CollectivePlan) -> CollectivePlan:
+        """Take a plan that has been made."""
+        machine, configuration = self._names
+        self._plan = plan = replace(plan, machine=machine, configuration=configuration)
+        rank_zero_info(_one_line(plan, "measured and planned"))
+        if self.cache_plan and self._rank == 0 and plan.times is not None:
+            keep_plan(plan)
+        return plan
+
+    def _close(self) -> None:
+        used = getattr(self.trainer, "train_dataloader", None)
+        loaders = [*self._loaders, *(CombinedLoader(used).flattened if used is not None else [])]
+        for loader in loaders:
+            if isinstance(loader, CollectiveLoader):
+                loader.close()
+
+
+def _read_plan(plan: Any) -> CollectivePlan | None:
+    if isinstance(plan, CollectivePlan) or plan == "auto":
+        return plan if isinstance(plan, CollectivePlan) else None
+    if not isinstance(plan, (str, Path)):
+        raise ValueError(f"plan must be 'auto', a CollectivePlan or the path of a file with one, but is {plan!r}")
+    return CollectivePlan.load(plan)
+
+
+def _one_line(plan: CollectivePlan, beginning: str) -> str:
+    gbs, cbs = plan.buffers
+    whole = {
+        "collective": f"of every {gbs + cbs} mini-batches the GPU prepares {gbs}, the CPU {cbs}",
+        "cpu": "the CPU prepares all mini-batches",
+        "gpu": "the GPU prepares all mini-batches",
+    }[plan.mode]
+    seconds = plan.epoch_s.get("collective")
+    return f"collective batching, {beginning}: {whole}" + ("" if seconds is None else f"; {seconds:.3g} s per epoch")

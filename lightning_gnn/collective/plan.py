@@ -1,0 +1,232 @@
+"""The plan of collective batching: how many mini-batches the CPU and the GPU prepare in turn (MorphGL, section 4.2)."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal, get_args
+
+import yaml
+
+from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.graph.hybrid_plan import aligned
+from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.documents import read_text, read_yaml
+from lightning_gnn.runtime.whole_files import write_whole
+
+Mode = Literal["collective", "cpu", "gpu"]
+_BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
+_END = "..."
+STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
+
+
+@dataclass(frozen=True)
+class CollectivePlan:
+    """Who prepares the mini-batches of an epoch, and how many each keeps ready.
+
+    Args:
+        mode: ``"collective"``: both, in overlaps of ``gpu_buffer_size`` and ``cpu_buffer_size`` mini-batches;
+            ``"cpu"``: a plain pipeline of what the CPU prepares; ``"gpu"``: the GPU alone.
+        gpu_buffer_size: ``gbs``, mini-batches in device memory.
+        cpu_buffer_size: ``cbs``, mini-batches in host memory.
+        num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
+        ratio: ``x``, mini-batches of the GPU for every one of the CPU, with which planning began.
+        times: What the stages take.
+        epoch_s: Predicted seconds of an epoch with this plan (``"collective"``, whatever its mode), with the CPU alone
+            (``"cpu"``) and with the GPU alone (``"gpu"``).
+        rounds: How many plans were simulated before this one was chosen.
+        machine: Fingerprint of the machine that it was made for.
+        configuration: Fingerprint of the data, sampling and model that it was made for.
+
+    Raises:
+        ValueError: A field is no plan: the message names it.
+    """
+
+    mode: Mode
+    gpu_buffer_size: int
+    cpu_buffer_size: int
+    num_batches: int = 0
+    ratio: float | None = None
+    times: StageTimes | None = None
+    epoch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    rounds: int = 0
+    machine: str = ""
+    configuration: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
+        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "num_batches": 0, "rounds": 0}
+        for name, minimum in least.items():
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
+        if self.ratio is not None:
+            _check_number("ratio", self.ratio)
+        if not isinstance(self.epoch_s, Mapping):
+            raise ValueError(
+                f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
+            )
+        for name, seconds in self.epoch_s.items():
+            if name not in get_args(Mode):
+                raise ValueError(f"epoch_s has no place for {reprlib.repr(name)}, only for {', '.join(get_args(Mode))}")
+            _check_number(f"epoch_s[{name!r}]", seconds)
+        if self.times is not None and not isinstance(self.times, StageTimes):
+            raise ValueError(f"times must be StageTimes, but is {reprlib.repr(self.times)}")
+        for name in ("machine", "configuration"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be text, but is {reprlib.repr(getattr(self, name))}")
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.DualBuffer` takes them.
+
+        A plain pipeline has a place for each CPU worker, and as many as are brought to the device ahead of training:
+        with one, no transfer would run while the model trains.
+        """
+        if self.mode == "collective":
+            return self.gpu_buffer_size, self.cpu_buffer_size
+        if self.mode == "gpu":
+            return 1, 0
+        return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, DualBuffer.AHEAD)
+
+    @property
+    def cpu_share(self) -> float:
+        """The part of the mini-batches that the CPU prepares, between 0 and 1."""
+        on_gpu, on_cpu = self.buffers
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.mode, on_cpu / (on_gpu + on_cpu))
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        on_gpu, on_cpu = self.buffers
+        heading = {
+            "collective": f"collective batching: of every {on_gpu + on_cpu} mini-batches the GPU prepares {on_gpu}, "
+            f"the CPU {on_cpu} ({self.cpu_share:.0%})",
+            "cpu": "collective batching: the CPU prepares all mini-batches",
+            "gpu": "collective batching: the GPU prepares all mini-batches",
+        }
+        lines = [heading[self.mode]]
+        if self.times is not None:
+            rows = [["stage", "mean", "spread"]]
+            for name in STAGES:
+                duration: Duration = getattr(self.times, name)
+                rows.append([name, f"{1e3 * duration.mean:.3g} ms", f"{1e3 * duration.spread:.2g} ms"])
+            workers = self.times.cpu_workers
+            rows.append([f"cpu_batching / {workers} workers", f"{1e3 * self.times.cpu:.3g} ms", ""])
+            lines += ["", *aligned(rows)]
+        rows = [["gpu_buffer_size", "cpu_buffer_size", "initial ratio x", "rounds"]]
+        rows.append([str(on_gpu), str(on_cpu), "" if self.ratio is None else f"{self.ratio:.3g}", str(self.rounds)])
+        lines += ["", *aligned(rows)]
+        if self.epoch_s:
+            names = {"collective": "this plan", "cpu": "CPU only", "gpu": "GPU only"}
+            own = self.epoch_s.get("collective")
+            rows = [["predicted epoch", "seconds", "against this plan"]]
+            for name, label in names.items():
+                if name in self.epoch_s:
+                    seconds = self.epoch_s[name]
+                    rows.append([label, f"{seconds:.4g}", f"{seconds / own:.2f}x" if own else ""])
+            lines += ["", *aligned(rows)]
+            if self.num_batches:
+                lines.append(f"an epoch of {self.num_batches} mini-batches")
+        return "\n".join(lines)
+
+    def to_yaml(self) -> str:
+        """Return the plan as YAML that people can read and change."""
+        state: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        state["epoch_s"] = {name: float(seconds) for name, seconds in self.epoch_s.items()}
+        state["ratio"] = None if self.ratio is None else float(self.ratio)
+        if self.times is not None:
+            durations = {name: getattr(self.times, name) for name in STAGES}
+            state["times"] = {
+                **{name: {"mean": float(d.mean), "spread": float(d.spread)} for name, d in durations.items()},
+                "cpu_workers": self.times.cpu_workers,
+            }
+        return f"{_BEGIN}{yaml.safe_dump(state, sort_keys=False, allow_unicode=True)}{_END}\n"
+
+    @classmethod
+    def from_yaml(cls, text: str) -> CollectivePlan:
+        """Read a plan from YAML; only ``mode`` and the buffer sizes must be there.
+
+        Raises:
+            ValueError: It is no YAML, no plan, or one of :meth:`to_yaml` that was cut off.
+        """
+        if text.startswith(_BEGIN) and text.rstrip().rpartition("\n")[2] != _END:
+            raise ValueError(
+                f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
+                "first line if you wrote it by hand"
+            )
+        state = read_yaml(text)
+        required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
+        state = _fields(state, {item.name for item in fields(cls)}, required, "a plan")
+        if isinstance(state.get("ratio"), str):
+            state["ratio"] = _number("ratio", state["ratio"])
+        if state.get("times") is not None:
+            state["times"] = _stage_times(state["times"])
+        if isinstance(state.get("epoch_s"), dict):
+            epochs = state["epoch_s"].items()
+            state["epoch_s"] = {name: _number(f"epoch_s[{name!r}]", seconds) for name, seconds in epochs}
+        return cls(**state)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a YAML file."""
+        write_whole(path, self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> CollectivePlan:
+        """Read a plan from a YAML file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It holds no plan; the message names the file and what is wrong.
+        """
+        try:
+            return cls.from_yaml(read_text(path))
+        except ValueError as error:
+            raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
+
+
+def _stage_times(state: Any) -> StageTimes:
+    state = _fields(state, {*STAGES, "cpu_workers"}, set(STAGES), "times")
+    durations = {}
+    for name in STAGES:
+        numbers = state[name] if isinstance(state[name], dict) else {"mean": state[name]}
+        numbers = _fields(numbers, {"mean", "spread"}, {"mean"}, f"times: {name}")
+        durations[name] = Duration(**{key: _number(f"times: {name}: {key}", item) for key, item in numbers.items()})
+    workers = state.get("cpu_workers", 1)
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        raise ValueError(f"times: cpu_workers must be a whole number, but is {reprlib.repr(workers)}")
+    return StageTimes(**durations, cpu_workers=workers)
+
+
+def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
+    unknown = sorted(map(str, set(state) - known))
+    if unknown:
+        raise ValueError(
+            f"{what} has no place for {shorten(', '.join(unknown), 200)}, only for {', '.join(sorted(known))}"
+        )
+    missing = sorted(required - set(state))
+    if missing:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    return dict(state)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number of a YAML file; YAML 1.1 reads ``1e-3`` as text, so text is tried too."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, but is {reprlib.repr(value)}") from None
+    _check_number(name, value)
+    return float(value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number of at least 0, but is {reprlib.repr(value)}")

@@ -1,0 +1,220 @@
+"""Dual-buffer scheduling on a virtual clock (MorphGL, section 4.2.3, performance model)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+
+from lightning_gnn.collective.plan import CollectivePlan, STAGES
+from lightning_gnn.collective.dual_buffer import DualBuffer, Step
+from lightning_gnn.collective.stage_times import StageTimes
+from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
+
+Durations = Callable[[str, int], float]
+"""Seconds of a stage of a mini-batch, by the stage's name and the mini-batch's number."""
+
+LEAST = 0.01
+"""Of the mean: no drawn duration is shorter."""
+
+
+@dataclass
+class Simulation:
+    """What happened in a simulated epoch.
+
+    Args:
+        makespan: Seconds until the last mini-batch is trained.
+        busy: Seconds in which each resource works; for the CPU the mean over its workers.
+        idle: The rest of the makespan.
+        timeline: Every stage of every mini-batch, the lane of a CPU stage being its worker. The GPU's batching is
+            there twice, for it occupies the GPU and PCIe (equation 1).
+        steps: What the training thread did, in order.
+        cpu_lag: Seconds that the training thread waited for the CPU in blocking phases.
+        gpu_lag: Seconds that the CPU, mean over its workers, was idle with a full buffer while the GPU filled its own.
+        overlaps: How often the buffers were flushed.
+    """
+
+    makespan: float
+    busy: dict[Resource, float]
+    idle: dict[Resource, float]
+    timeline: Timeline
+    steps: list[Step]
+    cpu_lag: float = 0.0
+    gpu_lag: float = 0.0
+    overlaps: int = 0
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of each phase of the training thread."""
+        return self.timeline.phases
+
+
+def simulate_dual_buffer(
+    times: StageTimes,
+    plan: CollectivePlan,
+    num_batches: int,
+    *,
+    durations: Durations | None = None,
+    seed: int | None = None,
+    deterministic: bool = True,
+) -> Simulation:
+    """Simulate an epoch; the decisions are those of :class:`~lightning_gnn.collective.DualBuffer`.
+
+    Args:
+        times: What the stages take, and how many CPU workers there are.
+        plan: Who prepares the mini-batches; its ``buffers`` count.
+        num_batches: Mini-batches of the epoch.
+        durations: Seconds of each stage of each mini-batch instead of the means of ``times``.
+        seed: Draw them from normal distributions with the means and spreads of ``times`` instead.
+        deterministic: Whether mini-batches are trained in the order of the epoch.
+
+    Raises:
+        ValueError: There is no mini-batch, a duration is negative, or both ``durations`` and ``seed`` are given.
+    """
+    if num_batches < 1:
+        raise ValueError(f"num_batches must be at least 1, but is {num_batches}")
+    if durations is not None and seed is not None:
+        raise ValueError("durations and seed exclude one another: seed draws the durations")
+    if durations is not None:
+        source = _checked(durations)
+    else:
+        source = drawn_durations(times, num_batches, seed) if seed is not None else _mean_durations(times)
+    buffer = DualBuffer(num_batches, *plan.buffers, times.cpu_workers, deterministic=deterministic)
+    return _VirtualClock(buffer, times.cpu_workers, source).run()
+
+
+def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
+    """Draw every duration of an epoch, whoever will prepare which mini-batch.
+
+    Args:
+        times: Means and spreads of normal distributions; what is drawn below 1% of the mean counts as that.
+        num_batches: Mini-batches of the epoch.
+        seed: Of the generator.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = {}
+    for stage in STAGES:
+        duration = getattr(times, stage)
+        normal = generator.normal(duration.mean, duration.spread, num_batches)
+        drawn[stage] = np.maximum(normal, LEAST * duration.mean).tolist()
+    return lambda stage, number: drawn[stage][number]
+
+
+def _mean_durations(times: StageTimes) -> Durations:
+    means = {stage: getattr(times, stage).mean for stage in STAGES}
+    return lambda stage, number: means[stage]
+
+
+def _checked(durations: Durations) -> Durations:
+    def checked(stage: str, number: int) -> float:
+        seconds = durations(stage, number)
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"{stage} of mini-batch {number} must take finite seconds of at least 0, but: {seconds}")
+        return seconds
+
+    return checked
+
+
+@dataclass
+class _VirtualClock:
+    """Drives the buffers: CPU workers, PCIe and the training thread, whose time is ``now``."""
+
+    buffer: DualBuffer
+    workers: int
+    durations: Durations
+    now: float = 0.0
+    pcie_free: float = 0.0
+    cpu_lag: float = 0.0
+    gpu_lag: float = 0.0
+    busy: dict[Resource, float] = field(default_factory=lambda: {"CPU": 0.0, "PCIe": 0.0, "GPU": 0.0})
+    working: list[tuple[float, int, int]] = field(default_factory=list)
+    """A heap of when, what number and which worker."""
+    idle: list[tuple[int, float]] = field(default_factory=list)
+    """Workers that found nothing to claim, and since when."""
+    arrival: dict[int, float] = field(default_factory=dict)
+    intervals: list[Interval] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def run(self) -> Simulation:
+        self.idle = [(worker, 0.0) for worker in range(self.workers)]
+        self._claim(0.0)
+        self._until(0.0)
+        take = {"batch": self._batch, "transfer": self._transfer, "train": self._train, "wait": self._wait}
+        while (step := self._step()).kind != "end":
+            begin = self.now
+            take[step.kind](step)
+            self._until(self.now)
+            if step.kind == "batch":
+                waited = sum(self.now - max(begin, since) for _, since in self.idle) if self.buffer.cpu_blocked else 0.0
+                self.gpu_lag += waited / self.workers
+            self._note_phase(step, begin)
+        self.busy["CPU"] /= self.workers
+        idle: dict[Resource, float] = {name: max(0.0, self.now - seconds) for name, seconds in self.busy.items()}
+        overlaps = sum(name == "flushing" for name, _, _ in self.phases)
+        timeline = Timeline(self.intervals, self.phases)
+        return Simulation(self.now, self.busy, idle, timeline, self.steps, self.cpu_lag, self.gpu_lag, overlaps)
+
+    def _step(self) -> Step:
+        step = self.buffer.next()
+        self.steps.append(step)
+        self._claim(self.now)  # the step may have made room
+        return step
+
+    # -- CPU workers
+
+    def _until(self, time: float) -> None:
+        """Let the workers come as far as ``time``."""
+        while self.working and self.working[0][0] <= time:
+            finished, number, worker = heappop(self.working)
+            self.buffer.ready(number)
+            self.idle.append((worker, finished))
+            self._claim(finished)
+
+    def _claim(self, time: float) -> None:
+        while self.idle and (number := self.buffer.claim()) is not None:
+            self.idle.sort()
+            worker, _ = self.idle.pop(0)
+            end = time + self.durations("cpu_batching", number)
+            self._occupy("CPU", "cpu_batching", number, time, end, worker)
+            heappush(self.working, (end, number, worker))
+
+    # -- the training thread
+
+    def _wait(self, step: Step) -> None:
+        if not self.working:
+            raise RuntimeError("the training thread waits for CPU workers that have nothing to do")
+        self.cpu_lag += max(0.0, self.working[0][0] - self.now)
+        self.now = max(self.now, self.working[0][0])
+
+    def _batch(self, step: Step) -> None:
+        start = max(self.now, self.pcie_free)  # never together with a transfer: they would share PCIe
+        middle = start + self.durations("gpu_batching", step.number)
+        self.now = self.pcie_free = middle + self.durations("uva", step.number)
+        resources: tuple[Resource, Resource] = ("GPU", "PCIe")
+        for resource in resources:
+            self._occupy(resource, "gpu_batching", step.number, start, middle)
+            self._occupy(resource, "uva", step.number, middle, self.now)
+
+    def _transfer(self, step: Step) -> None:
+        start = max(self.now, self.pcie_free)
+        self.pcie_free = self.arrival[step.number] = start + self.durations("dma", step.number)
+        self._occupy("PCIe", "dma", step.number, start, self.pcie_free)
+
+    def _train(self, step: Step) -> None:
+        start = max(self.now, self.arrival.pop(step.number, 0.0))
+        self.now = start + self.durations("model", step.number)
+        self._occupy("GPU", "model", step.number, start, self.now)
+
+    # -- records
+
+    def _occupy(self, resource: Resource, stage: str, number: int, start: float, end: float, lane: int = 0) -> None:
+        self.busy[resource] += end - start
+        self.intervals.append(Interval(resource, stage, number, start, end, lane))
+
+    def _note_phase(self, step: Step, begin: float) -> None:
+        if self.phases and self.phases[-1][0] == step.phase:
+            begin = self.phases.pop()[1]
+        self.phases.append((step.phase, begin, self.now))

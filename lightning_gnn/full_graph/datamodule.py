@@ -1,0 +1,153 @@
+"""Full-graph training: the whole graph is the batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+from torch_geometric.data.lightning import LightningNodeData
+from torch_geometric.loader import NeighborLoader
+
+from lightning_gnn.graph.options import closest, keywords_of, true_or_false
+from lightning_gnn.nn.compressed import compressed_graph, summary
+from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.runtime.resume import ResumableDataModule
+from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.nn.conv import check_takes_graph
+from lightning_gnn.nn.inference import FullInference
+
+STRATEGY = "ascend_hybrid"
+
+
+class FullGraphDataModule(ResumableDataModule):
+    """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
+
+    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
+    which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
+    ``"ascend_hybrid"``, which shares out the graph.
+
+    Args:
+        data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
+        num_chunks: Chunks to cut the vertices into, or ``"auto"``: as many as make a chunk fit the local memory.
+        order: ``"locality"``: vertices that share in-neighbours lie in one chunk (algorithm 2); ``"natural"``: as they
+            are numbered.
+        cache_dir: Where compressed graphs of a million edges and more are kept; by default the user's cache directory.
+        inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
+            where outputs do not fit into memory; by default as in training.
+        compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
+        **kwargs: None; a wrong one is told the closest there is.
+
+    Raises:
+        TypeError: The graph is not homogeneous, a mask is not bool, an option is unknown.
+        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, NaN,
+            an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        num_chunks: int | str = "auto",
+        order: str = "locality",
+        cache_dir: str | Path | None = None,
+        inference: str | FullInference | None = None,
+        compress: bool = True,
+        check_features: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        for name in kwargs:
+            known = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
+            why = ": the whole graph is the only batch, and the masks of data tell the splits"
+            raise TypeError(f"there is no option {name}{why if known else closest(name, keywords_of(type(self)))}")
+        true_or_false(compress, "compress")
+        if not isinstance(cache_dir, (str, Path, NoneType)):
+            raise TypeError(f"cache_dir must be a path, but is {cache_dir!r}")
+        check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
+        topology = CSCGraph.from_data(data)
+        check_edge_data(data)
+        made: dict[str, Tensor] = {}
+        for key in ("x", "y", "edge_attr", "edge_weight"):
+            if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
+                made[key] = torch.as_tensor(value)
+        for name in ("train_mask", "val_mask", "test_mask"):
+            if data.get(name) is None:
+                continue
+            chosen = check_nodes(data[name], data.num_nodes, f"data.{name}")
+            if chosen is not data[name]:
+                made[name] = chosen
+            if check_features:
+                check_labels(data, chosen, f"data.{name}")
+        if made:
+            data = copy.copy(data)  # the user's own stays as it is
+            data.update(made)
+        if data.get("train_mask") is None:
+            raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
+        if not bool(data.train_mask.any()):
+            raise ValueError("the training split is empty: data.train_mask has no true entry")
+        if inference == "sampled":
+            raise ValueError(
+                "inference='sampled' needs a DataModule that samples; this one always sees the whole graph"
+            )
+        settings = inference_settings(inference)
+        self.graph: CompressedGraph | None = None
+        self.summary: str | None = None
+        if compress:
+            self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
+            self.summary = summary(redundancy)
+            rank_zero_info(self.summary)
+            data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
+        elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
+            data = data.clone()
+            data.edge_index = topology.to_edge_index()
+            for key in ("graph", "adj_t"):
+                if key in data:
+                    del data[key]
+        if not compress and settings is not None:
+            raise ValueError("inference='full' runs over the compressed graph; leave compress=True")
+        self.data = data
+
+    def setup(self, stage: str) -> None:
+        """Refuse a model that cannot read the batch, and several devices that would all train on the same one.
+
+        Raises:
+            TypeError: No layer of the model can read a compressed graph.
+            ValueError: The trainer uses several devices, and not by the strategy that shares out the graph.
+        """
+        super().setup(stage)
+        if self.trainer is None:
+            return
+        model = self.trainer.lightning_module
+        # Of a model of mixed layers, only a forward pass tells which of them read the batch's edge_index.
+        layers = [] if model is None or self.graph is None or "inference" in self.data else model.modules()
+        if layers and not any(getattr(layer, "takes_graph", False) for layer in layers):
+            check_takes_graph(model)
+        if self.trainer.world_size == 1:
+            return
+        if getattr(self.trainer.strategy, "strategy_name", None) != STRATEGY:
+            raise ValueError(
+                f"the trainer has {self.trainer.world_size} devices, which would all train on the same graph; "
+                f"strategy={STRATEGY} shares it out among them"
+            )
+        if self.graph is None:
+            raise ValueError(
+                f"strategy={STRATEGY} shares out a compressed graph: leave compress=True, with the layers of "
+                "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
+            )
+
+    def train_dataloader(self) -> DataLoader:
+        """Return the graph as the only batch."""
+        return only_batch(self.data)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader

@@ -1,0 +1,155 @@
+"""Grouping of ranks: between devices there is no shared cache, so communication volume and memory decide."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gnn.graph.hybrid_plan import GroupingCost, HybridPlan, check_groups, check_sizes, divisors, slice_columns
+from lightning_gnn.graph.ranges import balance_ranges, check_loads
+
+_MOST_RANKS = 1024
+
+
+def plan_devices(
+    num_columns: int,
+    num_rows: int,
+    chunk_loads: npt.ArrayLike,
+    num_ranks: int,
+    num_groups: int | Literal["auto"] = "auto",
+    memory_limit: int | None = None,
+    *,
+    element_size: int = 4,
+    edge_bytes: int = 24,
+) -> HybridPlan:
+    """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one chunk range.
+
+    An aggregation brings rows to slices, multiplies, and brings slices back to rows, both by all-to-all; backward runs
+    the adjoints of both, of the same volume. Rank (m, g) needs its D_m columns of the C_g vertices with an edge into
+    its chunks (C_g is at most V and at most its edges; that bound is counted) and gives back D_m columns of its
+    chunks' V_g rows. One part in N of either is its own. Over all ranks, forward and backward, that makes
+
+        ``2 * (1 - 1/N) * D * (sum over g of C_g + V)`` numbers,
+
+    least for one member per group: M = N, as far as D allows. Memory says otherwise: rank (m, g) holds its edges, in
+    both directions, C_g rows and V_g (about V / G) rows of D_m columns, and V / N whole rows twice (input and output),
+
+        ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes,
+
+    and at M = N every rank holds all edges. The least volume among those that fit wins, the larger M in a tie.
+
+    Args:
+        num_columns: D, columns of the features that are exchanged.
+        num_rows: V, vertices.
+        chunk_loads: Edges of each chunk, integer ``[num_chunks]``.
+        num_ranks: N.
+        num_groups: M, which divides N, or ``"auto"``.
+        memory_limit: Bytes that a rank may use for all this; None sets no limit.
+        element_size: Bytes of a feature.
+        edge_bytes: Bytes that a rank keeps per edge: a local column and a weight in either direction, and the place of
+            the edge in the other (int64).
+
+    Raises:
+        TypeError: Loads that are no integers.
+        ValueError: No grouping fits the memory (says how many ranks would do); no column, no rank, a negative load or
+            number of rows; a number of groups that does not divide the ranks or exceeds the columns.
+    """
+    check_sizes(num_columns, num_ranks)
+    loads = check_loads(chunk_loads)
+    if num_rows < 0:
+        raise ValueError(f"num_rows must not be negative, but is {num_rows}")
+    if num_groups == "auto":
+        considered = [groups for groups in divisors(num_ranks) if groups <= num_columns]
+    elif isinstance(num_groups, str):
+        raise ValueError(f"num_groups must be a number or 'auto', but is {num_groups!r}")
+    else:
+        check_groups(num_groups, num_ranks, num_columns)
+        considered = [num_groups]
+    layer = _Layer(num_columns, num_rows, loads, element_size, edge_bytes)
+    candidates = []
+    for groups in considered:
+        range_loads = layer.range_loads(num_ranks // groups)
+        volume, memory = layer.volume(num_ranks, range_loads), layer.memory(num_ranks, groups, max(range_loads))
+        note = "too large" if memory_limit is not None and memory > memory_limit else ""
+        candidates.append(GroupingCost(groups, volume, {"bytes per rank": memory}, note))
+    eligible = [candidate for candidate in candidates if not candidate.note]
+    if not eligible:
+        assert memory_limit is not None
+        raise ValueError(_too_large(layer, num_ranks, num_groups, candidates, memory_limit))
+    best = min(reversed(eligible), key=lambda candidate: candidate.cost).num_groups
+    return HybridPlan(
+        num_workers=num_ranks,
+        num_groups=best,
+        num_columns=num_columns,
+        slices=slice_columns(num_columns, best),
+        chunk_ranges=balance_ranges(loads, num_ranks // best),
+        loads=tuple(layer.range_loads(num_ranks // best)),
+        candidates=tuple(candidates),
+        unit="bytes sent by all ranks, forward and backward",
+    )
+
+
+class _Layer:
+    """The sizes that volume and memory follow from; the formulas are in :func:`plan_devices`."""
+
+    def __init__(self, num_columns: int, num_rows: int, loads: np.ndarray, element_size: int, edge_bytes: int) -> None:
+        self.num_columns = num_columns
+        self.num_rows = num_rows
+        self.loads = loads
+        self.element_size = element_size
+        self.edge_bytes = edge_bytes
+
+    def range_loads(self, members: int) -> list[int]:
+        """Edges of each chunk range."""
+        return [int(self.loads[start:stop].sum()) for start, stop in balance_ranges(self.loads, members)]
+
+    def volume(self, num_ranks: int, range_loads: list[int]) -> float:
+        """Bytes that all ranks send, forward and backward."""
+        rows = sum(min(self.num_rows, load) for load in range_loads) + self.num_rows
+        return 2 * (1 - 1 / num_ranks) * self.num_columns * rows * self.element_size
+
+    def memory(self, num_ranks: int, num_groups: int, load: int) -> float:
+        """Bytes of the rank with the widest slice and the heaviest range."""
+        width = max(stop - start for start, stop in slice_columns(self.num_columns, num_groups))
+        rows = min(self.num_rows, load) + self.num_rows * num_groups / num_ranks
+        dense = 2 * self.num_rows / num_ranks * self.num_columns
+        return load * self.edge_bytes + (rows * width + dense) * self.element_size
+
+    def ranks_that_fit(self, more_than: int, num_groups: int | Literal["auto"], limit: int) -> int | None:
+        """Return the least number of ranks above ``more_than`` with a grouping that fits, up to 1024."""
+        total, heaviest = int(self.loads.sum()), int(self.loads.max(initial=0))
+        for num_ranks in range(more_than + 1, _MOST_RANKS + 1):
+            for groups in divisors(num_ranks):
+                if groups > self.num_columns or num_groups not in ("auto", groups):
+                    continue
+                members = num_ranks // groups
+                at_best = max(-(-total // members), heaviest)  # a bound first: exact ranges cost time
+                if self.memory(num_ranks, groups, at_best) > limit:
+                    continue
+                if self.memory(num_ranks, groups, max(self.range_loads(members))) <= limit:
+                    return num_ranks
+        return None
+
+
+def _too_large(
+    layer: _Layer,
+    num_ranks: int,
+    num_groups: int | Literal["auto"],
+    candidates: list[GroupingCost],
+    limit: int,
+) -> str:
+    least = min(candidate.terms["bytes per rank"] for candidate in candidates)
+    enough = layer.ranks_that_fit(num_ranks, num_groups, limit)
+    asked = "" if num_groups == "auto" else f" in num_groups={num_groups}"
+    if enough is not None:
+        advice = f"{enough} ranks would do"
+    elif num_groups != "auto":
+        advice = "with num_groups='auto' fewer ranks may do"
+    else:
+        advice = f"not even {_MOST_RANKS} ranks would do: cut the graph into more chunks or use narrower features"
+    return (
+        f"{int(layer.loads.sum())} edges, {layer.num_rows} rows and {layer.num_columns} columns on {num_ranks} "
+        f"ranks{asked} need {least / 1e9:.4g} GB per rank, but {limit / 1e9:.4g} GB are there; {advice}"
+    )

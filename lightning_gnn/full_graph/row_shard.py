@@ -1,0 +1,380 @@
+"""One rank's part of a graph: it owns some rows, and aggregates one feature slice of one chunk range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.ops.aggregate import Reduce, aggregate, edge_softmax
+from lightning_gnn.full_graph.devices import plan_devices
+from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import HybridPlan, check_groups, divisors, slice_columns
+from lightning_gnn.graph.ranges import balance_ranges
+from lightning_gnn.full_graph.chunk_range import ChunkRange, RowRuns, chunk_range, cut_out
+from lightning_gnn.full_graph.exchange import Exchange, gather_rows, rows_to_slice, slice_to_rows
+from lightning_gnn.full_graph.ownership import Ownership
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """How the chunk ranges of one number of groups are cut: this rank's graph, and who owns the rows of each range.
+
+    ``sources`` and ``targets`` are the last arguments of an :class:`Exchange`, all but the slices.
+    """
+
+    num_groups: int
+    graph: CompressedGraph
+    edges: tuple[int, int]
+    sources: dict[str, Any]
+    targets: dict[str, Any]
+
+
+class RowShard:
+    """What a rank sees in place of a :class:`~lightning_gnn.graph.compress.CompressedGraph`.
+
+    Every tensor of vertices holds the rows that the rank owns. An aggregation brings rows to slices by all-to-all,
+    aggregates this rank's slice over its chunk range, and brings the slices back to rows; backward runs the adjoints
+    (NeutronAscend, section 5; between devices M is chosen by volume and memory). So all ranks must call the same
+    operations in the same order.
+
+    Weights of edges are those of the rank's chunk range, the same on its M ranks, each of which holds a part of their
+    gradient: the gradients of all ranks add up, for weights as for parameters.
+
+    A layer with fewer columns than groups runs in fewer groups, whose chunk ranges subdivide those of the others;
+    if ``num_groups`` was given, it is an error.
+
+    Args:
+        graph: The whole graph, the same on all ranks.
+        owners: Who owns which rows.
+        rank: This rank.
+        num_columns: Columns of the features, for the choice of M.
+        num_groups: M, which divides the number of ranks, or ``"auto"``.
+        settings: Who executes this rank's aggregations.
+        device: Where to compute.
+        memory_limit: Bytes that a rank may use, or None.
+        element_size: Bytes of a feature.
+        process_group: The ranks; None for the default group.
+
+    Raises:
+        ValueError: M does not divide the number of ranks, or the graph does not fit the memory (says how many ranks
+            would do).
+    """
+
+    def __init__(
+        self,
+        graph: CompressedGraph,
+        owners: Ownership,
+        rank: int,
+        num_columns: int = 1,
+        num_groups: int | Literal["auto"] = "auto",
+        settings: PlanSettings | None = None,
+        device: torch.device | str = "cpu",
+        memory_limit: int | None = None,
+        element_size: int = 4,
+        process_group: Any = None,
+    ) -> None:
+        if graph.num_sources != graph.num_targets or graph.num_targets != owners.order.numel():
+            raise ValueError(
+                f"ranks share out the vertices of one set, but the graph has {graph.num_sources} sources, "
+                f"{graph.num_targets} targets and {owners.order.numel()} rows with an owner"
+            )
+        self.whole = graph.to("cpu")
+        self.owners = owners
+        self.rank = rank
+        self.device = torch.empty(0, device=device).device
+        self.settings = settings or PlanSettings()
+        self.process_group = process_group
+        self.rows = owners.rows(rank).to(self.device)
+        """Vertices that this rank owns, ascending, int64 ``[n]``."""
+        self._forced = num_groups
+        self._runs = RowRuns.of(self.whole.forward)
+        # A layer that is narrower than the ranks takes fewer groups later: other layers need not.
+        self.plan: HybridPlan = plan_devices(
+            num_columns if num_groups != "auto" else max(num_columns, owners.num_ranks),
+            owners.order.numel(),
+            self._runs.loads,
+            owners.num_ranks,
+            num_groups,
+            memory_limit,
+            element_size=element_size,
+        )
+        self._cuts: dict[int, _Cut] = {}
+        self._exchanges: dict[Any, tuple[Exchange, Exchange]] = {}
+        self._derived: dict[Any, Any] = {}
+
+    # What the layers ask of a graph.
+
+    @property
+    def num_sources(self) -> int:
+        """Rows that this rank owns."""
+        return self.rows.numel()
+
+    @property
+    def num_targets(self) -> int:
+        """Rows that this rank owns."""
+        return self.rows.numel()
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of this rank's chunk range: the length of weights."""
+        start, stop = self._base.edges
+        return stop - start
+
+    @property
+    def edge_places(self) -> Tensor:
+        """Places of this rank's edges in the forward order of the whole graph, int64 ``[num_edges]``."""
+        return self._once("edge_places", lambda: torch.arange(*self._base.edges, device=self.device))
+
+    @property
+    def in_degrees(self) -> Tensor:
+        """Edges into each row that this rank owns, int64."""
+        return self._once("in_degrees", lambda: self._own(self.whole.in_degrees))
+
+    @property
+    def out_degrees(self) -> Tensor:
+        """Edges out of each row that this rank owns, int64."""
+        return self._once("out_degrees", lambda: self._own(self.whole.out_degrees))
+
+    def with_self_loops(self) -> RowShard:
+        """Return the shard of the graph with exactly one self-loop per vertex, rows owned as here."""
+
+        def build() -> RowShard:
+            looped = RowShard(
+                self.whole.with_self_loops(),
+                self.owners,
+                self.rank,
+                self.plan.num_columns,
+                self.plan.num_groups,
+                self.settings,
+                self.device,
+                process_group=self.process_group,
+            )
+            looped._forced = self._forced
+            return looped
+
+        return self._once("with_self_loops", build)
+
+    def gcn_weight(
+        self,
+        edge_weight: Tensor | None = None,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return this rank's part of what :meth:`CompressedGraph.gcn_weight` returns; ``edge_weight`` is global."""
+        shard = self.with_self_loops() if add_self_loops else self
+
+        def part() -> Tensor:
+            given = None if edge_weight is None else edge_weight.to(self.whole.device)
+            weight = self.whole.gcn_weight(given, improved, add_self_loops, dtype)
+            return weight[slice(*shard._base.edges)].to(self.device)
+
+        if edge_weight is not None:
+            return part()
+        return self._once(("gcn_weight", add_self_loops, dtype or torch.get_default_dtype()), part)
+
+    def edge_order(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """Return this rank's part of what :meth:`CompressedGraph.edge_order` returns for global values."""
+        ordered = self.whole.edge_order(values.to(self.whole.device), fill)
+        return ordered[slice(*self._base.edges)].to(self.device)
+
+    def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
+        """Aggregate over the whole graph; all ranks call this together. See :func:`~lightning_gnn.ops.aggregate`.
+
+        Args:
+            x: This rank's rows, ``[num_sources, D]`` or ``[num_sources, H, C]``.
+            weight: ``[num_edges]`` or ``[num_edges, H]``.
+            reduce: ``"sum"``, ``"mean"`` or ``"max"``.
+
+        Raises:
+            ValueError: A shape does not fit, or D is less than a given ``num_groups``.
+        """
+        self._check(x, "x", (2, 3))
+        if weight is not None and (weight.dim() not in (1, 2) or weight.size(0) != self.num_edges):
+            raise ValueError(
+                f"weight must have one row per edge of this rank, {self.num_edges}, but is {list(weight.shape)}"
+            )
+        if weight is not None and weight.dim() == 2 and (x.dim() != 3 or weight.size(1) != x.size(1)):
+            raise ValueError(
+                f"weight {list(weight.shape)} has one number per edge and head, so x must be "
+                f"[{self.num_sources}, {weight.size(1)}, C], but is {list(x.shape)}"
+            )
+        num_columns = x.numel() // x.size(0) if x.size(0) else x[0:0].reshape(0, -1).size(1)
+        if num_columns == 0:
+            return x
+        cut = self._cut(self._groups(num_columns))
+        to_slice, to_rows = self._exchange(cut, slice_columns(num_columns, cut.num_groups))
+        columns = rows_to_slice(x.reshape(x.size(0), num_columns), to_slice)
+        if weight is not None:
+            start, stop = (edge - self._base.edges[0] for edge in cut.edges)
+            weight = weight[start:stop]
+        # Also where there is no edge: every rank needs the same derivatives, through the same exchanges, or the others
+        # would wait for this one.
+        if weight is None or weight.dim() == 1:
+            part = aggregate(cut.graph, columns, weight, reduce)
+        else:
+            part = self._by_head(cut, columns, weight, reduce, x.size(2))
+        return slice_to_rows(part, to_rows).view(x.shape)
+
+    def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float = 0.2) -> Tensor:
+        """Turn scores into attention weights of this rank's chunk range, for all heads; all ranks call this together.
+
+        The M ranks of a chunk range compute the same weights. Their gradients, which are those of a slice each, add up
+        in the exchange of the scores' gradients.
+
+        Args:
+            source_scores: ``[num_sources, H]``.
+            target_scores: ``[num_targets, H]``.
+            negative_slope: Of the leaky ReLU.
+
+        Raises:
+            ValueError: A shape does not fit.
+        """
+        self._check(source_scores, "source_scores", (2,))
+        self._check(target_scores, "target_scores", (2,))
+        heads = source_scores.size(1)
+        of_sources, of_targets = self._exchange(self._base, ((0, heads),) * self._base.num_groups)
+        return edge_softmax(
+            self._base.graph,
+            rows_to_slice(source_scores, of_sources),
+            rows_to_slice(target_scores, of_targets),
+            negative_slope,
+        )
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return rows of all ranks in the order of the vertices, on every rank; all ranks call this together.
+
+        Args:
+            values: This rank's rows, ``[num_targets, ...]``.
+        """
+        gathered = gather_rows(values, self.owners.counts, self.process_group)
+        return gathered[self.owners.position.to(values.device)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowShard:
+        """Return this: a shard lies where its rank computes.
+
+        Raises:
+            ValueError: Another device.
+        """
+        if torch.empty(0, device=device).device != self.device:
+            raise ValueError(f"the shard of rank {self.rank} lies on {self.device} and cannot move to {device}")
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank} of {self.owners.num_ranks}, rows={self.num_targets} of "
+            f"{self.owners.order.numel()}, num_groups={self.plan.num_groups})"
+        )
+
+    # Inside.
+
+    @property
+    def _base(self) -> _Cut:
+        """The chunk range that weights belong to."""
+        return self._cut(self.plan.num_groups)
+
+    def _groups(self, num_columns: int) -> int:
+        """Return M for a layer."""
+        if self._forced != "auto":
+            check_groups(self.plan.num_groups, self.owners.num_ranks, num_columns)
+        return max(groups for groups in divisors(self.plan.num_groups) if groups <= num_columns)
+
+    def _cut(self, num_groups: int) -> _Cut:
+        if num_groups not in self._cuts:
+            with torch.inference_mode(False), torch.no_grad():
+                self._cuts[num_groups] = self._make_cut(num_groups)
+        return self._cuts[num_groups]
+
+    def _make_cut(self, num_groups: int) -> _Cut:
+        # Rank m + g * M is member g * (M / M') + m div M' of M' groups: of its own range, it takes a part.
+        finer = self.plan.num_groups // num_groups
+        ranges = []
+        for start, stop in self.plan.chunk_ranges:
+            parts = balance_ranges(self._runs.loads[start:stop], finer)
+            ranges += [(int(self._runs.starts[start + a]), int(self._runs.starts[start + b])) for a, b in parts]
+        position = self.owners.position.numpy()
+        members = [chunk_range(self.whole, position, rows, len(ranges) == 1) for rows in ranges]
+        member = self.rank // num_groups
+        graph = cut_out(self.whole, position, ranges[member], members[member], self.settings)
+        return _Cut(
+            num_groups,
+            graph.to(self.device),
+            members[member].edges,
+            self._sides(members, member, "sources"),
+            self._sides(members, member, "targets"),
+        )
+
+    def _sides(self, members: list[ChunkRange], member: int, side: str) -> dict[str, Any]:
+        offsets = self.owners.offsets
+        own: list[Tensor | None] = []
+        for part in members:
+            positions = getattr(part, side)
+            first, last = np.searchsorted(positions, offsets[self.rank : self.rank + 2])
+            index = torch.from_numpy(positions[first:last] - offsets[self.rank])
+            own.append(None if index.numel() == self.num_targets else index.to(self.device))
+        counts = np.diff(np.searchsorted(getattr(members[member], side), offsets)).tolist()
+        return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
+
+    def _exchange(self, cut: _Cut, slices: tuple[tuple[int, int], ...]) -> tuple[Exchange, Exchange]:
+        """Return the exchanges with the owners of the sources and of the targets."""
+        key = (cut.num_groups, slices)
+        if key not in self._exchanges:
+            self._exchanges[key] = (
+                Exchange(self.rank, slices, **cut.sources),
+                Exchange(self.rank, slices, **cut.targets),
+            )
+        return self._exchanges[key]
+
+    def _by_head(self, cut: _Cut, columns: Tensor, weight: Tensor, reduce: Reduce, channels: int) -> Tensor:
+        """Aggregate a slice that may begin and end inside a head: block by block of whole or part heads."""
+        start, stop = slice_columns(weight.size(1) * channels, cut.num_groups)[self.rank % cut.num_groups]
+        out = []
+        for first, last, width in head_blocks(start, stop, channels):
+            size = (last - first) * width
+            block, columns = columns[:, :size], columns[:, size:]
+            block = block.reshape(block.size(0), last - first, width)
+            out.append(aggregate(cut.graph, block, weight[:, first:last], reduce).flatten(1))
+        return torch.cat(out, dim=1)
+
+    def _own(self, values: Tensor) -> Tensor:
+        return values[self.rows.to(values.device)].to(self.device)
+
+    def _once(self, name: Any, function: Any) -> Any:
+        if name not in self._derived:
+            # Made while validating, it must be good for training too.
+            with torch.inference_mode(False), torch.no_grad():
+                self._derived[name] = function()
+        return self._derived[name]
+
+    def _check(self, values: Tensor, name: str, dims: tuple[int, ...]) -> None:
+        if values.dim() not in dims or values.size(0) != self.num_sources:
+            raise ValueError(
+                f"{name} must hold the {self.num_sources} rows that rank {self.rank} owns, but is {list(values.shape)}"
+            )
+
+
+def head_blocks(start: int, stop: int, channels: int) -> list[tuple[int, int, int]]:
+    """Cut a range of columns ``[H, C]`` into blocks of the same part of adjacent heads.
+
+    Args:
+        start: First column.
+        stop: The column after the last.
+        channels: C.
+
+    Returns:
+        First head, the one after the last, and columns of each of them; at most three blocks, in order.
+    """
+    blocks = []
+    while start < stop:
+        head, offset = divmod(start, channels)
+        heads = (stop - start) // channels if offset == 0 else 0
+        width = channels if heads else min(channels - offset, stop - start)
+        heads = heads or 1
+        blocks.append((head, head + heads, width))
+        start += heads * width
+    return blocks

@@ -1,0 +1,370 @@
+"""Full-graph training on one device or several by tensor-data hybrid parallelism (NeutronAscend, section 5)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning_fabric.strategies import _StrategyRegistry
+from lightning_fabric.utilities.distributed import _init_dist_connection
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from lightning_fabric.utilities.seed import reset_seed
+from lightning_utilities.core.apply_func import apply_to_collection
+from pytorch_lightning.overrides.distributed import _sync_module_states
+from pytorch_lightning.plugins import Precision
+from pytorch_lightning.strategies import DDPStrategy, Strategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.ops.dropout import drop_by_row
+from lightning_gnn.ops.hashing import batch_key
+from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import divisors
+from lightning_gnn.full_graph.batch_cache import BatchCache
+from lightning_gnn.full_graph.global_logs import log_globally, log_locally
+from lightning_gnn.runtime.gradients import average_gradients
+from lightning_gnn.runtime.heartbeat import Heartbeats, meet
+from lightning_gnn.runtime.precision import match_device
+from lightning_gnn.full_graph.row_norms import refuse_norms_over_nodes
+from lightning_gnn.full_graph.shard_batch import ShardedBatch
+
+_RUNS = itertools.count()
+_STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
+
+
+class AscendHybridParallelStrategy(DDPStrategy):
+    """Trains on full graphs: ``Trainer(accelerator="cpu" | "cuda" | "npu", devices=N, strategy="ascend_hybrid")``.
+
+    The batches are those of :class:`~lightning_gnn.full_graph.FullGraphDataModule`, and the model is built from the
+    layers of :mod:`lightning_gnn.nn`; it does not change.
+
+    With one device, the hybrid plan runs inside the aggregation: its cores form ``num_groups`` groups.
+
+    With N devices, each rank owns some rows of every tensor of nodes, evenly of each split, and sees them alone; an
+    aggregation exchanges rows and feature slices (:class:`RowShard`), in ``num_groups`` groups of ranks. Then
+
+    - the loss must be a mean over the nodes of the split's mask (over all nodes without a mask) plus, if need be, terms
+      that do not depend on nodes. Gradients are those of the mean over all ranks' nodes, before clipping and steps;
+    - ``self.log`` of a mean in a step gives the mean over all ranks' nodes of that step's split, other reductions run
+      over all ranks; metrics of torchmetrics synchronise themselves;
+    - ``predict_step``'s tensors of rows come back on every rank, for all nodes in their order;
+    - normalisation over nodes is refused (batch normalisation works as ``sync_batchnorm=True`` on GPUs);
+    - the loss of a rank ends the others, with a message that names it.
+
+    In all steps, dropout is drawn by row and column (:class:`~lightning_gnn.ops.dropout.drop_by_row`), so that any
+    number of devices gives the same result, to rounding. Checkpoints are those of one process.
+
+    Args:
+        num_groups: M, which divides the number of workers (cores of the one device, or ranks), or ``"auto"``.
+        cores_per_device: Cores that aggregate on each device; None takes torch's threads.
+        bandwidth_ratio: How many times faster the cores' shared cache is than memory.
+        process_group_backend: As for DDP; by default gloo on CPUs, nccl on CUDA, hccl on NPUs.
+        timeout: How long a rank may give no sign of life, and a collective may take; a number means seconds. It counts
+            from when all ranks have met, for which they have half an hour, or ``timeout`` if that is longer: imports
+            may take their time.
+        memory_limit: Bytes that a rank may use for its part of the graph, None for no limit, or ``"auto"`` for what is
+            free.
+        accelerator: As for every strategy.
+        parallel_devices: As for DDP.
+        cluster_environment: As for DDP.
+        checkpoint_io: As for every strategy.
+        precision_plugin: As for every strategy.
+        start_method: As for DDP, but for ``"fork"``, which is refused with several devices.
+
+    Raises:
+        ValueError: An argument is out of range. Later: M does not divide the number of ranks; features are narrower
+            than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
+            not fit (says how many ranks would do); several processes from a notebook; a normalisation over nodes.
+        TypeError: A batch is not a full graph.
+    """
+
+    strategy_name = "ascend_hybrid"
+
+    def __init__(
+        self,
+        num_groups: int | Literal["auto"] = "auto",
+        cores_per_device: int | None = None,
+        bandwidth_ratio: float = 20,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = timedelta(minutes=10),
+        memory_limit: int | Literal["auto"] | None = "auto",
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, but is {timeout.total_seconds():g} seconds")
+        if isinstance(memory_limit, str) and memory_limit != "auto":
+            raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
+        self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.memory_limit = memory_limit
+        self._heartbeats: Heartbeats | None = None
+        self._failed = False
+        self._reduces = True
+        self._seed: int | None = None
+        self._cache: BatchCache | None = None
+        self._batch: ShardedBatch | None = None
+        self._split = "train"
+
+    # Processes.
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            self._launcher = None  # nothing to launch, also in a notebook
+            return
+        if self._start_method == "fork" or (_IS_INTERACTIVE and self._start_method == "popen"):
+            raise ValueError(
+                f"{self.num_processes} processes cannot be started from a notebook or by fork: OpenMP, whose threads a "
+                "fork does not copy, would wait for them for ever; run a script with strategy='ascend_hybrid', or "
+                "take devices=1, whose aggregations use all cores"
+            )
+        super()._configure_launcher()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Let every rank's loader yield the one graph."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @override
+    def setup_environment(self) -> None:
+        """Make the device the current one, that of mixed precision too, and find the other ranks."""
+        match_device(self.precision_plugin, self.root_device)
+        super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Connect the ranks; one alone needs no process group."""
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return
+        reset_seed()
+        num_groups = self.settings.num_groups
+        if num_groups != "auto" and self.world_size % num_groups:
+            raise ValueError(
+                f"num_groups={num_groups} does not divide the {self.world_size} devices; use 'auto' or one of "
+                f"{', '.join(map(str, divisors(self.world_size)))}"
+            )
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        assert self._timeout is not None
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if self.root_device.type == "cuda":
+            options["device_id"] = self.root_device
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            options["store"] = meet(self.global_rank, self.world_size, self._timeout)
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        if self._heartbeats is None:
+            # Of each run its own: what was said in the last one may still be there.
+            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", dist.distributed_c10d._get_default_store())
+            self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, self._timeout.total_seconds())
+            self._heartbeats.start()
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.root_device.type == "npu":
+            return "hccl"
+        return super()._get_process_group_backend()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the other ranks, unless one of them is lost."""
+        if self._heartbeats is None or not self._heartbeats.lost:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say in the message which rank was lost; or tell the other ranks that it is this one."""
+        self._failed = True
+        if self._heartbeats is not None:
+            self._heartbeats.answer(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Free the shards, and leave the other ranks when all are through."""
+        if self.lightning_module is not None:
+            log_locally(self.lightning_module)
+        self._cache = self._batch = None
+        if self._heartbeats is not None:
+            if not self._failed:
+                self.barrier("teardown")  # none is missed by one that is still at work
+            self._heartbeats.stop()
+            self._heartbeats = None
+        self._failed = False
+        super().teardown()
+
+    # The model.
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
+        assert self.lightning_module is not None
+        if self.world_size == 1:
+            Strategy.setup(self, trainer)  # DDP's would ask for a process group
+        else:
+            super().setup(trainer)
+            if trainer.state.fn == "fit":
+                refuse_norms_over_nodes(self.lightning_module)
+            log_globally(self.lightning_module, self._share, self.world_size)
+        if self._seed is None:
+            # Masks of one seed on all ranks, also where nobody called seed_everything.
+            self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
+        return model  # DDP's wrapper would average the gradients of unequal shares evenly
+
+    @override
+    def configure_ddp(self) -> None:
+        """Make parameters and buffers those of rank 0."""
+        assert self.lightning_module is not None
+        _sync_module_states(self.lightning_module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
+        checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, whatever strategy wrote it."""
+        checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._seed = checkpoint.get(self.strategy_name, {}).get("seed", self._seed)
+        return checkpoint
+
+    # Batches.
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return this rank's part of a full graph, on its device; the same batch is cut and moved once."""
+        return super().batch_to_device(self._prepared.prepare(batch), device, dataloader_idx)
+
+    @property
+    def _prepared(self) -> BatchCache:
+        if self._cache is None:
+            self._cache = BatchCache(
+                self.settings,
+                self.global_rank,
+                self.world_size,
+                self.num_processes,
+                self.root_device,
+                self.memory_limit,
+            )
+        return self._cache
+
+    # Steps.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step on this rank's rows."""
+        assert self.lightning_module is not None
+        with self._step("train", args, self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step on this rank's rows."""
+        with self._step("val", args):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step on this rank's rows."""
+        with self._step("test", args):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step on this rank's rows, and return the rows of all ranks."""
+        with self._step("predict", args):
+            predicted = super().predict_step(*args, **kwargs)
+        return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
+
+    @contextmanager
+    def _step(self, split: str, args: tuple[Any, ...], number: int | None = None) -> Iterator[None]:
+        """Draw dropout by row, and know whose share of which split is at work."""
+        self._batch = next((batch for batch in map(self._prepared.sharded, args) if batch is not None), None)
+        self._split = split
+        assert self._seed is not None
+        if number is None:
+            number = next((argument for argument in args if isinstance(argument, int)), 0)  # batch_idx
+        key = batch_key(self._seed, loader=_STAGES[split], batch=number)
+        with drop_by_row(key, None if self._batch is None else self._batch.graph.rows):
+            yield
+
+    def _share(self) -> tuple[int, int]:
+        """Return how many nodes of the current split this rank has, and how many there are."""
+        return (1, 1) if self._batch is None else self._batch.share(self._split)
+
+    # Gradients and numbers.
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute gradients of the mean over all ranks' nodes."""
+        if self.world_size == 1:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        here, everywhere = self._share()
+        # The mean over ranks of N * n_r / n times a rank's mean is the mean over nodes.
+        loss = self.precision_plugin.pre_backward(
+            closure_loss * (here / everywhere * self.world_size), self.lightning_module
+        )
+        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        if self._reduces:
+            average_gradients(self.lightning_module.parameters(), self.world_size)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; a mean of integers is no integer, which Lightning would make it."""
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make ``strategy="ascend_hybrid"`` known, and its variants as those of ``"ddp"``."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            strategy_registry.register(
+                f"{cls.strategy_name}{suffix}",
+                cls,
+                description=f"Full graphs by tensor-data hybrid parallelism, with `start_method` '{start_method}'",
+                start_method=start_method,
+            )

@@ -1,0 +1,115 @@
+"""What hybrid training cannot do, said before it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DistributedSampler
+
+from lightning_gnn.hyscale.pipeline import check_loader
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.nn.full_batch import FullBatch
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.hyscale.work_share import Trainers
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def check_training(loader: Any, module: pl.LightningModule) -> None:
+    """Refuse loaders and modules that cannot be shared out.
+
+    Raises:
+        TypeError: The loader is no PyG node loader, or ``training_step`` fetches batches itself.
+        ValueError: The loader plans the use of the same processors by itself, or has no length.
+    """
+    if any(cls.__name__.startswith("Collective") for cls in type(loader).__mro__):
+        raise ValueError(
+            f"hyscale over a {type(loader).__name__}: both plan the use of the same cores and of the same bus; train "
+            f"with NeighborDataModule, or choose another strategy"
+        )
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
+        raise TypeError(
+            "hyscale shares out mini-batches, but the DataModule yields the full graph as one; train with "
+            "NeighborDataModule, or choose another strategy"
+        )
+    check_loader(loader)
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise TypeError("hyscale hands mini-batches to training_step, which must not take a dataloader_iter")
+
+
+def share_one_order(loader: Any) -> None:
+    """Let all nodes go through the same seeds, where a loader has been set up for a part of them."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        # The same class with the same epoch, but for everything.
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    if hasattr(loader, "loader_id"):
+        loader.rank = 0  # part of the key of each mini-batch, which is the nodes' common one
+
+
+def refuse_trained_features(loader: Any) -> None:
+    """Refuse features that are trained, whose gradients do not pass through the replicas, which nodes exchange.
+
+    Raises:
+        ValueError: Names one.
+    """
+    store = getattr(getattr(loader, "data", None), "_store", {})
+    for key, value in store.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(f"hyscale on several nodes cannot train data.{key}; use one node, or strategy='ddp'")
+
+
+def overrides_transfer(module: pl.LightningModule) -> bool:
+    """Whether the user has a hook around the transfer of batches, which is then left to Lightning."""
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return any(
+        is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in (module, datamodule) if owner is not None
+    )
+
+
+def input_dtype(precision: Precision) -> torch.dtype | None:
+    """Return what floating inputs must be converted to; Lightning leaves batches of PyG out."""
+    if isinstance(precision, DoublePrecision):
+        return torch.float64
+    return precision._desired_input_dtype if isinstance(precision, HalfPrecision) else None
+
+
+def check_precision(precision: Precision, trainers: Trainers) -> None:
+    """Refuse a precision that one of the devices does not have.
+
+    Raises:
+        ValueError: Names the trainer and what to do.
+    """
+    name = str(precision.precision)
+    for trainer, device in zip(trainers.names, trainers.devices, strict=True):
+        reason = None
+        if (
+            not isinstance(precision, (MixedPrecision, HalfPrecision, DoublePrecision))
+            and type(precision) is not Precision
+        ):
+            reason = "whose modules cannot be copied to another device"
+        elif device.type == "cpu" and name in ("16-mixed", "16-true"):
+            reason = "which CPUs do not train in; use 'bf16-mixed', or cpu_trainers=0"
+        elif device.type == "mps" and name == "64-true":
+            reason = "which MPS does not have"
+        elif device.type == "cuda" and name.startswith("bf16") and not torch.cuda.is_bf16_supported():
+            reason = "which this GPU does not have; use '32-true'"
+        if reason is not None:
+            raise ValueError(f"precision={name!r} does not fit trainer {trainer} of hyscale: {reason}")
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Whether preparing mini-batches leaves torch's generator alone: known only of what is this package's own."""
+    if type(loader) is not ThreadedNodeLoader or not isinstance(loader.sampler, DistributedSampler):
+        return False
+    own = type(loader.node_sampler) in (NeighborSampler, PersistentNeighborSampler)
+    # What the user's own code draws is put back, unless it runs in worker threads.
+    return not loader.thread_safe or (own and not loader.transform and not loader.transform_sampler_output)

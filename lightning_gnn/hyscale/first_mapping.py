@@ -1,0 +1,188 @@
+"""The mapping that hybrid training begins with: short measurements, given to the performance model (section III-B)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.sampler import SamplerOutput
+
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.graph.size import count_edges
+from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.hyscale.work_share import Trainers, num_cores
+
+_KEY = 1
+_SAMPLED_PER_S = 5e6
+"""Edges that a thread samples per second, where it cannot be measured without drawing from the run's random stream."""
+_ROWS, _WIDTH = 1 << 15, 128
+
+
+def first_mapping(
+    trainers: Trainers,
+    loader: Any,
+    module: nn.Module,
+    total: int,
+    threads: tuple[int, int, int],
+    sampling: AcceleratorSampling | None = None,
+    transfer_dtype: str | None = None,
+) -> Mapping | None:
+    """Return the mapping that the performance model finds best, None where it cannot tell.
+
+    Args:
+        trainers: CPU trainers and accelerators.
+        loader: A PyG node loader.
+        module: What is trained.
+        total: Seeds of an iteration.
+        threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
+        sampling: What samples on accelerators; None if nothing does.
+        transfer_dtype: What features are on their way to accelerators; None for what they are.
+    """
+    if not trainers.num_cpu or not trainers.num_accelerators or total < 1:
+        return None
+    workload, sampled_per_s = describe_workload(loader, module, total, transfer_dtype)
+    if workload is None:
+        return None
+    there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
+    model = PerformanceModel(measure_platform(trainers, sampled_per_s, there), workload)
+    return model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
+
+
+def describe_workload(
+    loader: Any, module: nn.Module, total: int, transfer_dtype: str | None = None
+) -> tuple[Workload | None, float]:
+    """Return what an iteration trains on, and the edges per second that one thread samples.
+
+    Args:
+        loader: A PyG node loader; of this package's, one mini-batch is sampled.
+        module: Its message-passing layers tell the widths.
+        total: Seeds of an iteration.
+        transfer_dtype: What floating features are on their way to accelerators; None for what they are.
+    """
+    data = loader.data
+    fanouts = getattr(loader.node_sampler, "num_neighbors", None)
+    fanouts = list(getattr(fanouts, "values", fanouts) or []) if not isinstance(fanouts, dict) else []
+    features = getattr(data, "x", None)
+    if not fanouts or not all(isinstance(fanout, int) for fanout in fanouts) or not isinstance(features, torch.Tensor):
+        return None, _SAMPLED_PER_S
+    outputs = [
+        layer.out_channels
+        for layer in module.modules()
+        if isinstance(layer, MessagePassing) and isinstance(getattr(layer, "out_channels", None), int)
+    ]
+    widths = [features.size(-1), *outputs][: len(fanouts) + 1]
+    widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
+    measured, sampled_per_s = None, _SAMPLED_PER_S
+    if isinstance(loader, ThreadedNodeLoader):
+        seeds = _first_seeds(loader, total)
+        out, sampled_per_s = _sampled(lambda: loader.sample(seeds, _KEY))
+        if out.num_sampled_nodes and out.num_sampled_edges:
+            vertices = list(accumulate(out.num_sampled_nodes))[::-1]
+            edges = list(accumulate(out.num_sampled_edges))[::-1]
+            measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
+    workload = Workload(
+        num_vertices=int(data.num_nodes),
+        num_edges=count_edges(data),
+        num_train=len(loader.dataset),
+        batch_size=total,
+        fanouts=tuple(fanouts),
+        widths=tuple(widths),
+        feature_bytes=features.element_size(),
+        index_bytes=8,
+        update_inputs=2,
+        measured=measured,
+        transfer_dtype=transfer_dtype if features.is_floating_point() else None,
+    )
+    return workload, sampled_per_s
+
+
+def first_share(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int) -> float:
+    """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured.
+
+    Args:
+        sampling: What samples on accelerators.
+        loader: Samples on the CPU.
+        total: Seeds of an iteration.
+        threads: Threads of Sampling on the CPU.
+    """
+    seeds = _first_seeds(loader, total)
+    there = len(sampling) * accelerator_rate(sampling, loader, total)
+    return there / (there + threads * _sampled(lambda: loader.sample(seeds, _KEY))[1])
+
+
+def accelerator_rate(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int) -> float:
+    """Return the edges that one accelerator samples per second, those of one iteration together."""
+    inputs = loader.input_data[_first_seeds(loader, total)]
+    return _sampled(lambda: sampling.sample(0, inputs, _KEY)[0])[1]
+
+
+def _first_seeds(loader: ThreadedNodeLoader, total: int) -> list[int]:
+    return list(range(min(total, len(loader.dataset))))  # type: ignore[arg-type]
+
+
+def _sampled(sample: Callable[[], SamplerOutput]) -> tuple[SamplerOutput, float]:
+    """Return a sample, and the edges per second of drawing it."""
+    sample()  # compiles it
+    start = time.perf_counter()
+    out = sample()
+    return out, max(1, out.row.numel()) / (time.perf_counter() - start)
+
+
+def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: float = 0.0) -> Platform:
+    """Return the numbers of this node, by measurements of some ten milliseconds.
+
+    Args:
+        trainers: CPU trainers and accelerators; accelerators, if there are any, are taken to be equal.
+        sampled_per_s: Edges that one CPU thread samples per second.
+        sampled_there: Edges that one accelerator samples per second.
+    """
+    cpu = torch.device("cpu")
+    accelerators = trainers.devices[trainers.num_cpu :]
+    pcie = float("inf")
+    if accelerators and accelerators[0].type != "cpu":
+        rows = torch.ones(_ROWS, _WIDTH)
+        pcie = rows.nbytes / _seconds(lambda: rows.to(accelerators[0])[0, 0].item())
+    own_threads = torch.get_num_threads()
+    whole = _processor(cpu)
+    torch.set_num_threads(1)
+    try:
+        core = _processor(cpu).memory_bandwidth
+    finally:
+        torch.set_num_threads(own_threads)
+    return Platform(
+        cpu=whole,
+        cores=num_cores(),
+        accelerator=_processor(accelerators[0]) if accelerators else None,
+        num_accelerators=len(accelerators),
+        pcie_bandwidth=pcie,
+        sampling=sampled_per_s,
+        accelerator_sampling=sampled_there,
+        core_bandwidth=min(core, whole.memory_bandwidth),
+    )
+
+
+def _processor(device: torch.device) -> Processor:
+    """Measure a product of the size of a layer's, and a gather of rows in no order."""
+    x, weight = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
+    index = torch.arange(_ROWS, device=device) * 7919 % _ROWS
+    product = _seconds(lambda: (x @ weight)[0, 0].item())
+    gather = _seconds(lambda: x.index_select(0, index)[0, 0].item())
+    return Processor(2 * _ROWS * _WIDTH * _WIDTH / product, x.nbytes / gather)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """Return the least of a few times; the work must wait for its device."""
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best

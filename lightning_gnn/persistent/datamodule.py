@@ -1,0 +1,207 @@
+"""Node-level training on neighbourhoods that a GPU samples: mini-batches are born on the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor
+from torch_geometric.loader.utils import get_input_nodes
+
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.graph.options import true_or_false, whole_number
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.graph.cache import hottest, plan_dual_cache
+from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.placement import check_place, choose_place, pinned
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.persistent.hotness import count_accesses
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
+
+_PRESAMPLED_BATCHES = 8
+_MODES = ("fused", "persistent", "no_queue", "hop_by_hop", "launches")
+
+
+class PersistentSamplerDataModule(NeighborDataModule):
+    """Mini-batches sampled and gathered by the GPU that trains on them, equal to those of :class:`NeighborDataModule`.
+
+    The graph and the features are placed when the first loader is made, on the trainer's device. On a machine without a
+    GPU it says so in one line, and is a :class:`NeighborDataModule`.
+
+    Args:
+        *args: As for :class:`NeighborDataModule`.
+        topology: ``"device"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"`` (the device, if at
+            most half of its free memory is needed).
+        features: Likewise for features; other attributes of nodes and edges always lie on the device.
+        cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
+        cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
+            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache).
+        quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
+        mode: ``"fused"`` or ``"persistent"``; see :class:`~lightning_gnn.persistent.PersistentNeighborSampler`.
+        fetch_size: Tasks that a program of the persistent queue claims at a time.
+        device: Where to sample; by default the trainer's device, or the current GPU.
+        **kwargs: As for :class:`NeighborDataModule`.
+
+    Raises:
+        ValueError: As for :class:`NeighborDataModule`; an unknown place; a cache for features on the device.
+        RuntimeError: Page-locked memory was refused, when the first loader is made.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        topology: str = "auto",
+        features: str = "auto",
+        cache_rows: int = 0,
+        cache_bytes: int = 0,
+        quantize: bool = False,
+        mode: str = "fused",
+        fetch_size: int = 32,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_place(topology, "topology")
+        check_place(features, "features")
+        cache_rows, cache_bytes = whole_number(cache_rows, "cache_rows", 0), whole_number(cache_bytes, "cache_bytes", 0)
+        if cache_rows and cache_bytes:
+            raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
+        if features == "device" and cache_rows:
+            raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
+        fetch_size = whole_number(fetch_size, "fetch_size", 1)
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(_MODES)}")
+        try:
+            device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r} is none: {error}") from None
+        true_or_false(quantize, "quantize")
+        if "tables" in kwargs:
+            raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.graph_sampler, NeighborSampler):
+            raise TypeError(
+                f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
+                f"{type(self.graph_sampler).__name__}; use NeighborDataModule with it"
+            )
+        self.topology, self.features = topology, features
+        self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
+        self.mode, self.fetch_size = mode, fetch_size
+        self._wanted = device
+        self._placed_on: torch.device | str | None = None
+        self._placed_data = self.data
+        self._tables: dict[str, FeatureTable] = {}
+        self._samplers: dict[str, Any] = {}
+
+    def _loader(self, stage: str) -> Any:
+        if stage != "train" and self.inference is not None:
+            return super()._loader(stage)
+        device = self._device()
+        if device is None:
+            if self._placed_on is None:
+                rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
+                self._placed_on = "cpu"
+            return super()._loader(stage)
+        if self._placed_on != device:
+            self._place(device)
+        kwargs = self.loader_arguments(stage, self._count(stage))
+        # The GPU works while the training thread goes on; there is nothing to gain by threads.
+        kwargs.update(num_workers=0, pin_memory=False)
+        return ThreadedNodeLoader(
+            self._placed_data,
+            self._samplers["train" if stage == "train" else "eval"],
+            input_nodes=self._nodes[stage],
+            tables=self._tables,
+            **kwargs,
+        )
+
+    def _device(self) -> torch.device | None:
+        if self._wanted is not None:
+            return find_gpu(self._wanted)
+        if self.trainer is not None:
+            root = self.trainer.strategy.root_device
+            return find_gpu(root) if root.type == "cuda" else None
+        return find_gpu()
+
+    def _place(self, device: torch.device) -> None:
+        """Copy graph, features and other attributes to where they are read."""
+        sampler = self.graph_sampler
+        store = self.data._store
+        keys = [key for key in store if key != "num_nodes" and (store.is_node_attr(key) or store.is_edge_attr(key))]
+        # What is trained stays the user's own tensor; so do attributes that are no tensors.
+        keys = [key for key in keys if isinstance(store[key], Tensor) and key not in ("edge_index", "adj_t")]
+        keys = [key for key in keys if not store[key].requires_grad]
+        tables = {key: FeatureTable(store[key]) for key in keys if _is_table(store[key]) and key != "y"}
+        if self.quantize and "x" in tables:
+            tables["x"] = tables["x"].quantized()
+        places = {
+            key: choose_place(self.features, table.num_nodes * table.row_bytes, device, f"data.{key}")
+            for key, table in tables.items()
+        }
+        topology = choose_place(self.topology, sampler.graph.num_bytes, device, "the topology")
+        features = tables.get("x") if places.get("x") == "pinned" else None
+        hot_rows, hot_lists = self._hot_nodes(features, topology == "pinned")
+        self._tables = {}
+        for key, table in tables.items():
+            if places[key] == "device":
+                self._tables[key] = table.to(device)
+                continue
+            table = pinned(table, table.num_nodes * table.row_bytes, device, f"data.{key}")
+            self._tables[key] = table.cached(hot_rows, device) if key == "x" and hot_rows is not None else table
+        self._placed_data = copy.copy(self.data)
+        for key in keys:
+            if key not in tables:
+                self._placed_data[key] = store[key].to(device)
+        train = PersistentNeighborSampler(
+            sampler.graph,
+            sampler.num_neighbors,
+            sampler.replace,
+            sampler.disjoint,
+            self.seed,
+            device=device,
+            topology=topology,
+            mode=self.mode,
+            fetch_size=self.fetch_size,
+            hot_nodes=hot_lists,
+        )
+        other = self.eval_graph_sampler
+        evaluation = train.with_options(
+            num_neighbors=other.num_neighbors, replace=other.replace, disjoint=other.disjoint
+        )
+        self._samplers = {"train": train, "eval": evaluation}
+        self._placed_on = device
+
+    def _hot_nodes(self, features: FeatureTable | None, lists: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Choose whose rows, and whose adjacency lists, the device holds of what lies in host memory.
+
+        Args:
+            features: The features, if they lie in host memory.
+            lists: Whether the topology does.
+        """
+        graph = self.graph_sampler.graph
+        if self.cache_rows and features is not None:
+            return hottest(graph.out_degrees, self.cache_rows), None
+        if not self.cache_bytes or not (features is not None or lists):
+            return None, None
+        counts = count_accesses(
+            graph,
+            get_input_nodes(self.data, self._nodes["train"])[1],
+            self.graph_sampler.num_neighbors,
+            self.loader_kwargs["batch_size"],
+            _PRESAMPLED_BATCHES,
+            seed=self.seed,
+        )
+        plan = plan_dual_cache(
+            counts.features if features is not None else torch.zeros_like(counts.features),
+            counts.adjacency if lists else torch.zeros_like(counts.adjacency),
+            graph.in_degrees,
+            0 if features is None else features.row_bytes,
+            graph.indices.element_size(),
+            self.cache_bytes,
+        )
+        return (plan.feature_nodes if features is not None else None), (plan.adjacency_nodes if lists else None)
+
+
+def _is_table(value: Tensor) -> bool:
+    return value.dim() == 2 and value.dtype in (torch.float32, torch.float16)

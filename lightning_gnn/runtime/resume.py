@@ -1,0 +1,232 @@
+"""What lets a resumed run go on as if it had not been stopped, wherever its checkpoint was written."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn.runtime.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.logged import load_logged, logged_state
+
+_BY_RANK = ("rng", "logged", "gradients", "order_state")
+
+
+class ResumableDataModule(pl.LightningDataModule):
+    """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
+
+    That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order; what
+    was logged and measured in the epoch so far; gradients that are being accumulated; whether the run was about to
+    stop; and what was still to be done for the last batch. Lightning alone leaves out the validation that follows a
+    checkpoint of an epoch's last batch, and steps of plateau schedules, or trains too much.
+    """
+
+    _resumed: dict[str, Any] | None = None
+    _order_state: torch.Tensor | None = None
+    _after_order: torch.Tensor | None = None
+    _draws_again = False
+    _begun: int | None = None
+
+    def setup(self, stage: str) -> None:
+        """Let the trainer write checkpoints that a crash cannot damage."""
+        self._begun = None
+        if self.trainer is not None:
+            use_safe_files(self.trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        trainer = self.trainer if self.trainer is not None and self.trainer.state.fn == "fit" else None
+        mine: list[Any] = [random_state()]
+        if trainer is not None:
+            mine += [logged_state(trainer), _gradients(trainer), self._order_state]
+        by_rank: list[Any] = [mine] * self._world_size
+        if self._world_size > 1:
+            torch.distributed.all_gather_object(by_rank, mine)
+        state: dict[str, Any] = {
+            name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)
+        }
+        return state if trainer is None else {**state, "position": _position(trainer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of the interrupted run once training goes on."""
+        self._resumed = state_dict
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            self.trainer.callbacks.append(_GoOn(self))  # type: ignore[attr-defined]
+
+    def restore_random_state(self) -> None:
+        """Go on with the random streams of the interrupted run, the first time that this is called."""
+        state, self._resumed = self._resumed, None
+        if state is not None:
+            set_random_state(_of_rank(state.get("rng"), self._rank))
+            self._order_state = _of_rank(state.get("order_state"), self._rank)
+            self._draws_again = True
+
+    def draw_order(self, first: int) -> None:
+        """Prepare torch's generator for the order of an epoch, which is drawn next.
+
+        Args:
+            first: Where the epoch begins; a resumed epoch's order is drawn as it was before.
+        """
+        if self._draws_again and first and self._order_state is not None:
+            self._after_order = torch.get_rng_state()
+            torch.set_rng_state(self._order_state)
+        self._draws_again = False
+        self._order_state = torch.get_rng_state()
+
+    def order_drawn(self) -> None:
+        """Go on with what torch's generator was before."""
+        state, self._after_order = self._after_order, None
+        if state is not None:
+            torch.set_rng_state(state)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the random streams of this process, in types that ``weights_only=True`` reads."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
+    }
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        state[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any] | None) -> None:
+    """Go on with these streams, as far as this machine has them."""
+    for name, value in (state or {}).items():
+        if name == "python":
+            random.setstate((value[0], tuple(value[1]), value[2]))
+        elif name == "numpy":
+            np.random.set_state((value[0], value[1].numpy().astype(np.uint32), *value[2:]))
+        elif name == "cpu":
+            torch.set_rng_state(value)
+        elif getattr(getattr(torch, name, None), "is_available", bool)():
+            getattr(torch, name).set_rng_state(value)
+
+
+class _GoOn(pl.Callback):
+    """Puts Lightning's loops where the interrupted run stood."""
+
+    def __init__(self, datamodule: ResumableDataModule) -> None:
+        self.datamodule = datamodule
+        self.state = dict(datamodule._resumed or {})
+        self.batches_that_stepped: int | None = None
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Rewrite the counters that Lightning would misread."""
+        position = self.state.get("position")
+        if position is None:
+            return
+        fit = checkpoint["loops"]["fit_loop"]
+        epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+        if epochs["total"]["started"] == epochs["total"]["processed"]:  # the epoch was over, or had not begun
+            for counts in (epochs["total"], epochs["current"]):
+                counts["ready"] = counts["completed"] = counts["processed"]
+            return
+        if not position["validation_due"] and not (position["in_batch_end"] and batches["is_last_batch"]):
+            return
+        for counts in (batches["total"], batches["current"]):
+            counts["completed"] = counts["processed"]
+        if position["validation_due"]:  # as if it had been stopped within its first batch
+            begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            fit["epoch_loop.val_loop.batch_progress"].update(total=dict(begun), current=dict(begun))
+        else:
+            fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put back the rest, before anything of the resumed run happens."""
+        state, self.state = self.state, {}
+        rank = self.datamodule._rank
+        if (position := state.get("position")) is not None:
+            load_logged(trainer, _of_rank(state["logged"], rank), position["mid_epoch"])
+            gradients = _of_rank(state["gradients"], rank) or {}
+            for name, parameter in pl_module.named_parameters():
+                if name in gradients:
+                    parameter.grad = gradients[name].to(parameter.device)
+            trainer.should_stop = position["should_stop"]
+            if position["mid_epoch"] and position["in_batch_start"]:
+                self.batches_that_stepped = position["batches_that_stepped"]
+            self._take_position(trainer.fit_loop, **position)
+        self.datamodule.restore_random_state()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The first batch is here, and so is the order."""
+        self.datamodule.order_drawn()
+        if self.batches_that_stepped is not None:  # Lightning has counted the batch before once more
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self.batches_that_stepped
+            self.batches_that_stepped = None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on as usual also where nothing was left of the first epoch's batches."""
+        trainer.fit_loop.epoch_loop.on_iteration_done()
+
+    def _take_position(
+        self, loop: Any, mid_epoch: bool, in_batch_end: bool, in_epoch_end: bool, validation_due: bool, **more: Any
+    ) -> None:
+        epoch_loop = loop.epoch_loop
+        loop._restarting = False  # it says to leave out plateau schedules, for want of metrics; but here they are
+        if not mid_epoch:
+            epoch_loop.restarting = False
+            for restarted in (epoch_loop, epoch_loop.val_loop):
+                restarted.reset_restart_stage()
+            if in_epoch_end:
+                epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        elif in_batch_end and not validation_due and epoch_loop.batch_progress.is_last_batch:
+            epoch_loop.val_loop._has_run = True  # nothing is left but the end of the epoch
+            epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
+def _position(trainer: pl.Trainer) -> dict[str, Any]:
+    """Say where in Lightning's loops we are, as far as their counters do not tell."""
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress.total
+    batches: Any = loop.epoch_loop.batch_progress.total
+    in_batch_end = batches.ready == batches.started == batches.processed == batches.completed + 1
+    fetcher = loop._data_fetcher
+    validated = loop.epoch_loop.val_loop.batch_progress
+    validating = trainer.validating and not (
+        validated.is_last_batch and 0 < validated.current.ready == validated.current.completed
+    )
+    return {
+        "mid_epoch": epochs.started != epochs.processed,
+        "in_batch_end": in_batch_end,
+        "in_epoch_end": epochs.started == epochs.processed == epochs.completed + 1,
+        "validation_due": validating
+        or (in_batch_end and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher)),
+        "in_batch_start": batches.ready > batches.processed,
+        "batches_that_stepped": loop.epoch_loop._batches_that_stepped,
+        "should_stop": trainer.should_stop,
+    }
+
+
+def _gradients(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what was accumulated for the next step of the optimizer."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches: Any = progress.current
+    done = batches.processed
+    if done % trainer.accumulate_grad_batches == 0 or done != batches.started or done == trainer.num_training_batches:
+        return {}
+    if done == batches.ready and progress.is_last_batch:
+        return {}
+    parameters = trainer.lightning_module.named_parameters()
+    return {name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None}
+
+
+def _of_rank(by_rank: list[Any] | None, rank: int) -> Any:
+    return by_rank[rank] if by_rank is not None and rank < len(by_rank) else None

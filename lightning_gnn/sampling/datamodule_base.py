@@ -1,0 +1,244 @@
+"""What the mini-batch DataModules share: ranks, the order of the seeds, and the state that makes a run resumable."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_gnn.graph.options import true_or_false, whole_number
+from lightning_gnn.nn.compressed import compressed_graph
+from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.sampling.keywords import check_sampler, evaluation_keywords, training_keywords, with_overrides
+from lightning_gnn.runtime.resume import ResumableDataModule
+from lightning_gnn.graph.checks import check_edge_data, check_node_data
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.sampling.neighbor import NeighborSampler
+
+LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
+"""Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
+
+
+class MiniBatchDataModule(ResumableDataModule):
+    """Builds threaded loaders whose mini-batches depend on (seed, rank, loader, epoch, batch number) alone.
+
+    In a checkpoint lie the seed and the state of the random streams. A resumed run asks Lightning's own loop for the
+    batch to go on with, so the loaders need no state of their own (which Lightning would drop as soon as
+    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
+
+    Args:
+        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
+        batch_size: Seeds per mini-batch.
+        loader_kwargs: Further arguments of the training loader; ``shuffle=False`` trains in the order of the seeds.
+        eval_loader_kwargs: What the other loaders, and their sampler, take instead.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
+
+    Raises:
+        TypeError: An option that nobody knows.
+        ValueError: An argument is out of range, or an option cannot work.
+    """
+
+    kind: ClassVar[str] = "node"
+    """What the loaders go over: ``"node"`` or ``"link"``."""
+
+    def __init__(
+        self,
+        seed: int | None,
+        batch_size: int,
+        loader_kwargs: dict[str, Any],
+        eval_loader_kwargs: dict[str, Any] | None,
+        inference: str | FullInference = "sampled",
+    ) -> None:
+        super().__init__()
+        self.inference = inference_settings(inference)
+        self._full: dict[str, FullBatch] = {}
+        self._graph: CompressedGraph | None = None
+        self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
+        self.loader_kwargs = training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
+        self.shuffle = self.loader_kwargs.pop("shuffle", None) is not False
+        own, self.sampler_overrides = evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
+        not_shared = ("sampler", "batch_sampler", "drop_last")
+        self.eval_loader_kwargs = {k: v for k, v in self.loader_kwargs.items() if k not in not_shared} | own
+        self._own_eval_batch_size = "batch_size" in own
+        self._passes = 0
+
+    def _take_graph(
+        self, data: Any, sampler: Any, num_neighbors: Any, replace: bool, disjoint: bool, check_features: bool
+    ) -> None:
+        """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
+        true_or_false(replace, "replace")
+        true_or_false(disjoint, "disjoint")
+        check_node_data(data, true_or_false(check_features, "check_features"))
+        if sampler is not None:
+            check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
+        elif num_neighbors is None:
+            raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
+        else:
+            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
+        check_edge_data(data)
+        self.data = data
+        self.graph_sampler = sampler
+        self.eval_graph_sampler = with_overrides(sampler, self.sampler_overrides)
+
+    @property
+    def num_neighbors(self) -> list[int] | None:
+        """Fanout of each hop in training, None for a sampler that has none."""
+        return getattr(self.graph_sampler, "num_neighbors", None)
+
+    @property
+    def batch_size(self) -> int:
+        """Seeds (or labelled edges) per mini-batch; Lightning's ``Tuner.scale_batch_size`` sets it.
+
+        Validation, testing and prediction follow, unless ``eval_loader_kwargs`` gave them a size of their own.
+        """
+        size: int = self.loader_kwargs["batch_size"]
+        return size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        batch_size = whole_number(batch_size, "batch_size", 1)
+        if "loader_kwargs" not in self.__dict__:
+            return  # a class of the user's own has such an attribute, before __init__ is told
+        if not self._own_eval_batch_size:
+            self.eval_loader_kwargs["batch_size"] = batch_size
+        self.loader_kwargs["batch_size"] = batch_size
+
+    def train_dataloader(self) -> Any:
+        """Return shuffled mini-batches of the training seeds (or labelled edges)."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> Any:
+        """Return mini-batches for validation, in order, or the whole graph; see ``inference``."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> Any:
+        """Return mini-batches for testing, in order, or the whole graph."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return mini-batches of what is to be predicted, in order, or the whole graph."""
+        return self._loader("predict")
+
+    def _loader(self, stage: str) -> Any:
+        raise NotImplementedError
+
+    def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
+        """Return the arguments of one loader.
+
+        Args:
+            stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+            num_seeds: How many seeds (or labelled edges) it goes over.
+
+        Raises:
+            ValueError: There are none.
+        """
+        self.check_count(stage, num_seeds)
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
+        warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
+        training = stage == "train"
+        kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
+        kwargs.update(seed=self.seed, rank=self._rank, loader_id=LOADER_IDS[stage])
+        kwargs["epoch"] = self._training_epoch if training else _evaluation_epoch
+        if training:
+            kwargs["first_batch"] = self._first_batch
+        if "sampler" not in kwargs and "batch_sampler" not in kwargs:
+            kwargs["sampler"] = self._order(num_seeds, training, kwargs.get("drop_last", False))
+        if training and hasattr(kwargs.get("sampler"), "set_epoch"):
+            kwargs["sampler"].set_epoch(self._passes)
+        if "batch_sampler" in kwargs:
+            kwargs.pop("batch_size")
+        return kwargs
+
+    def check_count(self, stage: str, num_seeds: int) -> None:
+        """Refuse an empty split, and one of which ``drop_last`` leaves nothing.
+
+        Raises:
+            ValueError: Says how to fill it.
+        """
+        if num_seeds == 0:
+            raise ValueError(
+                f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
+            )
+        options = self.loader_kwargs if stage == "train" else self.eval_loader_kwargs
+        own = "sampler" in options or "batch_sampler" in options
+        if options.get("drop_last") and not own and num_seeds // self._world_size < options["batch_size"]:
+            raise ValueError(
+                f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {self._world_size} "
+                f"process(es), fewer than batch_size={options['batch_size']} each"
+            )
+
+    def full_loader(self, name: str, **more: Any) -> DataLoader:
+        """Return a loader of the whole graph as one batch, which loaders of the same name share.
+
+        Args:
+            name: Name of the batch.
+            **more: What it holds beside the attributes of ``data``.
+        """
+        if name not in self._full:
+            if self._graph is None:
+                topology = getattr(self.graph_sampler, "graph", None)
+                topology = topology if isinstance(topology, CSCGraph) else CSCGraph.from_data(self.data)
+                self._graph, _ = compressed_graph(topology)
+            self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
+        return only_batch(self._full[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        return {"seed": self.seed, **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
+        super().load_state_dict(state_dict)
+        self.seed = state_dict["seed"]
+
+    def _first_batch(self) -> int:
+        """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
+        if self.trainer is None or not self.trainer.training:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        first: int = progress.current.ready
+        if self._begun is None:
+            self._begun = progress.total.ready
+        if first and progress.total.ready != self._begun:
+            return (
+                0  # a pass of the user's own beside the Trainer's, which goes on in mid-epoch when it is resumed alone
+            )
+        self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
+        self.draw_order(first)
+        return first
+
+    def _training_epoch(self, number: int) -> int:
+        """Called when a pass over the training set begins: the Trainer's epoch goes before its number."""
+        if self.trainer is not None and self.trainer.training:
+            return self.trainer.current_epoch
+        self._passes = number + 1
+        return number
+
+    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
+        """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
+        kind = DistributedSampler if training else _EvaluationOrder
+        return kind(
+            range(num_seeds),  # type: ignore[arg-type]
+            num_replicas=self._world_size,
+            rank=self._rank,
+            shuffle=training and self.shuffle,
+            seed=self.seed % 2**62,
+            drop_last=drop_last and training and self._world_size > 1,
+        )
+
+
+def _evaluation_epoch(number: int) -> int:
+    return 0
+
+
+class _EvaluationOrder(UnrepeatedDistributedSampler):
+    """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass

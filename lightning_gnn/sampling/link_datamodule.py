@@ -1,0 +1,165 @@
+"""Link-level training on sampled neighbourhoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.sampler import BaseSampler, NegativeSampling
+
+from lightning_gnn.sampling.loader import ThreadedLinkLoader
+from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
+from lightning_gnn.sampling.negatives import negatives
+from lightning_gnn.graph.checks import check_edge_labels, check_edges
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.nn.inference import FullInference
+
+_NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
+
+
+class LinkDataModule(MiniBatchDataModule):
+    """Mini-batches of edges with their sampled neighbourhoods, with the keywords of PyG's ``LightningLinkData``.
+
+    Args:
+        data: The graph to sample from; leave out of it the edges that are to be predicted.
+        input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default.
+        input_train_labels: Their labels ``[n]``; without, all are positive.
+        input_train_time: In PyG's place; times are not supported.
+        input_val_edges: Validation edges; no validation loader without.
+        input_val_labels: Their labels.
+        input_val_time: As ``input_train_time``.
+        input_test_edges: Test edges.
+        input_test_labels: Their labels.
+        input_test_time: As ``input_train_time``.
+        input_pred_edges: Edges to score.
+        input_pred_labels: Their labels.
+        input_pred_time: As ``input_train_time``.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        neg_sampling: PyG's ``NegativeSampling``, or its mode; where edges have labels, evaluation adds no negatives,
+            and prediction never does.
+        neg_sampling_ratio: Instead, how many negatives to draw per training edge (``"binary"``); 0 for none.
+        batch_size: Edges per mini-batch.
+        num_workers: Threads that prepare mini-batches ahead.
+        replace: Draw neighbours with replacement.
+        disjoint: One tree per seed.
+        seed: Start of the random streams; by default torch's initial seed.
+        link_sampler: A sampler of your own.
+        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
+            memory-mapped and of more than a gigabyte.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction run over the whole graph, layer by layer; validation and test edges then need labels.
+        eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
+            ``neg_sampling``.
+        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
+            processes changes nothing here: :data:`~lightning_gnn.graph.options.WITHOUT_EFFECT`.
+
+    Raises:
+        TypeError: The graph is not homogeneous, edges are no integers, an option is unknown.
+        ValueError: Edges of a wrong shape or out of range, labels of a wrong length, no training edges, NaN, an option
+            or a value that cannot work.
+    """
+
+    kind = "link"
+
+    def __init__(
+        self,
+        data: Data,
+        input_train_edges: Tensor | None = None,
+        input_train_labels: Tensor | None = None,
+        input_train_time: None = None,
+        input_val_edges: Tensor | None = None,
+        input_val_labels: Tensor | None = None,
+        input_val_time: None = None,
+        input_test_edges: Tensor | None = None,
+        input_test_labels: Tensor | None = None,
+        input_test_time: None = None,
+        input_pred_edges: Tensor | None = None,
+        input_pred_labels: Tensor | None = None,
+        input_pred_time: None = None,
+        *,
+        num_neighbors: Sequence[int] | None = None,
+        neg_sampling: NegativeSampling | str | dict[str, Any] | None = None,
+        neg_sampling_ratio: float | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        replace: bool = False,
+        disjoint: bool = False,
+        seed: int | None = None,
+        link_sampler: BaseSampler | None = None,
+        check_features: bool = True,
+        inference: str | FullInference = "sampled",
+        eval_loader_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
+        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features)
+        if input_train_edges is None:
+            input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
+        given = {
+            "train": (input_train_edges, input_train_labels),
+            "val": (input_val_edges, input_val_labels),
+            "test": (input_test_edges, input_test_labels),
+            "predict": (input_pred_edges, input_pred_labels),
+        }
+        self._edges = {stage: _checked(*pair, data.num_nodes, stage) for stage, pair in given.items()}
+        for stage in ("val", "test"):
+            if self._edges[stage][0] is None:
+                setattr(self, f"{stage}_dataloader", None)
+        if not self._edges["train"][0].numel():  # type: ignore[union-attr]
+            raise ValueError("the training split is empty; give input_train_edges with at least one edge")
+        self.neg_sampling = self.eval_neg_sampling = negatives(neg_sampling, neg_sampling_ratio, data.num_nodes)
+        own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}
+        if own:
+            self.eval_neg_sampling = negatives(**own, num_nodes=data.num_nodes, where="eval_loader_kwargs: ")
+        evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
+        if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
+            raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
+        if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
+            raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
+
+    def predict_dataloader(self) -> Any:
+        """Return mini-batches of the edges to score, in order, or the whole graph.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self._edges["predict"][0] is None:
+            raise ValueError("there are no edges to score; give input_pred_edges")
+        return super().predict_dataloader()
+
+    def _loader(self, stage: str) -> Any:
+        edges, labels = self._edges[stage]
+        assert edges is not None
+        if stage != "train" and self.inference is not None:
+            if labels is None and stage != "predict":
+                raise ValueError(
+                    f"inference='full' draws no negative edges; give input_{stage}_edges of both kinds, and their "
+                    f"input_{stage}_labels"
+                )
+            self.check_count(stage, edges.size(1))
+            asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
+            return self.full_loader(stage, **asked)
+        neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
+        without_negatives = stage == "predict" or (stage != "train" and labels is not None)
+        return ThreadedLinkLoader(
+            self.data,
+            self.graph_sampler if stage == "train" else self.eval_graph_sampler,
+            edge_label_index=edges,
+            edge_label=labels,
+            neg_sampling=None if without_negatives else neg_sampling,
+            **self.loader_arguments(stage, edges.size(1)),
+        )
+
+
+def _checked(edges: Any, labels: Any, num_nodes: int, stage: str) -> tuple[Tensor | None, Tensor | None]:
+    name = f"input_{'pred' if stage == 'predict' else stage}"
+    if edges is None:
+        if labels is not None:
+            raise ValueError(f"{name}_labels are given without {name}_edges")
+        return None, None
+    edges = check_edges(edges, num_nodes, f"{name}_edges")
+    return edges, None if labels is None else check_edge_labels(labels, edges.size(1), f"{name}_labels")

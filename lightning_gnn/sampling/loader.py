@@ -1,0 +1,519 @@
+"""PyG's node and link loaders, with mini-batches prepared ahead by threads instead of processes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import LinkLoader, NodeLoader
+from torch_geometric.sampler import SamplerOutput
+from torch_geometric.typing import TensorFrame
+
+from lightning_gnn.runtime.keyed_random import keyed_random
+from lightning_gnn.graph.options import checked_options, keywords_of
+from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.ops import batch_key, gather_rows
+from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
+
+_SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
+"""Stages in which a user's own code may draw random numbers."""
+
+
+@dataclass
+class PreparationTimes:
+    """What preparing mini-batches has cost since it was last reset.
+
+    Args:
+        batches: Mini-batches handed out.
+        nodes: Their nodes.
+        edges: Their edges.
+        sampling_s: Thread-seconds of sampling.
+        features_s: Thread-seconds of feature loading.
+        wait_s: Seconds for which the consumer waited.
+    """
+
+    batches: int = 0
+    nodes: int = 0
+    edges: int = 0
+    sampling_s: float = 0.0
+    features_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, more: PreparationTimes) -> None:
+        """Add up."""
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def reset(self) -> None:
+        """Set all figures to zero."""
+        self.__init__()  # type: ignore[misc]
+
+
+@dataclass
+class Prepared:
+    """A mini-batch as any thread can make it; what is left belongs to the training thread, see ``finish``.
+
+    Args:
+        batch: Without what is in ``left``.
+        cost: What it took.
+        key: The key of the mini-batch.
+        left: Attributes whose rows are gathered when the mini-batch is trained on, and which rows, int64 ``[n]``.
+    """
+
+    batch: Data
+    cost: PreparationTimes
+    key: int
+    left: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _ThreadedLoader:
+    """Mixed into a PyG loader: the stages of a mini-batch with a key, an ordered pipeline of threads around them.
+
+    ``num_workers`` threads share the graph and the features with the trainer; nothing is pickled or copied. Each thread
+    keeps 8 bytes per node, plus buffers of the size of a batch.
+    """
+
+    data: Data
+    batch_sampler: Any
+    sampler: Any
+    _sample_from: str
+    transform: Callable | None
+    transform_sampler_output: Callable | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Note the arguments as Lightning's hooks do: it makes loaders anew to predict, to overfit and for ranks."""
+        loader = super().__new__(cls)
+        names = list(signature(cls.__init__).parameters)[1 : 1 + len(args)]
+        saved = {"args": args, "kwargs": kwargs, "arg_names": tuple(names), "default_kwargs": {}}
+        vars(loader).update({f"__pl_saved_{name}": value for name, value in saved.items()}, __dataset=None)
+        return loader
+
+    def __init__(
+        self,
+        *args: Any,
+        seed: int = 0,
+        rank: int | None = None,
+        loader_id: int = 0,
+        first_batch: Callable[[], int] | None = None,
+        epoch: Callable[[int], int] | None = None,
+        tables: Mapping[str, FeatureTable] | None = None,
+        thread_safe: bool = False,
+        sparse_grad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        kind = "node" if isinstance(self, NodeLoader) else "link"
+        kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
+        self.seed = seed
+        self._rank = rank
+        self._process = ProcessRank()
+        self.loader_id = loader_id
+        self.first_batch = first_batch
+        self.epoch = epoch
+        self.tables = dict(tables or {})
+        self.thread_safe = thread_safe
+        self.sparse_grad = sparse_grad
+        self.num_threads: int = kwargs.pop("num_workers", 0)
+        self.prefetch_factor_threads: int = kwargs.pop("prefetch_factor", None) or 2
+        self.times = PreparationTimes()
+        self._pass = -1
+        self._told: int | None = None
+        super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
+        if not isinstance(self.data, Data):
+            raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
+        self._takes_key, self._keyed = _takes_key(self._graph_sampler, self._sample_from)
+        if not hasattr(self.sampler, "set_epoch"):
+            with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
+                self.sampler.set_epoch = partial(setattr, self.sampler, "epoch")
+        self._check_trained()
+        if self.num_threads and self.in_training_thread:
+            user_code = f"the sampler {type(self._graph_sampler).__name__}"
+            if self.transform_sampler_output is not None:
+                user_code = "transform_sampler_output"
+            rank_zero_warn(
+                f"{user_code} may draw from the process's random stream, so mini-batches are prepared in the "
+                f"training thread; thread_safe=True lets {self.num_threads} worker threads run it"
+            )
+            self.num_threads = 0
+
+    def __iter__(self) -> Iterator[Data]:
+        return _ThreadedIterator(self)
+
+    def begin_epoch(self) -> int:
+        """Return the number of a pass that begins: what has been set on the sampler since the last one, or the next.
+
+        The ``epoch`` that the loader was made with has the last word.
+        """
+        told = getattr(self.sampler, "epoch", None)
+        self._pass = told if isinstance(told, int) and told != self._told else self._pass + 1
+        if self.epoch is not None:
+            self._pass = self.epoch(self._pass)
+            for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None), self.batch_sampler):
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(self._pass)
+        self._told = getattr(self.sampler, "epoch", None)
+        return self._pass
+
+    @property
+    def rank(self) -> int:
+        """Which process of a distributed run, part of the key of each mini-batch."""
+        return self._process.get() if self._rank is None else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def in_training_thread(self) -> bool:
+        """Whether all of a mini-batch must be made there: the user's own code comes before Feature Loading."""
+        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether ``finish`` has something to do."""
+        return self.in_training_thread or bool(self.trained()) or (self.transform is not None and not self.thread_safe)
+
+    def sample(self, index: list[int], key: int, part: int = 0, first: int = 0) -> SamplerOutput:
+        """Stage Sampling: from positions among the seeds to a subgraph.
+
+        Args:
+            index: The positions.
+            key: The key of the mini-batch.
+            part: Which part of it, where it has been shared out; for samplers that take no key.
+            first: Position of the first seed in the whole mini-batch, likewise; for disjoint samples.
+        """
+        keyed = {"key": key} if self._takes_key else {}
+
+        def draw(index: list[int]) -> SamplerOutput:
+            try:
+                return self._sample(index, first, **keyed)
+            except StopIteration as error:  # would end the epoch
+                raise RuntimeError(f"the sampler {type(self._graph_sampler).__name__} raised StopIteration") from error
+
+        return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
+
+    @property
+    def _graph_sampler(self) -> Any:
+        raise NotImplementedError
+
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+        raise NotImplementedError
+
+    def describe(self, batch: Data, out: SamplerOutput) -> None:
+        """Attach what tells the seeds of a batch."""
+        raise NotImplementedError
+
+    def trained(self) -> list[str]:
+        """Return the attributes that are trained: their rows of now would be stale when their turn comes."""
+        store = self.data._store
+        keys = [key for key, value in store.items() if isinstance(value, Tensor) and value.requires_grad]
+        return [key for key in keys if store.is_node_attr(key) or store.is_edge_attr(key)]
+
+    def filter_fn(self, out: SamplerOutput) -> Data:
+        """Join a subgraph with its features, as PyG's loaders do, with random numbers from the process's stream."""
+        batch, left = self._join(out if (change := self.transform_sampler_output) is None else change(out))
+        for key, ids in left.items():
+            batch[key] = self._trained_rows(key, ids)
+        return batch if self.transform is None else self.transform(batch)
+
+    def load(self, out: SamplerOutput, key: int, part: int = 0) -> Prepared:
+        """Stage Feature Loading: join a subgraph with its features, as far as that can be done ahead.
+
+        Args:
+            out: The subgraph.
+            key: The key of the mini-batch.
+            part: Which part of it, where it has been shared out.
+        """
+        start = time.perf_counter()
+        if self.transform_sampler_output is not None:
+            out = self._run_theirs(self.transform_sampler_output, out, key, _OUTPUT, part)
+        batch, left = self._join(out)
+        if self.transform is not None and self.thread_safe and not left:
+            batch = self._run_theirs(self.transform, batch, key, _TRANSFORM, part)
+        cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
+        return Prepared(batch, cost, key, left)
+
+    def _join(self, out: SamplerOutput) -> tuple[Data, dict[str, Tensor]]:
+        """Return a mini-batch without the rows of what is trained, and which these are."""
+        edge = out.edge
+        permutation = getattr(self._graph_sampler, "edge_permutation", None)
+        if edge is not None and permutation is not None:
+            edge = permutation[edge.to(torch.int64)]
+        batch = copy.copy(self.data)
+        for key in ("graph", "adj_t"):
+            if key in batch:
+                del batch[key]
+        batch.edge_index = _joined(out.row, out.col)
+        store, trained, left = self.data._store, self.trained(), {}
+        for key in store:
+            if key in ("edge_index", "adj_t", "graph"):
+                continue
+            if key == "num_nodes":
+                batch.num_nodes = out.node.numel()
+                continue
+            of_nodes = store.is_node_attr(key)
+            if not of_nodes and not store.is_edge_attr(key):
+                continue
+            ids = out.node if of_nodes else edge
+            if ids is None:
+                batch[key] = None
+            elif key in trained:
+                batch[key], left[key] = torch.empty(0), ids  # the place among the attributes
+            else:
+                batch[key] = self._rows(key, ids)
+        if "n_id" not in store:
+            batch.n_id = out.node
+        if edge is not None and "e_id" not in store:
+            batch.e_id = edge
+        batch.batch = out.batch
+        batch.num_sampled_nodes = out.num_sampled_nodes
+        batch.num_sampled_edges = out.num_sampled_edges
+        if out.orig_row is not None and out.orig_col is not None:
+            batch._orig_edge_index = torch.stack([out.orig_row, out.orig_col])
+        self.describe(batch, out)
+        return batch, left
+
+    def prepare(self, task: tuple[int, int, list[int]], stage_ends: Callable[[], None] = lambda: None) -> Prepared:
+        """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
+
+        Args:
+            task: Its epoch, its number and the positions of its seeds.
+            stage_ends: Called before, between and after the stages.
+        """
+        epoch, number, index = task
+        key = batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+        stage_ends()
+        start = time.perf_counter()
+        out = self.sample(index, key)
+        sampled = time.perf_counter()
+        stage_ends()
+        prepared = self.load(out, key)
+        if self.pin_memory and torch.accelerator.is_available():  # type: ignore[attr-defined]
+            prepared.batch = prepared.batch.pin_memory()
+        stage_ends()
+        prepared.cost.sampling_s, prepared.cost.features_s = sampled - start, time.perf_counter() - sampled
+        return prepared
+
+    def finish(self, prepared: Prepared, part: int = 0) -> Data:
+        """Do what is left of a mini-batch, in the training thread, just before it is trained on.
+
+        Args:
+            prepared: The mini-batch; its cost goes on.
+            part: Which part of a mini-batch it is, where that has been shared out.
+        """
+        batch, start = prepared.batch, time.perf_counter()
+        for key, ids in prepared.left.items():
+            batch[key] = self._trained_rows(key, ids)
+        if self.transform is not None and not (self.thread_safe and not prepared.left):
+            device = batch.edge_index.device
+            batch = self._run_theirs(self.transform, batch, prepared.key, _TRANSFORM, part, device)
+        prepared.cost.features_s += time.perf_counter() - start
+        return batch
+
+    def _run_theirs(
+        self, code: Callable, argument: Any, key: int, stage: int, part: int, device: torch.device | None = None
+    ) -> Any:
+        """Call the user's own code with random numbers that follow from the key of the mini-batch.
+
+        Raises:
+            RuntimeError: It raised ``StopIteration``, which would end the epoch.
+        """
+        seeded = nullcontext() if self.thread_safe else keyed_random(batch_key(key, part, stage), device)
+        with seeded:
+            try:
+                return code(argument)
+            except StopIteration as error:
+                raise RuntimeError(f"{getattr(code, '__qualname__', code)} raised StopIteration") from error
+
+    def _rows(self, key: str, ids: Tensor) -> Any:
+        if key in self.tables:
+            return self.tables[key].gather(ids)
+        value = self.data[key]
+        dim = self.data.__cat_dim__(key, value)
+        if isinstance(value, Tensor) and value.is_cpu and ids.is_cpu and dim == 0:
+            return gather_rows(value, ids)
+        if isinstance(value, Tensor):
+            return value.index_select(dim, ids.to(value.device))
+        if isinstance(value, np.ndarray):
+            rows = np.take(value, ids.cpu().numpy(), axis=dim)
+            return torch.from_numpy(rows) if rows.dtype.kind in "biufc" else rows
+        if isinstance(value, TensorFrame):
+            return value[ids.to(value.device)]
+        return [value[i] for i in ids.tolist()]
+
+    def _trained_rows(self, key: str, ids: Tensor) -> Tensor:
+        value = self.data[key]
+        ids = ids.to(value.device)
+        if self.sparse_grad:
+            return F.embedding(ids, value, sparse=True)
+        return value.index_select(self.data.__cat_dim__(key, value), ids)
+
+    def _check_trained(self) -> None:
+        for key in self.trained():
+            value = self.data[key]
+            if not hasattr(self.batch_sampler, "__len__"):
+                raise ValueError(
+                    f"data.{key} requires gradients, but the batch_sampler has no __len__: without it Lightning "
+                    "fetches each mini-batch before the step that changes its rows"
+                )
+            if key in self.tables:
+                raise ValueError(f"data.{key} is trained, so no table can stand for it")
+            if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value) != 0):
+                raise ValueError(
+                    f"sparse_grad=True needs rows, but data.{key}, which requires gradients, has the shape "
+                    f"{list(value.shape)}"
+                )
+            if value.layout != torch.strided:
+                raise TypeError(f"data.{key} requires gradients and is sparse; use data.{key}.to_dense()")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} batches, num_workers={self.num_threads})"  # type: ignore[arg-type]
+
+
+class _ThreadedIterator:
+    """Starts at the first ``next``: Lightning asks for the iterator before it sets the epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._pipeline: OrderedPipeline | None = None
+
+    def __iter__(self) -> Iterator[Data]:
+        return self
+
+    def __next__(self) -> Data:
+        loader = self._loader
+        start = time.perf_counter()
+        if self._pipeline is None:
+            self._pipeline = self._begin()
+        prepared = next(self._pipeline)
+        batch, cost = loader.finish(prepared), prepared.cost
+        cost.wait_s = time.perf_counter() - start
+        loader.times.add(cost)
+        return batch
+
+    def _begin(self) -> OrderedPipeline:
+        loader = self._loader
+        epoch = loader.begin_epoch()
+        first = 0 if loader.first_batch is None else loader.first_batch()
+        numbered = ((epoch, number, index) for number, index in enumerate(loader.batch_sampler))
+        ahead = loader.num_threads * loader.prefetch_factor_threads
+        return OrderedPipeline(islice(numbered, first, None), loader.prepare, loader.num_threads, ahead)
+
+    def close(self) -> None:
+        """Stop preparing and join the threads."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+
+class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
+    """Mini-batches of seeds, in deterministic order, prepared ahead by threads.
+
+    Takes the arguments of PyG's ``NodeLoader``, whose batches it equals attribute by attribute.
+
+    Args:
+        num_workers: Threads that prepare mini-batches; 0 prepares in the caller's thread.
+        prefetch_factor: Mini-batches prepared ahead per thread, 2 by default.
+        seed: Start of the random stream.
+        rank: Which process of a distributed run; by default that of ``torch.distributed``.
+        loader_id: Which loader of the run.
+        first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
+        epoch: Called before it, with the number of the pass; tells which epoch it is. The number is the one that has
+            been set on the sampler since the last pass, as Lightning does, or else passes are counted.
+        tables: Where to gather some attributes from instead of ``data``, such as device memory.
+        thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
+            Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
+            and put back afterwards, so that what they draw does not depend on the number of workers.
+        sparse_grad: Give attributes that require gradients sparse ones, for ``SparseAdam`` and ``SGD``. Their rows are
+            gathered when the mini-batch is handed out, from the values of then.
+
+    Raises:
+        TypeError: The data is not homogeneous, or a sparse tensor requires gradients.
+        ValueError: A negative number of workers, no prefetching, or attributes that require gradients where rows cannot
+            be gathered in time or sparsely.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Lightning makes loaders anew to overfit, from the arguments of the first __init__ that it finds in a class
+        # derived from torch's DataLoader; our own would be those of PyG's.
+        super().__init__(*args, **kwargs)
+
+    _sample_from = "sample_from_nodes"
+
+    @property
+    def _graph_sampler(self) -> Any:
+        return self.node_sampler
+
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+        inputs = self.input_data[index]
+        return self.node_sampler.sample_from_nodes(SeedRange(inputs, first) if first else inputs, **key)
+
+    def describe(self, batch: Data, out: SamplerOutput) -> None:
+        """Attach ``input_id`` and ``batch_size``."""
+        batch.input_id = out.metadata[0]
+        batch.seed_time = None
+        batch.batch_size = out.metadata[0].size(0)
+
+
+class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
+    """Mini-batches of edges, in deterministic order, prepared ahead by threads.
+
+    Takes the arguments of PyG's ``LinkLoader``, whose batches it equals attribute by attribute, and those that
+    :class:`ThreadedNodeLoader` adds.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # here for Lightning, as in ThreadedNodeLoader
+
+    _sample_from = "sample_from_edges"
+
+    @property
+    def _graph_sampler(self) -> Any:
+        return self.link_sampler
+
+    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+        return self.link_sampler.sample_from_edges(self.input_data[index], neg_sampling=self.neg_sampling, **key)
+
+    def describe(self, batch: Data, out: SamplerOutput) -> None:
+        """Attach ``input_id`` and the labelled edges, or the triplets, in local ids."""
+        batch.input_id = out.metadata[0]
+        if self.neg_sampling is None or self.neg_sampling.is_binary():
+            batch.edge_label_index, batch.edge_label, batch.edge_label_time = out.metadata[1:4]
+        else:
+            batch.src_index, batch.dst_pos_index, batch.dst_neg_index, batch.seed_time = out.metadata[1:5]
+            for key in ("edge_label_index", "edge_label_time"):
+                if key in batch:
+                    del batch[key]
+
+
+def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:
+    """Whether a sampler takes the key of a mini-batch, and whether it draws from it alone: one that names it does."""
+    parameters = signature(getattr(sampler, method)).parameters
+    named = "key" in parameters
+    passed_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return named or passed_on, named and getattr(sampler, "backend", None) != "pyg_lib"
+
+
+def _joined(row: Tensor, col: Tensor) -> Tensor:
+    """Return ``edge_index``, without a copy where both are the rows of one tensor."""
+    base = row._base
+    if (
+        base is not None
+        and base is col._base
+        and base.shape == (2, row.numel())
+        and base[1].data_ptr() == col.data_ptr()
+    ):
+        return base
+    return torch.stack([row, col])

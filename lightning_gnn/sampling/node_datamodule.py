@@ -1,0 +1,140 @@
+"""Node-level training on sampled neighbourhoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+from torch_geometric.loader.utils import get_input_nodes
+from torch_geometric.sampler import BaseSampler
+
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
+from lightning_gnn.nn.full_batch import mask_of
+from lightning_gnn.graph.checks import check_labels, check_nodes
+from lightning_gnn.nn.inference import FullInference
+
+
+class NeighborDataModule(MiniBatchDataModule):
+    """Mini-batches of sampled neighbourhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
+
+    Args:
+        data: The graph; ``x``, ``y`` and any other attribute of nodes or edges come with each batch.
+        input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
+        input_train_time: In PyG's place; times are not supported.
+        input_val_nodes: Seeds for validation; no validation loader without.
+        input_val_time: As ``input_train_time``.
+        input_test_nodes: Seeds for testing.
+        input_test_time: As ``input_train_time``.
+        input_pred_nodes: Seeds for prediction; all nodes by default.
+        input_pred_time: As ``input_train_time``.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        batch_size: Seeds per mini-batch.
+        num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
+        replace: Draw neighbours with replacement.
+        disjoint: One tree per seed.
+        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
+        node_sampler: A sampler of your own instead of the one made from these arguments.
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
+        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
+            prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
+        eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
+        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
+            ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
+            :data:`~lightning_gnn.graph.options.WITHOUT_EFFECT`.
+
+    Raises:
+        TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.
+        ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
+            that cannot work.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        input_train_nodes: Tensor | None = None,
+        input_train_time: None = None,
+        input_val_nodes: Tensor | None = None,
+        input_val_time: None = None,
+        input_test_nodes: Tensor | None = None,
+        input_test_time: None = None,
+        input_pred_nodes: Tensor | None = None,
+        input_pred_time: None = None,
+        *,
+        num_neighbors: Sequence[int] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        replace: bool = False,
+        disjoint: bool = False,
+        seed: int | None = None,
+        node_sampler: BaseSampler | None = None,
+        check_features: bool = True,
+        inference: str | FullInference = "sampled",
+        eval_loader_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
+        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
+        given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
+        self._nodes: dict[str, Any] = {}
+        for stage, nodes in zip(LOADER_IDS, given, strict=True):
+            name = f"input_{stage.removesuffix('ict')}_nodes"
+            if nodes is None:
+                name, nodes = _found_in(data, stage)
+            self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
+            if nodes is None and stage in ("val", "test"):
+                setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
+            if check_features and nodes is not None and stage != "predict":
+                check_labels(data, self._nodes[stage], name)
+        if self._nodes["train"] is not None and not self._count("train"):
+            raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
+
+    def train_dataloader(self) -> Any:
+        """Return shuffled mini-batches of the training nodes."""
+        if self._nodes["train"] is None:
+            raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
+        return super().train_dataloader()
+
+    def _count(self, stage: str) -> int:
+        return get_input_nodes(self.data, self._nodes[stage])[1].numel()
+
+    def _loader(self, stage: str) -> Any:
+        if stage != "train" and self.inference is not None:
+            return self._full_loader(stage)
+        return ThreadedNodeLoader(
+            self.data,
+            self.graph_sampler if stage == "train" else self.eval_graph_sampler,
+            input_nodes=self._nodes[stage],
+            **self.loader_arguments(stage, self._count(stage)),
+        )
+
+    def _full_loader(self, stage: str) -> DataLoader:
+        """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
+        self.check_count(stage, self._count(stage))
+        chosen = {
+            f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
+            for name in ("val", "test")
+            if self._nodes[name] is not None
+        }
+        if (nodes := self._nodes["predict"]) is not None:
+            chosen["pred_nodes"] = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+        return self.full_loader("nodes", **chosen)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
+
+
+def _found_in(data: Data, stage: str) -> tuple[str, Any]:
+    """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
+    for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
+        for suffix in ("mask", "idx", "index"):
+            if data.get(name := f"{prefix}_{suffix}") is not None:
+                return f"data.{name}", data[name]
+    return "", None
