@@ -108,8 +108,8 @@ def cut_panels(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Share the columns out to groups in blocks of 16 and cut each slice into panels that no head's end crosses.
 
-    As :func:`lightning_gnn.graph.hybrid_plan.slice_columns` does it; with fewer blocks than groups, the last groups have
-    none.
+    As :func:`lightning_gnn.graph.hybrid_plan.slice_columns` does it; with fewer blocks than groups, the last groups
+    have none.
 
     Args:
         heads: Number of heads.

@@ -33,9 +33,9 @@ from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.grouping import PlanSettings, plan_cores
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import aggregate
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
 
 SIZES = {"nodes": (233_000, 2_000), "edges": (11_000_000, 20_000), "features": (256, 64), "workers": (30, 30)}
 PEERS = ("torch.sparse", "PyG, gather and scatter")

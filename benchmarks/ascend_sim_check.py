@@ -19,8 +19,8 @@ from lightning_gnn.ascend_ops.structs import (
 from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.graph.grouping import PlanSettings, plan_cores
+from lightning_gnn.graph.synthetic import planted_power_law
 
 
 def compare_vector(chip: Machine, chunks: Any, plan: Any, flat: bool = False) -> tuple[model.Launch, Any]:

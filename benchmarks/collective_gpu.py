@@ -33,11 +33,11 @@ from benchmarks.collective_simulated import RATIOS, used
 from benchmarks.harness import measure
 from benchmarks.minibatch import make_data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
-from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
 FANOUTS = [15, 10, 5]

@@ -21,8 +21,8 @@ from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
 from benchmarks.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
 SIZES = {

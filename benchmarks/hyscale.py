@@ -40,8 +40,8 @@ from benchmarks.hyscale_model import (
     workload_of,
 )
 from benchmarks.machine import machine
-from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.work_share import num_cores
 
 SIZES = {

@@ -18,8 +18,8 @@ from torch_geometric.data import Data
 from benchmarks import peers
 from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.synthetic import power_law_graph
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SIZES = {
     "nodes": (1_000_000, 20_000),

@@ -19,8 +19,8 @@ from benchmarks.harness import measure, parse, publish
 from benchmarks.machine import machine
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 SIZES = {"nodes": (20_000, 400), "edges": (200_000, 4_000), "epochs": (20, 1)}
 DTYPES = (None, "float16", "int8")

@@ -21,8 +21,8 @@ from torch_geometric.sampler.base import DataType, SubgraphType
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample import check_fanouts, check_flags
-from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
 
 _MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
 

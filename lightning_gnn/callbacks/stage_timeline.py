@@ -12,15 +12,15 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_gnn.runtime.clock import Clock, Moment
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import IterationTimes
-from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.report import reporting
 from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
-from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.runtime.clock import Clock, Moment
+from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 
 class StageTimeline(pl.Callback):

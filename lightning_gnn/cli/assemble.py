@@ -17,12 +17,12 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
-from lightning_gnn.runtime.keyed_random import keyed_random
-from lightning_gnn.graph.options import closest
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.cli.saved_run import KeepConfig
+from lightning_gnn.graph.options import closest
+from lightning_gnn.runtime.keyed_random import keyed_random
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
 _SIZES = ("in_channels", "out_channels")

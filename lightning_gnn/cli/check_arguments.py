@@ -10,8 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gnn.graph.options import closest
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.graph.options import closest
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number",

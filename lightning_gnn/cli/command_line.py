@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_gnn.graph.options import closest
-from lightning_gnn.report.console import console, say
 from lightning_gnn.cli.errors import UserError
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
+from lightning_gnn.graph.options import closest
+from lightning_gnn.report.console import console, say
 
 COMMANDS = ("cache", "doctor", "plan")
 _CONF = "lightning_gnn.conf"

@@ -13,14 +13,14 @@ from pytorch_lightning.utilities import CombinedLoader
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.collective.profile import STAGES
 from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.profile import STAGES
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.report import reporting
 from lightning_gnn.report.timeline import save_trace
+from lightning_gnn.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)

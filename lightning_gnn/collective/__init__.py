@@ -1,4 +1,14 @@
-"""PLACEHOLDER"""
+"""MorphGL: CPU and GPU prepare the mini-batches of an epoch together, by a plan.
+
+Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Scheduling". Stage times are measured in
+the first epoch, the dispatcher finds how many mini-batches each processor prepares, dual-buffer scheduling overlaps
+preparation, transfer and training.
+
+Reading order: ``collective/plan.py`` (what is decided), ``collective/dispatcher.py`` (equation 6, repaired),
+``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (an epoch without a device),
+``collective/profile.py`` (measured stage times), ``collective/loader.py`` and ``collective/epoch.py`` (the training
+thread), ``collective/datamodule.py``.
+"""
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.dispatcher import Dispatcher

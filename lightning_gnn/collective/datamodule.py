@@ -12,12 +12,12 @@ from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch import Tensor
 
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.graph.options import true_or_false, whole_number
-from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.plan_files import configuration_name, cores_of_process, keep_plan, kept_plan, machine_name
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.graph.options import true_or_false, whole_number
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 ROUTES = ("auto", "cpu")
 _CPU_PART = 4

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.collective.workers import Workers
 from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.collective.workers import Workers
 
 if TYPE_CHECKING:
     from lightning_gnn.collective.loader import CollectiveLoader

@@ -14,15 +14,15 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.epoch import CollectiveEpoch
 from lightning_gnn.collective.host_ring import HostRing
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, Task
 from lightning_gnn.ops import gather_rows
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 
 class CollectiveLoader(ThreadedNodeLoader):

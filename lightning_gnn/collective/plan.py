@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.graph.hybrid_plan import aligned
 from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.graph.hybrid_plan import aligned
 from lightning_gnn.runtime.documents import read_text, read_yaml
 from lightning_gnn.runtime.whole_files import write_whole
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median, pstdev
 
-from lightning_gnn.runtime.clock import Clock, Moment, has_come, seconds_between
 from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.runtime.clock import Clock, Moment, has_come, seconds_between
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")

@@ -10,10 +10,10 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnn.collective.host_ring import HostRing, HostSlot
-from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
-from lightning_gnn.runtime.clock import Clock
 from lightning_gnn.collective.profile import Recorder
+from lightning_gnn.runtime.clock import Clock
 from lightning_gnn.runtime.transfer import used_on, works
+from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
 
 Task = tuple[int, int, list[int]]
 """Epoch, number of the mini-batch, positions of its seeds."""

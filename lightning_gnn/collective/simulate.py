@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from lightning_gnn.collective.plan import CollectivePlan, STAGES
 from lightning_gnn.collective.dual_buffer import DualBuffer, Step
+from lightning_gnn.collective.plan import STAGES, CollectivePlan
 from lightning_gnn.collective.stage_times import StageTimes
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 

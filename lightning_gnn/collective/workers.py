@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from lightning_gnn.collective.dual_buffer import DualBuffer, Step
 from lightning_gnn.collective.host_ring import HostMemoryError
-from lightning_gnn.runtime.pipeline import check_process
 from lightning_gnn.collective.profile import Recorder
 from lightning_gnn.collective.routes import DeviceBatch, HostBatch, Task
+from lightning_gnn.runtime.pipeline import check_process
 from lightning_gnn.runtime.transfer import works
-from lightning_gnn.collective.dual_buffer import DualBuffer, Step
 
 THREAD_NAME = "lightning-gnn-collective"
 

@@ -1,8 +1,22 @@
-"""PLACEHOLDER"""
+"""NeutronAscend: full-graph training by tensor-data hybrid parallelism.
+
+Source: "NeutronAscend: Optimizing GNN Training with Ascend AI Processors". The graph is compressed into chunks; groups
+of workers share out the feature columns, the members of a group the chunks; ranks exchange rows and slices.
+
+Reading order: ``graph/compress.py`` (chunks and columns), ``graph/grouping.py`` and ``graph/hybrid_plan.py`` (who
+computes what), ``ops/aggregate.py`` (one operator for all plans), ``full_graph/row_shard.py`` and
+``full_graph/exchange.py`` (several ranks), ``full_graph/strategy.py``, ``full_graph/datamodule.py``; on an NPU
+``ascend_ops/binding.py``.
+"""
+
+from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.devices import plan_devices
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+
+if AscendHybridParallelStrategy.strategy_name not in StrategyRegistry:
+    AscendHybridParallelStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "AscendHybridParallelStrategy",

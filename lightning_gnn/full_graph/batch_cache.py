@@ -12,11 +12,11 @@ from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.full_graph.ownership import share_rows
 from lightning_gnn.full_graph.row_shard import RowShard
 from lightning_gnn.full_graph.shard_batch import ShardedBatch, agree, free_memory, shard_batch, split_masks
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.grouping import PlanSettings
 
 _KEPT = 4
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops.aggregate import Reduce, aggregate, edge_softmax
+from lightning_gnn.full_graph.chunk_range import ChunkRange, RowRuns, chunk_range, cut_out
 from lightning_gnn.full_graph.devices import plan_devices
+from lightning_gnn.full_graph.exchange import Exchange, gather_rows, rows_to_slice, slice_to_rows
+from lightning_gnn.full_graph.ownership import Ownership
+from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.graph.hybrid_plan import HybridPlan, check_groups, divisors, slice_columns
 from lightning_gnn.graph.ranges import balance_ranges
-from lightning_gnn.full_graph.chunk_range import ChunkRange, RowRuns, chunk_range, cut_out
-from lightning_gnn.full_graph.exchange import Exchange, gather_rows, rows_to_slice, slice_to_rows
-from lightning_gnn.full_graph.ownership import Ownership
+from lightning_gnn.ops.aggregate import Reduce, aggregate, edge_softmax
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.runtime.store import checksum
 from lightning_gnn.full_graph.exchange import gather_rows
 from lightning_gnn.full_graph.ownership import Ownership
 from lightning_gnn.full_graph.row_shard import RowShard
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.runtime.store import checksum
 
 SPLITS = ("train", "val", "test")
 

@@ -24,17 +24,17 @@ from pytorch_lightning.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.ops.dropout import drop_by_row
-from lightning_gnn.ops.hashing import batch_key
-from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.graph.hybrid_plan import divisors
 from lightning_gnn.full_graph.batch_cache import BatchCache
 from lightning_gnn.full_graph.global_logs import log_globally, log_locally
+from lightning_gnn.full_graph.row_norms import refuse_norms_over_nodes
+from lightning_gnn.full_graph.shard_batch import ShardedBatch
+from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import divisors
+from lightning_gnn.ops.dropout import drop_by_row
+from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.gradients import average_gradients
 from lightning_gnn.runtime.heartbeat import Heartbeats, meet
 from lightning_gnn.runtime.precision import match_device
-from lightning_gnn.full_graph.row_norms import refuse_norms_over_nodes
-from lightning_gnn.full_graph.shard_batch import ShardedBatch
 
 _RUNS = itertools.count()
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}

@@ -15,9 +15,9 @@ from lightning_gnn.graph.build import LOCAL_BYTES, Limits, Order, Progress, buil
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress_files import load_compressed, save_compressed
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph, check_csc
+from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.graph.redundancy import Redundancy, measure_redundancy
 from lightning_gnn.graph.self_loops import add_self_loops, gcn_weight, pick
-from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.runtime.store import checksum
 
 __all__ = ["LOCAL_BYTES", "CompressedGraph"]

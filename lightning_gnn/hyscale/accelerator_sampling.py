@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 
 _GOLDEN = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")

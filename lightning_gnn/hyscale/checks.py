@@ -12,11 +12,11 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DistributedSampler
 
 from lightning_gnn.hyscale.pipeline import check_loader
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.hyscale.work_share import Trainers
 from lightning_gnn.nn.full_batch import FullBatch
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.hyscale.work_share import Trainers
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

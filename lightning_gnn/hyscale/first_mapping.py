@@ -12,13 +12,13 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
 
-from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.graph.size import count_edges
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.work_share import Trainers, num_cores
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 _KEY = 1
 _SAMPLED_PER_S = 5e6

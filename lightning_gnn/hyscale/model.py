@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, inf
 
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
 from lightning_gnn.graph.hybrid_plan import aligned
-from lightning_gnn.hyscale.split import TrainerCost, whole_seeds
 from lightning_gnn.graph.workload import Platform, Processor, Workload
+from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
+from lightning_gnn.hyscale.split import TrainerCost, whole_seeds
 
 _ROUNDS = 4
 _TURNS = 16

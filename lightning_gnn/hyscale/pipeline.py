@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.hyscale.stages import Item, StagePipeline, Step
-from lightning_gnn.runtime.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
+from lightning_gnn.runtime.transfer import Transfer, converted
+from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
 
 GLOBAL_RANDOM = threading.Lock()

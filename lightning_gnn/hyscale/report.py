@@ -15,20 +15,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnn.hyscale.pipeline import split_seeds
-from lightning_gnn.hyscale.decisions import read_decisions
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.scaling import ScalingPoint, scaling_study
-from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.graph.workload import Platform, Processor
-from lightning_gnn.hyscale.platform_numbers import Numbers, complete, flat_numbers, save_numbers
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
-from lightning_gnn.hyscale.first_mapping import accelerator_rate, describe_workload, measure_platform
 from lightning_gnn.hyscale.checks import check_training
+from lightning_gnn.hyscale.decisions import read_decisions
+from lightning_gnn.hyscale.first_mapping import accelerator_rate, describe_workload, measure_platform
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import check_shares
-from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.pipeline import split_seeds
+from lightning_gnn.hyscale.platform_numbers import Numbers, complete, flat_numbers, save_numbers
 from lightning_gnn.hyscale.sampling_share import find_sampling, wanted_sampling
+from lightning_gnn.hyscale.scaling import ScalingPoint, scaling_study
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 
 _CPU = torch.device("cpu")
 

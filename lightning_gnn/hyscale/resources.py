@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_gnn.hyscale.balance import accelerators_alone, balance_work, gain, moved_threads, remedies
 from lightning_gnn.hyscale.bottleneck import Remedy, find_remedy
-from lightning_gnn.hyscale.damping import Damping, LONGER, LOOK, REMEMBERED, SETTLED, SURE
-from lightning_gnn.hyscale.decisions import Decision, STAGE_NAMES, difference, milliseconds, read_decisions
+from lightning_gnn.hyscale.damping import LONGER, LOOK, REMEMBERED, SETTLED, SURE, Damping
+from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
 from lightning_gnn.hyscale.estimates import Costs, Estimate, Measurement
 from lightning_gnn.hyscale.mapping import IterationTimes, Mapping, Stage
 

@@ -9,9 +9,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
 from lightning_gnn.hyscale.decisions import read_decisions
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 from lightning_gnn.hyscale.first_mapping import first_share
 from lightning_gnn.hyscale.work_share import Trainers
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 
 
 def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.graph.hybrid_plan import aligned
 from lightning_gnn.graph.workload import Platform, Workload
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.model import PerformanceModel
 
 
 @dataclass(frozen=True)

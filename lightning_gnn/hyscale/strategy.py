@@ -15,10 +15,6 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
-from lightning_gnn.runtime.transfer import converted
-from lightning_gnn.ops.hashing import mix
-from lightning_gnn.hyscale.first_mapping import first_mapping
 from lightning_gnn.hyscale.checks import (
     check_precision,
     check_training,
@@ -28,6 +24,9 @@ from lightning_gnn.hyscale.checks import (
     refuse_trained_features,
     share_one_order,
 )
+from lightning_gnn.hyscale.first_mapping import first_mapping
+from lightning_gnn.hyscale.node_strategy import NodeStrategy
+from lightning_gnn.hyscale.node_sums import check_same_order
 from lightning_gnn.hyscale.options import (
     check_devices,
     check_options,
@@ -36,14 +35,15 @@ from lightning_gnn.hyscale.options import (
     check_shares,
     check_threads,
 )
-from lightning_gnn.hyscale.trainers import HybridTrainers
-from lightning_gnn.hyscale.node_strategy import NodeStrategy
-from lightning_gnn.hyscale.node_sums import check_same_order
-from lightning_gnn.runtime.precision import match_device
+from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
 from lightning_gnn.hyscale.sampling_share import begin_sampling, find_sampling, wanted_sampling
+from lightning_gnn.hyscale.trainers import HybridTrainers
 from lightning_gnn.hyscale.transfer_hooks import TransferHooks
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, seeds_of_iteration
+from lightning_gnn.ops.hashing import mix
+from lightning_gnn.runtime.precision import match_device
+from lightning_gnn.runtime.transfer import converted
 
 _KEY = "hyscale"
 _LONGEST = 1e8

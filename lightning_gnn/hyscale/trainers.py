@@ -13,18 +13,18 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_gnn.hyscale.pipeline import HybridBatch
-from lightning_gnn.ops.hashing import mix
-from lightning_gnn.runtime.gradients import sum_gradients
 from lightning_gnn.hyscale.joined_outputs import joined_entry, weighted_mean
 from lightning_gnn.hyscale.manual_steps import let_meet
 from lightning_gnn.hyscale.metric_merge import MetricMerger
 from lightning_gnn.hyscale.node_sums import average_statistics
+from lightning_gnn.hyscale.pipeline import HybridBatch
 from lightning_gnn.hyscale.replayed_log import LogRecorder, replay
 from lightning_gnn.hyscale.replicas import Replicas
 from lightning_gnn.hyscale.step_clock import StepClock
 from lightning_gnn.hyscale.thread_random import ThreadRandom
 from lightning_gnn.hyscale.trainer_threads import EachIts, TrainerThreads
+from lightning_gnn.ops.hashing import mix
+from lightning_gnn.runtime.gradients import sum_gradients
 
 
 class HybridTrainers:

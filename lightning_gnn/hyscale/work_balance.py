@@ -11,13 +11,13 @@ from typing import Any
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
 from lightning_gnn.hyscale.damping import Damping
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
+from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
 from lightning_gnn.hyscale.resources import DynamicResourceManager
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 from lightning_gnn.hyscale.work_share import Trainers
+from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
 
 _LEAST_SHARE = 0.01
 """Of the sampling, on either side, while it may move."""

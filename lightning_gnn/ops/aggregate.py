@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.hybrid_plan import HybridPlan
 from lightning_gnn.ops.aggregate_backends import backend_name, chunk_tensors, plan_of
 from lightning_gnn.ops.aggregate_operators import GraphMax, GraphSum
 from lightning_gnn.ops.edge_softmax import edge_softmax
 from lightning_gnn.ops.graph_operators import graph_arguments, in_order
-from lightning_gnn.graph.hybrid_plan import HybridPlan
 
 __all__ = ["ShardedGraph", "aggregate", "edge_softmax", "hybrid_plan"]
 

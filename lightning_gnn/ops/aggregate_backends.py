@@ -18,10 +18,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.ops import aggregate_reference
-from lightning_gnn.ops.library import library
 from lightning_gnn.graph.grouping import PlanSettings, plan_cores
 from lightning_gnn.graph.hybrid_plan import HybridPlan
+from lightning_gnn.ops import aggregate_reference
+from lightning_gnn.ops.library import library
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.ops.aggregate_backends import backend_name, bounds, chunk_tensors, operators, plan_of
 from lightning_gnn.ops.library import library
-from lightning_gnn.graph.grouping import PlanSettings
 
 if TYPE_CHECKING:
     from lightning_gnn.graph.compress import CompressedGraph

@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_gnn.runtime.timeline import RESOURCES, Resource, Timeline
 from lightning_gnn.report.figure import GREY, INK, STYLE, save
 from lightning_gnn.report.timeline import Mark, beginning, first_batches
+from lightning_gnn.runtime.timeline import RESOURCES, Resource, Timeline
 
 # Okabe and Ito's palette, which people with any kind of colour vision tell apart.
 COLORS = {

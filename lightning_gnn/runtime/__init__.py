@@ -1,1 +1,1 @@
-"""What everything else stands on: the store of cached files, and the reading of small documents."""
+"""The ground floor, which imports nothing of the package: cache, files, threads, clocks, ranks, resuming."""

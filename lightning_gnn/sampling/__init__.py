@@ -1,4 +1,9 @@
-"""PLACEHOLDER"""
+"""Neighbour sampling by CPU threads: the ground on which the other systems' mini-batches stand.
+
+Reading order, from the definition to the DataModule: ``ops/sample.py`` and ``ops/sample_reference.py`` (what a sample
+is), ``ops/sample_numba.py`` (how it is drawn), ``sampling/neighbor.py`` (PyG's sampler interface),
+``sampling/loader.py`` (the stages of a mini-batch, in threads), ``sampling/datamodule_base.py`` and ``sampling/node_datamodule.py``.
+"""
 
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.loader import PreparationTimes, ThreadedLinkLoader, ThreadedNodeLoader

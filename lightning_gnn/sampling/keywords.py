@@ -8,8 +8,8 @@ from typing import Any
 
 from pytorch_lightning.utilities import rank_zero_warn
 
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.graph.options import checked_options, keywords_of, true_or_false
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 
 _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint")

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.sampler import BaseSampler, NegativeSampling
 
-from lightning_gnn.sampling.loader import ThreadedLinkLoader
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.negatives import negatives
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
+from lightning_gnn.sampling.loader import ThreadedLinkLoader
+from lightning_gnn.sampling.negatives import negatives
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
 

@@ -22,11 +22,11 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import SamplerOutput
 from torch_geometric.typing import TensorFrame
 
-from lightning_gnn.runtime.keyed_random import keyed_random
-from lightning_gnn.graph.options import checked_options, keywords_of
-from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.options import checked_options, keywords_of
 from lightning_gnn.ops import batch_key, gather_rows
+from lightning_gnn.runtime.keyed_random import keyed_random
+from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3

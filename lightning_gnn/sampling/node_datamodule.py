@@ -12,11 +12,11 @@ from torch_geometric.data import Data
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
-from lightning_gnn.nn.full_batch import mask_of
 from lightning_gnn.graph.checks import check_labels, check_nodes
+from lightning_gnn.nn.full_batch import mask_of
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 
 class NeighborDataModule(MiniBatchDataModule):

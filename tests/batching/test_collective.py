@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective import epoch as collective_epoch, workers as collective_workers
-from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.collective.workers import THREAD_NAME, Workers
+from lightning_gnn.collective import epoch as collective_epoch
+from lightning_gnn.collective import workers as collective_workers
 from lightning_gnn.collective.host_ring import HostMemoryError
+from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.workers import THREAD_NAME, Workers
 from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching.test_loader import assert_same
 from tests.batching.virtual_time import VirtualTime

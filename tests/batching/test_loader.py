@@ -6,8 +6,8 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import NodeLoader
 from torch_geometric.utils import k_hop_subgraph
 
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.ops import batch_key
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.strategies import edge_indices

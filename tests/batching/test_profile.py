@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 
+from lightning_gnn.collective.profile import STAGES, Profiler, Recorder
 from lightning_gnn.runtime.clock import Clock, has_come, seconds_between
-from lightning_gnn.collective.profile import Profiler, Recorder, STAGES
 from lightning_gnn.runtime.timeline import Timeline
 
 

@@ -15,8 +15,8 @@ from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching.test_loader import Fixed, assert_same
 from tests.batching_data import small_data

@@ -10,18 +10,18 @@ import torch
 
 from lightning_gnn.callbacks import StageTimeline
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.hyscale.decisions import Decision
-from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.collective.stage_times import Duration, StageTimes
-from lightning_gnn.runtime.timeline import Interval, Timeline
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.hyscale.decisions import Decision
+from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
 from lightning_gnn.report.timeline_figure import save_timeline
-from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.runtime.timeline import Interval, Timeline
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))
 TIMES = StageTimes(Duration(4e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), Duration(1e-3), cpu_workers=1)

@@ -12,8 +12,8 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn.cli import main as cli
-from lightning_gnn.nn import NodeClassifier
 from lightning_gnn.cli.saved_run import KEY
+from lightning_gnn.nn import NodeClassifier
 
 ROOT = Path(__file__).parents[2]
 TINY = [

@@ -9,10 +9,10 @@ import pytest
 import pytorch_lightning as pl
 
 from lightning_gnn.callbacks import StageTimeline
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.report.comparison import compare
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.cli.command import lgnn, metrics_of, signal_at
 from tests.cli.test_plan import COLLECTIVE, plan
 

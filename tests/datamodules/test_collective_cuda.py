@@ -9,11 +9,11 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.datamodules.test_neighbor import Model, trainer
 from tests.datamodules.test_persistent import assert_same_content
 

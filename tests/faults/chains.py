@@ -15,10 +15,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.nn import GCN
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
-from lightning_gnn.nn import GCN
 from tests.batching_data import small_data
 
 DATA = small_data(num_nodes=80, num_edges=400)

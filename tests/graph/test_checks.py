@@ -8,10 +8,10 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_edges, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.features import check_finite_rows
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
 
 MASK = torch.tensor([True, False, True, False])

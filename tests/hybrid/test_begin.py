@@ -7,10 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_gnn import CSCGraph
-from lightning_gnn.hyscale.report import forecast, stages
-from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale import work_share
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
+from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale.report import forecast, stages
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, trainer
 

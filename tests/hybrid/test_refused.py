@@ -9,11 +9,11 @@ from torch_geometric.loader import DataLoader, LinkLoader
 from torchmetrics import MeanMetric
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_share import num_cores
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.hybrid.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, trainer
 
 

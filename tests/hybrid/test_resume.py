@@ -8,12 +8,12 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.hyscale.work_share import Trainers
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.hybrid.models import Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
 
 

@@ -10,9 +10,9 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.hyscale.checks import draws_nothing
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.hyscale.checks import draws_nothing
 from tests.hybrid.models import Module, data_module, fit, graph, hybrid, left_threads, trainer, worst_difference
 from tests.patience import PATIENCE
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
-from lightning_gnn.ops import aggregate_layout, aggregate_numba, hybrid_plan
 from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.ops import aggregate_layout, aggregate_numba, hybrid_plan
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 

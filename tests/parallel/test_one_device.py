@@ -7,11 +7,11 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GIN
 
-from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.nn import GATConv, NodeClassifier
-from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.full_graph import strategy as ascend_hybrid
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.nn import GATConv, NodeClassifier
 from tests.parallel.training import DROPPING, SideBySide, small_data, train, trainer_of
 
 

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops.aggregate import aggregate, edge_softmax
-from lightning_gnn.graph.hybrid_plan import slice_columns
 from lightning_gnn.full_graph.exchange import Exchange
 from lightning_gnn.full_graph.ownership import share_rows
 from lightning_gnn.full_graph.row_shard import RowShard, head_blocks
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.hybrid_plan import slice_columns
+from lightning_gnn.ops.aggregate import aggregate, edge_softmax
 from tests.parallel.launch import run
 
 

@@ -8,8 +8,8 @@ from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.nn import GAT, GCN, GraphSAGE
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+from lightning_gnn.nn import GAT, GCN, GraphSAGE
 
 
 def small_data(num_nodes=90, dtype=torch.float64, seed=0):

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.collective.dual_buffer import overlaps
+from lightning_gnn.collective.dual_buffer import DualBuffer, overlaps
 
 
 @st.composite

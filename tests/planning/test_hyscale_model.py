@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.scaling import scaling_study, scaling_table
 from lightning_gnn.hyscale.paper_numbers import DATASETS, cpu_fpga, cpu_gpu, paper_workload
+from lightning_gnn.hyscale.scaling import scaling_study, scaling_table
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)

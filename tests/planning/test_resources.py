@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lightning_gnn.hyscale.bottleneck import find_remedy
 from lightning_gnn.hyscale.damping import Damping
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.estimates import Costs
 from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
 from lightning_gnn.hyscale.resources import DynamicResourceManager
-from lightning_gnn.hyscale.estimates import Costs
 from lightning_gnn.hyscale.running_cost import RunningCost
 from tests.planning.closed_loop import Node, run
 

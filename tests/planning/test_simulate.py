@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
 from lightning_gnn.collective.stage_times import Duration, StageTimes
-from lightning_gnn.collective.simulate import drawn_durations
 from tests.planning.time_steps import Node
 
 SPREAD = StageTimes(

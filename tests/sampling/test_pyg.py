@@ -16,8 +16,8 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import subgraph
 
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import check, check_hops
 from tests.batching_data import small_data
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch_geometric.loader import NeighborLoader, NodeLoader
 
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
-from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.parallel.launch import run
 

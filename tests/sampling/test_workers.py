@@ -13,8 +13,8 @@ from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
-from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.pyg import LoaderNeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 
 SEEDS = NodeSamplerInput(None, torch.arange(80))
