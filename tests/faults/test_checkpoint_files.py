@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn.runtime import checkpoint_io
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO, use_safe_files
 from tests.faults.chains import DATA_MODULES, Chain, Killed, Node
-from tests.parallel.launch import CONTEXT
+from tests.full_graph.launch import CONTEXT
 
 
 def checkpoint(number, size=1000):

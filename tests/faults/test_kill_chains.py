@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
-from tests.parallel.launch import CONTEXT, run
+from tests.full_graph.launch import CONTEXT, run
 
 KILLS = 8
 

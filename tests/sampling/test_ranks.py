@@ -12,7 +12,7 @@ from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
-from tests.parallel.launch import run
+from tests.full_graph.launch import run
 
 SEEDS = torch.arange(60)
 

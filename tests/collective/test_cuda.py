@@ -1,0 +1,220 @@
+"""Collective batching with a real device: streams, page-locked memory, reads over PCIe."""
+
+import gc
+import threading
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.persistent.test_datamodule import assert_same_content
+from tests.sampling.test_node_datamodule import Model, trainer
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = {"num_neighbors": [10, 5], "batch_size": 256, "seed": 3}
+COLLECTIVE = CollectivePlan("collective", 4, 3)
+PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 4), CollectivePlan("gpu", 1, 0)]
+PLACES = [
+    {"topology": "device", "features": "device"},
+    {"topology": "pinned", "features": "pinned"},
+    {"topology": "pinned", "features": "pinned", "cache_rows": 2000},
+    {"topology": "pinned", "features": "pinned", "cache_bytes": 500_000},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    yield
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(0)
+    num_nodes, num_edges = 20_000, 400_000
+    hubs = (torch.rand(num_edges, generator=generator) ** 3 * num_nodes).long()
+    graph = Data(
+        x=torch.randn(num_nodes, 12, generator=generator),
+        y=torch.randint(4, (num_nodes,), generator=generator),
+        edge_index=torch.stack([hubs, torch.randint(num_nodes, (num_edges,), generator=generator)]),
+        edge_attr=torch.randn(num_edges, 2, generator=generator),
+    )
+    graph.train_mask = torch.rand(num_nodes, generator=generator) < 0.5
+    graph.val_mask = ~graph.train_mask
+    return graph
+
+
+@pytest.fixture(scope="module")
+def plain(data):
+    return list(NeighborDataModule(data, **SIZES).train_dataloader())
+
+
+def collective(data, plan=COLLECTIVE, **kwargs):
+    return CollectiveDataModule(data, plan=plan, **{**SIZES, "num_workers": 3, **kwargs})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
+@pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(map(str, places.values())))
+def test_batches_that_are_kept_equal_those_of_the_cpu(data, plain, places, plan, deterministic):
+    loader = collective(data, plan, deterministic=deterministic, **places).train_dataloader()
+    for _ in range(2):
+        batches = list(loader)
+        assert sorted(loader.order) == list(range(len(plain)))
+        for number, batch in zip(loader.order, batches, strict=True):
+            assert batch.x.is_cuda
+            assert batch.edge_index.is_cuda
+            assert_same_content(batch, plain[number])
+
+
+def test_batches_are_whole_when_the_model_reads_them_at_once(data, plain):
+    loader = collective(data, topology="pinned", features="pinned").train_dataloader()
+    expected = torch.stack([batch.x.sum(dim=0) for batch in plain])
+    sums = []
+    weight = torch.eye(12, device="cuda")
+    for batch in loader:
+        x = batch.x
+        for _ in range(20):  # keeps the device busy, so that the host runs ahead
+            x = x @ weight
+        sums.append(x.sum(dim=0))
+        del batch, x
+    torch.testing.assert_close(torch.stack(sums).cpu(), expected, rtol=1e-3, atol=1e-2)
+
+
+def test_host_memory_is_page_locked_and_goes_round(data):
+    loader = collective(data).train_dataloader()
+    for _ in range(2):
+        for _ in loader:
+            pass
+    ring = loader.ring
+    assert ring.pins
+    assert loader.routes._stream is not None
+    assert 0 < ring.num_slots == len(ring._idle) <= ring.capacity == COLLECTIVE.cpu_buffer_size + 3
+    assert all(block.is_pinned() for slot in ring._idle for block in slot._blocks.values())
+    loader.close()
+    assert ring.num_slots == 0
+
+
+def test_transfers_and_reads_do_not_overlap_on_the_bus(data, plain):
+    loader = collective(data, topology="pinned", features="pinned").train_dataloader()
+    list(loader)  # kernels are compiled
+    loader.timeline = Timeline()
+    for batch in loader:
+        batch.x @ batch.x.t()
+    intervals = loader.timeline.intervals
+    by = {stage: {i.batch: i for i in intervals if i.stage == stage} for stage in {i.stage for i in intervals}}
+    assert set(by) == {"cpu_batching", "dma", "gpu_batching", "uva", "model"}
+    assert sorted([*by["dma"], *by["uva"]]) == sorted(by["model"]) == list(range(len(plain)))
+    assert set(by["cpu_batching"]) == set(by["dma"])
+    slack = 1e-4  # the resolution of events, and of two clocks laid beside one another
+    for transfer in by["dma"].values():
+        assert by["cpu_batching"][transfer.batch].end <= transfer.end + slack
+        assert transfer.end <= by["model"][transfer.batch].start + slack
+        for read in by["uva"].values():
+            assert transfer.end <= read.start + slack or read.end <= transfer.start + slack
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_training_measures_plans_and_trains_the_same_batches(data, deterministic):
+    def fitted(module):
+        pl.seed_everything(1, verbose=False)
+        model = Model()
+        trainer(max_epochs=3, accelerator="gpu", devices=1).fit(model, module)
+        return model.history
+
+    options = {"profile_batches": 5, "gpu_buffer_size": 4, "topology": "pinned", "features": "pinned"}
+    module = collective(data, "auto", deterministic=deterministic, **options)
+    found, expected = fitted(module), fitted(NeighborDataModule(data, **SIZES))
+    times = module.plan.times
+    assert all(getattr(times, stage).mean > 0 for stage in ("cpu_batching", "dma", "gpu_batching", "uva", "model"))
+    assert times.cpu_workers == 3
+    content = [[step[1:3] for step in history] for history in (found, expected)]
+    assert content[0] == content[1] if deterministic else sorted(content[0]) == sorted(content[1])
+
+
+def test_too_little_device_memory_means_smaller_buffers(data, plain):
+    wide = data.clone()
+    wide.x = torch.randn(data.num_nodes, 512)
+    module = collective(wide, CollectivePlan("collective", 60, 4), topology="pinned", features="pinned")
+    loader = module.train_dataloader()
+    sizes = [batch.x.nbytes for batch in loader]
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 12 * max(sizes)) / total)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert [batch.x.nbytes for batch in loader] == sizes
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any("too little memory of cuda" in str(warning.message) for warning in warned)
+    assert 1 <= loader.plan.buffers[0] < 60
+
+
+@pytest.mark.parametrize("taken", [1, 6])
+def test_stopping_early_frees_the_device(data, taken):
+    loader = collective(data, CollectivePlan("collective", 8, 4)).train_dataloader()
+    list(loader)
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    del iterator
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    loader.close()
+
+
+def test_an_error_on_the_device_reaches_the_caller(data):
+    def bad(batch):
+        if batch.x.is_cuda:
+            raise RuntimeError("the transform failed")
+        return batch
+
+    loader = collective(data, transform=bad).train_dataloader()
+    with pytest.raises(RuntimeError, match="the transform failed"):
+        list(loader)
+
+
+def test_sparse_matrices_arrive_whole(data, plain):
+    def sparse(batch):
+        shape = (batch.num_nodes, batch.num_nodes)
+        weight = batch.edge_attr[:, 0].contiguous()
+        batch.adjacency = torch.sparse_coo_tensor(batch.edge_index, weight, shape).coalesce().to_sparse_csr()
+        return batch
+
+    expected = [sparse(batch.clone()).adjacency for batch in plain]
+    loader = collective(data, transform=sparse).train_dataloader()
+    for batch, adjacency in zip(loader, expected, strict=True):
+        assert batch.adjacency.is_cuda
+        assert torch.equal(batch.adjacency.crow_indices().cpu(), adjacency.crow_indices())
+        assert torch.equal(batch.adjacency.col_indices().cpu(), adjacency.col_indices())
+        torch.testing.assert_close(batch.adjacency.values().cpu(), adjacency.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_first_has_all_to_itself(data, plain):
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        loader = collective(data, device=device, topology="pinned", features="pinned").train_dataloader()
+        for batch, expected in zip(loader, plain, strict=True):
+            assert batch.x.device == batch.edge_index.device == device
+            assert_same_content(batch, expected)
+    assert loader.routes.recorder.clock.device == loader.routes._stream.device == device

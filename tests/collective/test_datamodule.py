@@ -1,0 +1,462 @@
+"""Training with collective batching is training without it, whoever prepares the mini-batches."""
+
+import gc
+import os
+import signal
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan_files import cores_of_process
+from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.batching_data import small_data
+from tests.full_graph import launch
+from tests.patience import PATIENCE
+from tests.persistent.test_datamodule import DEVICE, assert_same_content
+from tests.sampling.test_node_datamodule import Model, trainer
+
+SIZES = {"num_neighbors": [4, 3], "batch_size": 16, "seed": 3}
+COLLECTIVE = CollectivePlan("collective", 2, 3)
+PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0), "auto"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """No plan of another test, and nothing left behind by any."""
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    torch_threads = torch.get_num_threads()
+    yield tmp_path / "cache"
+    gc.collect()
+    assert not threads()
+    assert torch.get_num_threads() == torch_threads
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+def collective(plan=COLLECTIVE, **kwargs):
+    options = {**SIZES, "num_workers": 2, "gpu_route": "cpu", "profile_batches": 2, "gpu_buffer_size": 4}
+    return CollectiveDataModule(small_data(), plan=plan, **{**options, **kwargs})
+
+
+def fitted(data, seed=5, ckpt_path=None, model=None, **kwargs):
+    pl.seed_everything(seed, verbose=False)
+    model = Model() if model is None else model
+    trainer(**{"max_epochs": 2, **kwargs}).fit(model, data, ckpt_path=ckpt_path)
+    assert not threads()
+    return model
+
+
+def assert_same_training(a, b):
+    assert a.history == b.history
+    for one, other in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def messages(warned, text):
+    return [str(warning.message) for warning in warned if text in str(warning.message)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
+def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
+    expected = fitted(NeighborDataModule(small_data(), **SIZES))
+    for _ in range(2):
+        assert_same_training(fitted(collective(plan)), expected)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
+def test_without_order_each_seed_comes_once_per_epoch(plan):
+    model, data = fitted(collective(plan, deterministic=False)), small_data()
+    half = len(model.history) // 2
+    for part in (model.history[:half], model.history[half:]):
+        seeds = [seed for step in part for seed in step[1]]
+        assert sorted(seeds) == data.train_mask.nonzero().view(-1).tolist()
+    reference = fitted(NeighborDataModule(small_data(), **SIZES))
+    content = [sorted((str(seeds), edges) for _, seeds, edges, _ in m.history) for m in (model, reference)]
+    assert content[0] == content[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topology": "device", "features": "device"},
+        {"topology": "pinned", "features": "pinned", "cache_rows": 20},
+        {"topology": "pinned", "features": "pinned", "cache_bytes": 4000},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_gpus_mini_batches_are_those_of_the_cpu(options, deterministic):
+    sizes = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
+    data = small_data(num_nodes=60, num_edges=300)
+    module = CollectiveDataModule(
+        data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, deterministic=deterministic, **options
+    )
+    loader = module.train_dataloader()
+    batches = list(loader)
+    assert loader.route is not None
+    theirs = list(NeighborDataModule(data, **sizes).train_dataloader())
+    assert sorted(loader.order) == list(range(len(theirs)))
+    for number, batch in zip(loader.order, batches, strict=True):
+        assert_same_content(batch, theirs[number])
+        assert batch.x.device.type == batch.y.device.type == batch.edge_index.device.type == DEVICE
+
+
+def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
+    options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3, "quantize": True, "device": DEVICE}
+    data = small_data(num_nodes=60, num_edges=300)
+    kinds = []
+    for plan in (CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0)):
+        kinds.append(list(CollectiveDataModule(data, plan=plan, num_workers=1, **options).train_dataloader()))
+    for a, b in zip(*kinds, strict=True):
+        assert_same_content(a, b)
+
+
+# -- a life with Lightning
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 3},
+        {"limit_train_batches": 0.5},
+        {"fast_dev_run": 2},
+        {"max_steps": 5, "max_epochs": -1},
+        {"val_check_interval": 2},
+        {"overfit_batches": 4},
+        {"num_sanity_val_steps": 2},
+        {"accumulate_grad_batches": 3},
+        {"reload_dataloaders_every_n_epochs": 1},
+    ],
+    ids=str,
+)
+def test_lightnings_options_work_and_leave_nothing_behind(options, deterministic):
+    expected = fitted(NeighborDataModule(small_data(), **SIZES), **options)
+    data = collective(deterministic=deterministic)
+    found = fitted(data, **options)
+    if deterministic:
+        assert_same_training(found, expected)
+    else:
+        assert len(found.history) == len(expected.history)
+    assert all(loader.ring.num_slots == 0 for loader in data._loaders)
+
+
+@pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
+def test_fitting_twice_and_testing(plan):
+    data = collective(plan)
+    first, second = fitted(data), fitted(data)
+    assert_same_training(first, second)
+    run = trainer(max_epochs=1)
+    run.fit(first, data)
+    run.test(first, data, verbose=False)
+    assert torch.cat(run.predict(first, data)).tolist() == list(range(400))
+
+
+class Failing(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            raise ValueError("the model failed")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
+    data = collective()
+    loaders = []
+    original = data.train_dataloader
+    data.train_dataloader = lambda: loaders.append(original()) or loaders[-1]
+    run = trainer()
+    with pytest.raises(ValueError, match="the model failed"):
+        run.fit(Failing(), data)
+    assert not threads()
+    assert loaders[0].ring.num_slots == 0
+
+
+def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
+    waiting, release = threading.Event(), threading.Event()
+
+    def slow(batch):
+        if threading.current_thread() is not threading.main_thread():
+            waiting.set()
+            release.wait(PATIENCE)
+        return batch
+
+    def interrupt():
+        waiting.wait(PATIENCE)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.5, release.set).start()
+
+    data = collective(CollectivePlan("cpu", 1, 2), transform=slow, thread_safe=True)
+    before = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(SystemExit):
+            fitted(data, limit_val_batches=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not threads()
+    assert all(loader.ring.num_slots == 0 for loader in data._loaders)
+
+
+def test_a_worker_that_fails_stops_training():
+    def bad(batch):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the transform failed")
+        return batch
+
+    with pytest.raises(RuntimeError, match="the transform failed") as caught:
+        fitted(collective(transform=bad, thread_safe=True))
+    assert any(entry.name == "bad" for entry in caught.traceback)
+
+
+@pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
+def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
+    def run(folder, **kwargs):
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        return fitted(collective(plan), callbacks=[saver], **kwargs)
+
+    whole = run("whole")
+    for step in (3, 9, 15):
+        resumed = run("resumed", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", seed=99)
+        assert resumed.history == whole.history[step:]
+        for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("step", [3, 9, 12, 15, 24])
+def test_resuming_without_order_trains_each_seed_once(tmp_path, step):
+    def run(folder, **kwargs):
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        return fitted(collective(deterministic=False), callbacks=[saver], **kwargs)
+
+    whole = run("whole")
+    resumed = run("resumed", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", seed=99)
+    steps = len(whole.history) // 2
+    both = whole.history[:step] + resumed.history
+    assert len(both) == 2 * steps
+    for part in (both[:steps], both[steps:]):
+        seeds = [seed for entry in part for seed in entry[1]]
+        assert sorted(seeds) == small_data().train_mask.nonzero().view(-1).tolist()
+
+
+# -- plans
+
+
+def test_a_plan_is_made_once_kept_and_found_again(cache):
+    data = collective("auto")
+    assert data.plan is None
+    fitted(data)
+    plan = data.plan
+    assert plan.times is not None
+    assert plan.machine
+    assert [CollectivePlan.load(path) for path in cache.glob("plans/*/plan.yaml")] == [plan]
+
+    again = collective("auto")
+    fitted(again, max_epochs=1)
+    assert again.plan == plan
+    assert fitted(collective("auto", cache_plan=False), max_epochs=1) is not None
+
+    other = collective("auto", num_neighbors=[3, 3])
+    fitted(other)
+    assert other.plan.configuration != plan.configuration
+    assert len(list(cache.glob("plans/*/plan.yaml"))) == 2
+
+
+def test_the_model_is_part_of_the_configuration():
+    class Other(Model):
+        pass
+
+    data = collective("auto")
+    fitted(data)
+    first = data.plan
+    fitted(data, model=Other())
+    assert first.machine == data.plan.machine
+    assert first.configuration != data.plan.configuration
+
+
+def test_plans_need_not_be_kept(cache):
+    data = collective("auto", cache_plan=False)
+    fitted(data)
+    assert data.plan.times is not None
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", ["other text", "a cut"])
+def test_a_kept_plan_that_was_damaged_is_made_anew(cache, damage):
+    fitted(collective("auto"))
+    (path,) = cache.glob("plans/*/plan.yaml")
+    lines = path.read_text().splitlines(keepends=True)
+    machine = next(at for at, line in enumerate(lines) if line.startswith("machine"))
+    path.write_text("mode: 7" if damage == "other text" else "".join(lines[:machine]))
+    data = collective("auto")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fitted(data)
+    assert len(messages(warned, "is damaged (plan.yaml has ")) == 1
+    (path,) = cache.glob("plans/*/plan.yaml")
+    assert CollectivePlan.load(path) == data.plan
+    assert data.plan.times is not None
+
+
+def test_a_plan_from_a_file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    COLLECTIVE.save(path)
+    data = collective(path)
+    fitted(data, max_epochs=1)
+    assert data.plan == COLLECTIVE
+
+
+def test_a_plan_of_another_machine_is_not_used(tmp_path):
+    replace(COLLECTIVE, machine="abacus, 2 cores", configuration="0" * 32).save(tmp_path / "plan.yaml")
+    data = collective(str(tmp_path / "plan.yaml"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fitted(data)
+    assert len(messages(warned, "on another machine or for another configuration (abacus, 2 cores; this is ")) == 1
+    assert data.plan.times is not None
+
+
+def test_a_resumed_run_keeps_its_plan(tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1, filename="{step}")
+    data = collective("auto", cache_plan=False)
+    fitted(data, callbacks=[saver])
+    resumed = collective("auto", cache_plan=False)
+    fitted(resumed, ckpt_path=tmp_path / "step=13.ckpt")
+    assert resumed.plan == data.plan
+
+
+def test_a_checkpoints_plan_that_cannot_be_read_is_made_anew():
+    data = collective("auto")
+    state = {**data.state_dict(), "plan": "mode: 7"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        data.load_state_dict(state)
+    assert len(messages(warned, "the checkpoint's plan cannot be read, measuring anew")) == 1
+    assert data.plan is None
+    assert fitted(data).history
+    assert data.plan.times is not None
+
+
+# -- machines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("num_workers", [None, 0, 2])
+def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):
+    data = collective("auto", gpu_route="auto", num_workers=num_workers)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = fitted(data)
+        loader = data.train_dataloader()
+        data.val_dataloader()
+    assert len(messages(warned, "No GPU")) == 1
+    assert isinstance(loader, CollectiveLoader)
+    assert loader.ring is None
+    assert data.plan.mode == ("gpu" if num_workers == 0 else "cpu")
+    assert_same_training(found, fitted(NeighborDataModule(small_data(), **SIZES)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_plan_for_both_is_not_used_where_one_is_missing():
+    data = collective(COLLECTIVE, gpu_route="auto")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        data.train_dataloader()
+    assert len(messages(warned, "here only one of them prepares mini-batches (cpu)")) == 1
+    assert data.plan.mode == "cpu"
+
+
+def test_processes_of_a_machine_share_its_cores(monkeypatch):
+    cores = cores_of_process(None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores_of_process(None) == max(1, cores // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert cores_of_process(None) == 1
+
+
+def test_torch_leaves_the_cores_to_the_workers():
+    seen = []
+
+    class Watching(Model):
+        def training_step(self, batch, batch_idx):
+            seen.append(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        fitted(collective(num_workers=3), model=Watching(), max_epochs=1)
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen[:-1]) == {max(1, cores_of_process(None) - 3)}  # with the last mini-batch the workers are done
+
+
+def two_ranks(rank, folder, deterministic):
+    """Train an epoch, and again from a checkpoint in its middle; return what each was trained on, and the weights."""
+    found = []
+    for name, ckpt_path in (("whole", None), ("resumed", f"{folder}/whole/step=3.ckpt")):
+        pl.seed_everything(1, verbose=False)
+        model = Model()
+        saver = pl.callbacks.ModelCheckpoint(
+            f"{folder}/{name}", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+        )
+        run = trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
+        run.fit(model, collective("auto", deterministic=deterministic, num_workers=1), ckpt_path=ckpt_path)
+        found.append((model.history, [parameter.detach().numpy() for parameter in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
+    ranks = launch.run(two_ranks, 2, str(tmp_path), deterministic)
+    expected = small_data().train_mask.nonzero().view(-1).tolist()
+
+    def check(*histories):
+        seeds = [[seed for step in history for seed in step[1]] for history in histories]
+        assert len(seeds[0]) == len(seeds[1])
+        assert sorted(set(seeds[0] + seeds[1])) == expected
+        assert len(seeds[0] + seeds[1]) - len(expected) == len(expected) % 2  # of an odd number one is repeated
+
+    check(*[whole[0] for whole, _ in ranks])
+    check(*[whole[0][:3] + resumed[0] for whole, resumed in ranks])
+    for whole, resumed in ranks:
+        if deterministic:
+            assert resumed[0] == whole[0][3:]
+            assert all((a == b).all() for a, b in zip(resumed[1], whole[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gpu_buffer_size": 0}, ValueError, "gpu_buffer_size must be at least 1, but is 0"),
+        ({"profile_batches": 0}, ValueError, "profile_batches must be at least 1, but is 0"),
+        ({"gpu_route": "npu"}, ValueError, "gpu_route='npu' is unknown; use one of auto, cpu"),
+        ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a file with one, but is 3"),
+        ({"plan": None}, ValueError, "plan must be 'auto'"),
+        ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
+        ({"gpu_buffer_size": 2.5}, ValueError, "gpu_buffer_size must be a whole number, but is 2.5"),
+        ({"profile_batches": "x"}, ValueError, "profile_batches must be a whole number, but is 'x'"),
+        ({"num_workers": "x"}, ValueError, "num_workers must be a whole number, but is 'x'"),
+        ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
+        ({"cache_rows": -1}, ValueError, "cache_rows must not be negative"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        collective(**options)
+
+
+def test_a_file_that_holds_no_plan_is_named(tmp_path):
+    (tmp_path / "plan.yaml").write_text("mode: quantum\ngpu_buffer_size: 1\ncpu_buffer_size: 1")
+    with pytest.raises(ValueError, match=r"plan.yaml holds no plan .* mode must be one of collective, cpu, gpu"):
+        collective(tmp_path / "plan.yaml")

@@ -1,0 +1,170 @@
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+from lightning_gnn.collective.host_ring import HostMemoryError, HostRing, HostSlot
+from tests.patience import PATIENCE
+from tests.sampling.test_loader import assert_same
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
+
+
+def slot():
+    return HostSlot(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+
+
+class Read:
+    """Stands in for an event of a device that reads a slot."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def query(self):
+        return self.done.is_set()
+
+    def synchronize(self):
+        assert self.done.wait(PATIENCE)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=6))
+def test_a_slot_gives_tensors_of_any_shape_and_grows(wanted):
+    memory = slot()
+    for shape, dtype in wanted:
+        tensor = memory.empty("x", shape, dtype)
+        assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert memory.owns(tensor)
+        tensor.fill_(1)
+        assert bool((tensor == 1).all())
+
+
+def test_buffers_of_different_names_do_not_overlap_and_are_used_again():
+    memory = slot()
+    a, b = memory.empty("a", [100], torch.int64), memory.empty("b", [100], torch.int64)
+    a.fill_(1)
+    b.fill_(2)
+    assert bool((a == 1).all())
+    before = memory.num_bytes
+    again = memory.empty("a", [105], torch.int64)  # a little more than at first
+    assert again.data_ptr() == a.data_ptr()
+    assert memory.num_bytes == before
+    memory.empty("a", [1000], torch.int64)
+    assert memory.num_bytes > before
+
+
+def test_a_batch_is_brought_into_the_slot_whole():
+    def batch():
+        return Data(
+            x=torch.arange(12.0).view(4, 3).t(),
+            edge_index=torch.tensor([[0, 1], [1, 2]]),
+            nothing=None,
+            empty=torch.empty(0, 3),
+            number=torch.tensor(3),
+            nested=[torch.ones(2), {"a": torch.zeros(1)}],
+            sparse=torch.eye(3).to_sparse(),
+            names=["a", "b"],
+            batch_size=2,
+        )
+
+    memory = slot()
+    mine = memory.empty("x", [3, 4], torch.float32).copy_(batch().x)
+    given_batch = batch()
+    given_batch.x = mine
+    held = memory.hold(given_batch)
+    assert held.x is mine
+    for tensor in (held.edge_index, held.nested[0], held.nested[1]["a"], held.number):
+        assert memory.owns(tensor)
+    sparse = held.sparse, batch().sparse
+    assert torch.equal(sparse[0].to_dense(), sparse[1].to_dense())
+    expected = batch()
+    del held.sparse, expected.sparse, held.nested, expected.nested
+    assert_same(held, expected)
+
+
+def test_a_slot_goes_round_once_it_has_been_read():
+    ring = HostRing(CPU, capacity=2)
+    first, second = ring.take(), ring.take()
+    assert first is not second
+    reads = Read(), Read()
+    ring.give_back(first, reads[0])
+    ring.give_back(second, reads[1])
+    reads[1].done.set()
+    assert ring.take() is second  # the other one is still being read
+    threading.Timer(0.05, reads[0].done.set).start()
+    assert ring.take() is first  # waited for: there are as many as there may be
+    assert reads[0].query()
+
+
+def test_a_ring_never_waits_for_a_slot_that_is_taken():
+    ring = HostRing(CPU, capacity=1)
+    slots = [ring.take() for _ in range(3)]
+    assert len(set(map(id, slots))) == ring.num_slots == 3
+    for taken in slots:
+        ring.give_back(taken)
+    assert ring.num_slots == 1
+    ring.discard(ring.take())
+    assert ring.num_slots == 0
+
+
+def test_clearing_waits_for_the_device():
+    ring = HostRing(CPU, capacity=3)
+    taken, read = ring.take(), Read()
+    taken.empty("x", [4], torch.float32)
+    ring.give_back(taken, read)
+    assert ring.idle_bytes >= 16
+    threading.Timer(0.05, read.done.set).start()
+    ring.clear()
+    assert read.query()
+    assert ring.num_slots == ring.idle_bytes == 0
+
+
+def test_a_smaller_capacity_frees_idle_slots_once_they_have_been_read():
+    ring, read = HostRing(CPU, 4), Read()
+    slots = [ring.take() for _ in range(4)]
+    ring.give_back(slots[0], read)
+    for taken in slots[1:3]:
+        ring.give_back(taken)
+    timer = threading.Timer(0.05, read.done.set)
+    timer.start()
+    ring.capacity = 2  # one of them is taken
+    assert read.done.is_set()
+    assert (ring.num_slots, list(ring._idle)) == (2, [slots[2]])
+    ring.give_back(slots[3])
+    assert (ring.num_slots, list(ring._idle)) == (2, slots[2:])
+    ring.capacity = 5
+    assert list(ring._idle) == slots[2:]
+    timer.join()
+
+
+def test_memory_that_is_refused_is_named(monkeypatch):
+    ring = HostRing(CPU)
+
+    def refused(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(torch, "empty", refused)
+    with pytest.raises(HostMemoryError, match=r"page-locked memory .*, 9.0 MB more, was refused \(CUDA error: out of"):
+        ring.take().empty("x", [8_000_000], torch.uint8)
+
+
+def test_what_comes_back_after_clearing_is_freed():
+    ring = HostRing(CPU, capacity=3)
+    late = ring.take()
+    late.empty("x", [4], torch.float32)
+    ring.clear()
+    ring.give_back(late)
+    assert ring.num_slots == ring.idle_bytes == 0
+
+
+def test_a_slot_does_not_look_into_sparse_matrices():
+    memory = slot()
+    values = memory.empty("weight", [2], torch.float32).fill_(1)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2))
+    assert memory.may_own(sparse)
+    assert memory.may_own(values[:1])
+    assert not memory.may_own(torch.ones(2))

@@ -1,0 +1,504 @@
+"""Whatever the plan and the speed of the threads: the mini-batches are those of the plain loader."""
+
+import gc
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.collective import epoch as collective_epoch
+from lightning_gnn.collective import workers as collective_workers
+from lightning_gnn.collective.host_ring import HostMemoryError
+from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.workers import THREAD_NAME, Workers
+from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.batching_data import small_data
+from tests.collective.virtual_time import VirtualTime
+from tests.patience import PATIENCE
+from tests.sampling.test_loader import assert_same
+
+DATA = small_data()
+SAMPLER = NeighborSampler(DATA, [4, 3])
+SIZES = {"batch_size": 30, "seed": 3}
+PLAIN = list(ThreadedNodeLoader(DATA, SAMPLER, **SIZES))
+COLLECTIVE = CollectivePlan("collective", 3, 2)
+
+
+def route(**kwargs):
+    return ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, **kwargs})
+
+
+def collective(plan=COLLECTIVE, num_workers=2, **kwargs):
+    kwargs.setdefault("route", route())
+    return CollectiveLoader(DATA, SAMPLER, num_workers=num_workers, plan=plan, **{**SIZES, **kwargs})
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+def assert_all_free(loader):
+    """No thread, no buffer that is still taken."""
+    assert not threads()
+    if loader.ring is not None:
+        assert loader.ring.num_slots == len(loader.ring._idle) <= loader.ring.capacity
+
+
+@st.composite
+def plans(draw):
+    mode = draw(st.sampled_from(["collective", "collective", "collective", "cpu", "gpu"]))
+    return CollectivePlan(mode, draw(st.integers(1, 20)), draw(st.integers(1, 20)))
+
+
+@settings(max_examples=40)
+@given(plans(), st.integers(1, 4), st.integers(0, 15), st.integers(0, 16))
+def test_batches_equal_those_of_the_plain_loader(plan, num_workers, first, num_batches):
+    loader = collective(plan, num_workers, first_batch=lambda: first, num_batches=lambda: num_batches)
+    batches = list(loader)
+    expected = PLAIN[first:num_batches]
+    assert len(batches) == len(expected)
+    for a, b in zip(batches, expected, strict=True):
+        assert_same(a, b)
+    assert_all_free(loader)
+
+
+@settings(max_examples=30)
+@given(plans(), st.integers(1, 4), st.sets(st.integers(0, 13)), st.integers(0, 3))
+def test_each_batch_comes_once_in_any_order(plan, num_workers, before, epochs):
+    loader = collective(plan, num_workers, deterministic=False, first_batch=lambda: len(before), order=list(before))
+    batches = list(loader)
+    assert sorted(loader.order) == list(range(len(PLAIN)))
+    assert set(loader.order[: len(before)]) == before
+    for number, batch in zip(loader.order[len(before) :], batches, strict=True):
+        assert_same(batch, PLAIN[number])
+    assert_all_free(loader)
+
+
+def test_epochs_follow_one_another_in_the_same_memory():
+    loader = collective(epoch=lambda number: 0)
+    for _ in range(3):
+        for a, b in zip(loader, PLAIN, strict=True):
+            assert_same(a, b)
+    assert loader.times.batches == 3 * len(PLAIN)
+    assert loader.times.edges == 3 * sum(batch.num_edges for batch in PLAIN)
+    assert loader.times.sampling_s > 0
+    assert_all_free(loader)
+    assert loader.ring.idle_bytes > 0
+    loader.close()
+    assert loader.ring.num_slots == 0
+
+
+def test_batches_that_are_kept_are_not_overwritten():
+    batches = list(collective(CollectivePlan("collective", 1, 4)))
+    batches += list(collective(CollectivePlan("cpu", 1, 1)))
+    for a, b in zip(batches, PLAIN + PLAIN, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_a_device_it_is_a_plain_pipeline(num_workers):
+    loader = collective(None, num_workers, route=None)
+    for a, b in zip(loader, PLAIN, strict=True):
+        assert_same(a, b)
+    assert loader.ring is None
+    assert not loader.measures
+    assert_all_free(loader)
+
+
+@settings(max_examples=60)
+@given(plans(), st.integers(1, 4), st.booleans(), st.lists(st.floats(0.05, 3.0), min_size=42, max_size=42, unique=True))
+def test_the_loader_decides_as_the_simulator_does(plan, num_workers, deterministic, seconds):
+    number = len(PLAIN)
+    by_stage = {
+        "cpu_batching": [num_workers * s for s in seconds[:number]],
+        "gpu_batching": seconds[number : 2 * number],
+        "model": seconds[2 * number :],
+    }
+
+    def duration(stage, batch):
+        return by_stage[stage][batch] if stage in by_stage else 0.0
+
+    times = StageTimes(*[Duration(1.0)] * 5, cpu_workers=num_workers)
+    expected = simulate_dual_buffer(times, plan, number, durations=duration, deterministic=deterministic)
+    clock, steps = VirtualTime(1 + num_workers * (plan.mode != "gpu")), []
+
+    class Recorded(Workers):
+        def next(self):
+            steps.append(super().next())
+            return steps[-1]
+
+    loader = collective(plan, num_workers, deterministic=deterministic)
+    prepare_on_host, prepare = loader.prepare_on_host, loader.routes.prepare
+
+    def slow_on_host(task):
+        clock.sleep(duration("cpu_batching", task[1]))
+        return prepare_on_host(task)
+
+    def slow(task):
+        clock.sleep(duration("gpu_batching", task[1]))
+        return prepare(task)
+
+    loader.prepare_on_host, loader.routes.prepare = slow_on_host, slow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective_epoch, "Workers", Recorded)
+        patch.setattr(collective_workers, "threading", clock.threading())
+        for _ in loader:
+            clock.sleep(duration("model", loader.order[-1]))
+    decided = [step for step in steps if step.kind != "wait"]
+    assert decided == [step for step in expected.steps if step.kind not in ("wait", "end")]
+    assert clock.now == pytest.approx(expected.makespan)
+
+
+# -- planning
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_it_measures_while_training_and_then_plans_once(deterministic):
+    made = []
+    loader = collective(
+        None,
+        batch_size=5,
+        route=route(batch_size=5),
+        profile_batches=4,
+        gpu_buffer_size=4,
+        deterministic=deterministic,
+        on_plan=lambda plan: made.append(plan) or plan,
+        epoch=lambda number: 0,
+    )
+    plain = list(ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, "batch_size": 5}))
+    for _ in range(3):
+        batches = list(loader)
+        for number, batch in zip(loader.order, batches, strict=True):
+            assert_same(batch, plain[number])
+        assert sorted(loader.order) == list(range(len(plain)))
+    assert made == [loader.plan]
+    assert loader.plan.num_batches == len(plain)
+    assert loader.plan.times.cpu_workers == 2
+    assert loader.profiler.epochs <= 2
+    if deterministic:  # 80 mini-batches are plenty for 4 measurements of each stage
+        assert loader.profiler.epochs == 1
+        assert all(len(loader.profiler.seconds(stage)) >= 4 for stage in ("dma", "uva", "model"))
+    assert_all_free(loader)
+
+
+def test_long_epochs_are_planned_by_a_part_of_them():
+    loader = collective(None)
+    for stage in ("cpu_batching", "dma", "gpu_batching", "uva", "model"):
+        loader.profiler.add(stage, 0.0, 0.01)
+    made = []
+    for num_batches in (1000, 5_000_000):
+        loader.plan = None
+        loader.plan_from_measurements(num_batches)
+        made.append(loader.plan)
+    assert made[0].buffers == made[1].buffers
+    assert made[1].num_batches == 5_000_000
+    assert made[1].epoch_s == pytest.approx({name: 5000 * seconds for name, seconds in made[0].epoch_s.items()})
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2, 3, 7])
+def test_tiny_epochs_are_measured_for_two_epochs_at_most(num_seeds):
+    options = {"batch_size": 1, "input_nodes": torch.arange(num_seeds)}
+    loader = collective(None, route=route(**options), profile_batches=20, **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for epoch in range(3):
+            assert len(list(loader)) == num_seeds
+            assert epoch == 2 or num_seeds > 3 or loader.plan is None
+    assert loader.plan is not None
+    assert loader.profiler.epochs <= 3
+    said = sum("too short to measure" in str(warning.message) for warning in warned)
+    assert said == (loader.plan.times is None) == (num_seeds == 1)
+
+
+def test_the_timeline_tells_every_stage_of_every_batch():
+    loader = collective()
+    loader.timeline = Timeline()
+    start = time.perf_counter()
+    for _ in loader:
+        pass
+    timeline = loader.timeline
+    twice = [(i.stage, i.batch, i.start, i.end) for i in timeline.intervals if i.stage in ("gpu_batching", "uva")]
+    assert all(twice.count(entry) == 2 for entry in twice)  # the GPU's reads occupy PCIe too
+    found = sorted({(item.stage, item.batch) for item in timeline.intervals})
+    on_cpu = [number for number in range(len(PLAIN)) if ("cpu_batching", number) in found]
+    on_gpu = sorted(set(range(len(PLAIN))) - set(on_cpu))
+    assert on_cpu[:4] == [3, 4, 8, 9]
+    expected = [(stage, number) for stage in ("cpu_batching", "dma") for number in on_cpu]
+    expected += [(stage, number) for stage in ("gpu_batching", "uva") for number in on_gpu]
+    assert found == sorted(expected + [("model", number) for number in range(len(PLAIN))])
+    assert all(start <= item.start <= item.end <= time.perf_counter() for item in timeline.intervals)
+    assert {name for name, _, _ in timeline.phases} <= {"filling", "blocking", "flushing"}
+    ends = [end for _, _, end in timeline.phases]
+    assert ends == sorted(ends)
+
+
+def test_what_happens_between_epochs_is_not_the_models_time():
+    loader = collective(None, profile_batches=3, batch_size=5, route=route(batch_size=5), num_batches=lambda: 3)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)  # as Lightning does: it does not ask again after the last one
+    time.sleep(0.3)
+    next(iter(loader))
+    assert sum(stage == "model" for stage, *_ in loader.profiler._queued) + len(loader.profiler._seconds["model"]) == 2
+    loader.close()
+
+
+def test_workers_use_the_device_of_the_training_thread(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: used.append(device))
+    loader = collective()
+    loader.routes.recorder.clock.device = torch.device("cuda", 1)
+    list(loader)
+    assert used == [torch.device("cuda", 1)] * 2
+    used.clear()
+    loader.routes.recorder.clock.device = torch.device("cpu")
+    list(loader)
+    assert used == []
+
+
+# -- faults
+
+
+def failing(number, error):
+    """A transform that fails at one mini-batch."""
+    wanted = PLAIN[number].input_id.tolist()
+
+    def transform(batch):
+        if batch.input_id.tolist() == wanted:
+            raise error
+        return batch
+
+    return transform
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_an_error_reaches_the_caller_with_its_traceback(where, deterministic):
+    error = RuntimeError("the transform failed")
+    options = {"transform": failing(9 if where == "cpu" else 6, error), "thread_safe": True}
+    options = options if where == "cpu" else {"route": route(**options)}
+    if not deterministic:  # whoever takes it
+        options = {"transform": failing(6, error), "thread_safe": True}
+        options["route"] = route(**options)
+    loader = collective(deterministic=deterministic, epoch=lambda number: 0, **options)
+    with pytest.raises(RuntimeError, match="the transform failed") as caught:
+        list(loader)
+    assert any(entry.name == "transform" for entry in caught.traceback)
+    assert_all_free(loader)
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError):
+        list(iterator)
+    assert list(iterator) == []
+
+
+def test_the_training_thread_does_not_wait_for_ever_for_a_worker_that_died():
+    def dies(task):
+        raise SystemExit("killed")
+
+    loader = collective(CollectivePlan("cpu", 1, 2))
+    loader.prepare_on_host = dies
+    with pytest.raises(SystemExit, match="killed"):
+        next(iter(loader))
+    assert_all_free(loader)
+
+
+def test_an_error_does_not_wait_for_the_other_workers():
+    resume = threading.Event()
+
+    def prepare(task):
+        if task[1] == 0:
+            raise RuntimeError("failed")
+        assert resume.wait(PATIENCE)
+
+    loader = collective(CollectivePlan("cpu", 1, 2))
+    loader.prepare_on_host = prepare
+    with pytest.raises(RuntimeError, match="failed"):
+        next(iter(loader))
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    assert len(left) <= 1
+    resume.set()
+    for thread in left:
+        thread.join(PATIENCE)
+    assert not threads()
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "another", "break"])
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_stopping_early_leaves_nothing_behind(end, taken):
+    loader = collective()
+    iterator = iter(loader)
+    assert not threads()
+    for _ in range(taken):
+        next(iterator)
+    if end == "close":
+        iterator.close()
+        iterator.close()
+        assert list(iterator) == []
+    elif end == "another":
+        assert len(list(loader)) == len(PLAIN)
+    elif end == "break":
+        for _ in loader:
+            break
+    del iterator
+    gc.collect()
+    assert_all_free(loader)
+
+
+def test_threads_end_with_the_last_batch():
+    loader = collective(num_batches=lambda: 7)
+    iterator = iter(loader)
+    for _ in range(7):
+        next(iterator)
+    assert not threads()
+
+
+def test_torch_threads_are_lowered_while_it_iterates():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        loader = collective(torch_threads=2)
+        iterator = iter(loader)
+        assert torch.get_num_threads() == 3
+        next(iterator)
+        assert torch.get_num_threads() == 2
+        iterator.close()
+        assert torch.get_num_threads() == 3
+        list(loader)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_batch_sampler_that_lies_about_its_length_is_named():
+    class Short(list):
+        def __len__(self):
+            return 5
+
+    options = {"batch_sampler": Short([[0], [1], [2]]), "seed": 1}
+    loader = CollectiveLoader(DATA, SAMPLER, num_workers=1, plan=COLLECTIVE, route=route(), **options)
+    with pytest.raises(RuntimeError, match="no mini-batch 3, but its length says so"):
+        list(loader)
+    assert_all_free(loader)
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("where", ["prepare", "transfer"])
+def test_too_little_device_memory_halves_the_buffers(where, deterministic):
+    loader = collective(CollectivePlan("collective", 8, 4), deterministic=deterministic, epoch=lambda number: 0)
+    original, held = getattr(loader.routes, where), []
+
+    def short(*args):
+        if len(loader._epoch()._workers.device) >= 5:
+            held.append(args)
+            raise torch.OutOfMemoryError("out of memory")
+        return original(*args)
+
+    setattr(loader.routes, where, short)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            batches = list(loader)
+            for number, batch in zip(loader.order, batches, strict=True):
+                assert_same(batch, PLAIN[number])
+            assert sorted(loader.order) == list(range(len(PLAIN)))
+    messages = [str(w.message) for w in warned if "too little memory" in str(w.message)]
+    assert messages[0].startswith("collective batching: too little memory of cpu for buffers of 8 mini-batches")
+    assert len(messages) == len(held) == 1
+    assert loader.plan.buffers == (4, 2)
+    assert_all_free(loader)
+
+
+def test_buffers_out_of_reach_shrink_at_once():
+    loader = collective(CollectivePlan("collective", 10**9, 4))
+    original = loader.routes.prepare
+
+    def short(task):
+        if len(loader._epoch()._workers.device) >= 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(task)
+
+    loader.routes.prepare = short
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch, expected in zip(loader, PLAIN, strict=True):
+            assert_same(batch, expected)
+    assert sum("too little memory of cpu" in str(w.message) for w in warned) == 1
+    assert loader.plan.buffers == (3, 2)
+
+
+def test_device_memory_for_not_even_one_batch_is_a_clear_error():
+    loader = collective(CollectivePlan("collective", 4, 4))
+
+    def short(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    loader.routes.prepare = short
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="memory of cpu does not suffice for a mini-batch"):
+            list(loader)
+    assert_all_free(loader)
+
+
+@pytest.mark.parametrize("mode", ["collective", "cpu"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_too_little_host_memory_halves_the_buffers(mode, deterministic):
+    loader = collective(CollectivePlan(mode, 4, 8), num_workers=3, deterministic=deterministic)
+    take = loader.ring.take
+
+    def short():
+        slot = take()
+        if loader.ring._taken > 4:
+            loader.ring.discard(slot)
+            raise HostMemoryError("no more")
+        return slot
+
+    loader.ring.take = short
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        batches = list(loader)
+        assert len(list(loader)) == len(PLAIN)
+    for number, batch in zip(range(len(PLAIN)) if deterministic else loader.order, batches, strict=False):
+        assert not deterministic or assert_same(batch, PLAIN[number]) is None
+    assert sum("too little page-locked host memory" in str(w.message) for w in warned) <= 2
+    assert loader.most is None or 1 <= loader.most[1] <= 4
+    assert_all_free(loader)
+
+
+def test_host_memory_for_not_even_one_batch_is_a_clear_error():
+    loader = collective()
+
+    def refused(num_bytes):
+        raise HostMemoryError("refused: 1 MB")
+
+    loader.ring._allocate = refused
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match=r"page-locked host memory does not suffice .* \(refused: 1 MB\)"):
+            list(loader)
+    assert_all_free(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_buffer_size": 0}, "gpu_buffer_size must be at least 1, but is 0"),
+        ({"profile_batches": 0}, "profile_batches must be at least 1, but is 0"),
+        ({"num_workers": -1}, "num_workers must not be negative"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        collective(**options)

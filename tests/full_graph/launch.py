@@ -1,0 +1,103 @@
+"""Run a function in several processes, as torchrun would start them, with a hard limit on the time."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.patience import PATIENCE
+
+# A server imports everything once, and forks before any thread of OpenMP has run: starting a rank costs milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.full_graph.preload"])
+
+
+class Outcome:
+    """What became of each rank: its result, or its traceback as text, its exit code, and when it ended."""
+
+    def __init__(self, processes, folder, ended):
+        self.exit_codes = [process.exitcode for process in processes]
+        self.ended = ended
+        self.results, self.errors = [], []
+        for rank in range(len(processes)):
+            path = Path(folder) / f"{rank}.pickle"
+            kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("error", "no result")
+            self.results.append(value if kind == "result" else None)
+            self.errors.append(value if kind == "error" else "")
+
+
+def run(function, num_ranks, *args, limit=PATIENCE, during=None):
+    """Call ``function(rank, *args)`` in each of ``num_ranks`` processes and return the results; raise if one fails."""
+    outcome = observe(function, num_ranks, *args, limit=limit, during=during)
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(outcome.errors) if error]
+    assert not failed, "\n".join(failed)
+    return outcome.results
+
+
+def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=()):
+    """Do what :func:`run` does, but return an :class:`Outcome`.
+
+    Args:
+        function: What to call.
+        num_ranks: In how many processes.
+        args: With which arguments.
+        limit: Processes that still run after so many seconds are killed, and the test fails.
+        during: Called with the processes and their folder once all have started.
+        lost: Ranks that are not waited for.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        processes = [
+            CONTEXT.Process(target=_main, args=(function, rank, num_ranks, port, folder, args))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            began = time.monotonic()
+            if during is not None:
+                during(processes, Path(folder))
+            ended = [None] * num_ranks
+            while any(end is None for rank, end in enumerate(ended) if rank not in lost):
+                for rank, process in enumerate(processes):
+                    if ended[rank] is None and not process.is_alive():
+                        ended[rank] = time.monotonic()
+                assert time.monotonic() - began < limit, f"still running after {limit} s: {processes}"
+                time.sleep(0.02)
+            return Outcome(processes, folder, ended)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(PATIENCE)
+
+
+def _main(function, rank, num_ranks, port, folder, args):
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        TORCHELASTIC_RUN_ID="test",
+        RANK_FOLDER=folder,
+    )
+    try:
+        outcome = ("result", function(rank, *args))
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    path = Path(folder) / f"{rank}.part"
+    path.write_bytes(pickle.dumps(outcome))
+    path.rename(path.with_suffix(".pickle"))
+
+
+def free_port():
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

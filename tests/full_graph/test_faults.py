@@ -1,0 +1,191 @@
+"""Whatever happens to a rank, the others end soon, and say which it was."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+from lightning_gnn.runtime.heartbeat import Heartbeats
+from tests.full_graph.launch import observe, run
+from tests.full_graph.training import SideBySide, small_data, trainer_of
+from tests.patience import NEVER, PATIENCE
+
+MODEL = (("gcn", 0.0),)
+
+
+class SaysWhenItTrains(pl.Callback):
+    """Tells the test that a rank trains, and after that it has seen an epoch."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 2:
+            Path(os.environ["RANK_FOLDER"], f"{trainer.global_rank}.trains").touch()
+
+
+def train_for_ever(rank, num_ranks, timeout):
+    strategy = AscendHybridParallelStrategy(timeout=timeout)
+    trainer = trainer_of(strategy, num_ranks, max_epochs=-1, callbacks=[SaysWhenItTrains()])
+    trainer.fit(SideBySide(MODEL), datamodule=FullGraphDataModule(small_data()))
+
+
+class Signal:
+    """Sends a signal to a rank once all train, and notes when."""
+
+    def __init__(self, rank, number, name="trains"):
+        self.rank, self.number, self.name = rank, number, name
+
+    def __call__(self, processes, folder):
+        until(lambda: all((folder / f"{rank}.{self.name}").exists() for rank in range(len(processes))))
+        self.pid = processes[self.rank].pid
+        os.kill(self.pid, self.number)
+        self.sent = time.monotonic()
+
+
+def until(condition, limit=PATIENCE):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def comes_late(rank, num_ranks, timeout):
+    strategy = AscendHybridParallelStrategy(timeout=timeout)
+    trainer_of(strategy, num_ranks)
+    if rank == 1:
+        time.sleep(2 * timeout)  # as if it were still importing
+    strategy.setup_distributed()
+    alone = torch.ones(1)
+    dist.all_reduce(alone)
+    limit = strategy._heartbeats.timeout
+    strategy._heartbeats.stop()
+    return int(alone), limit
+
+
+def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
+    assert run(comes_late, 2, 2, 2.0) == [(2, 2.0)] * 2
+
+
+@pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the heartbeats are
+def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
+    signal_ = Signal(lost, signal.SIGKILL)
+    outcome = observe(train_for_ever, 3, 3, NEVER, during=signal_, lost=[lost])
+    for rank in {0, 1, 2} - {lost}:
+        assert f"rank {lost} (process {signal_.pid} on " in outcome.errors[rank]
+        assert "died" in outcome.errors[rank]
+
+
+@pytest.mark.parametrize("lost", [2, 0])
+def test_a_rank_that_stops_ends_the_others(lost):
+    signal_ = Signal(lost, signal.SIGSTOP)
+    outcome = observe(train_for_ever, 3, 3, 4.0, during=signal_, lost=[lost])
+    for rank in {0, 1, 2} - {lost}:
+        assert f"rank {lost} (process {signal_.pid} on " in outcome.errors[rank]
+        assert "is stopped" in outcome.errors[rank]
+
+
+class Fails(SideBySide):
+    def training_step(self, batch, index):
+        if self.global_rank == 1 and self.current_epoch == 2:
+            raise ArithmeticError("no luck today")
+        return super().training_step(batch, index)
+
+
+def train_with(rank, num_ranks, module, data, options):
+    strategy = AscendHybridParallelStrategy(timeout=60, **options)
+    trainer = trainer_of(strategy, num_ranks, max_epochs=4)
+    trainer.fit(module(MODEL), datamodule=FullGraphDataModule(data(rank)))
+
+
+def same(rank):
+    return small_data()
+
+
+def another_graph(rank):
+    return small_data(seed=int(rank == 2))
+
+
+def other_splits(rank):
+    data = small_data()
+    data.val_mask = torch.rand(data.num_nodes, generator=torch.Generator().manual_seed(rank // 2)) < 0.5
+    return data
+
+
+def small_split(rank):
+    data = small_data()
+    data.val_mask = torch.arange(data.num_nodes) < 2
+    return data
+
+
+class Normalised(SideBySide):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.norm = torch.nn.BatchNorm1d(4)
+
+
+REFUSED = [
+    (SideBySide, another_graph, {}, "all ranks must have the same graph, but rank 2 has another one than rank 0"),
+    (SideBySide, other_splits, {}, "all ranks must have the same splits, but rank 2 has another one than rank 0"),
+    (SideBySide, small_split, {}, "the val split has 2 nodes, but there are 3 ranks"),
+    (SideBySide, same, {"num_groups": 2}, "num_groups=2 does not divide the 3 devices"),
+    (SideBySide, same, {"memory_limit": 12_000}, "ranks would do"),
+    (Normalised, same, {}, "norm (BatchNorm1d) normalises over all nodes"),
+]
+
+
+def refused(rank, num_ranks):
+    errors = []
+    for module, data, options, _ in REFUSED:
+        with pytest.raises(ValueError, match=r"\w") as error:
+            train_with(rank, num_ranks, module, data, options)
+        errors.append(str(error.value))
+    train_with(rank, num_ranks, SideBySide, same, {})  # and then it works
+    return errors
+
+
+def test_what_cannot_work_is_refused_on_every_rank():
+    for errors in run(refused, 3, 3):
+        for error, (_, _, _, message) in zip(errors, REFUSED, strict=True):
+            assert message in error
+
+
+def test_the_others_say_what_one_rank_failed_of():
+    outcome = observe(train_with, 3, 3, Fails, same, {})
+    assert "ArithmeticError: no luck today" in outcome.errors[1]
+    for rank in (0, 2):
+        assert "failed: ArithmeticError: no luck today" in outcome.errors[rank]
+        assert "rank 1 (process" in outcome.errors[rank]
+
+
+def wait_for_ever(rank):
+    """Beat while the main thread waits for what will never come, as in a backend that does not notice."""
+    dist.init_process_group("gloo")
+    folder = Path(os.environ["RANK_FOLDER"])
+    store = dist.distributed_c10d._get_default_store()
+    Heartbeats(store, rank, 2, timeout=NEVER, end=lambda message: end(folder / "message", message)).start()
+    (folder / f"{rank}.waits").touch()
+    time.sleep(600)
+
+
+def end(path, message):
+    path.write_text(message)
+    os._exit(1)
+
+
+def test_a_main_thread_that_does_not_notice_is_ended():
+    signal_ = Signal(1, signal.SIGKILL, "waits")
+    messages = []
+
+    def during(processes, folder):
+        signal_(processes, folder)
+        until(lambda: (folder / "message").exists())
+        messages.append((folder / "message").read_text())
+
+    outcome = observe(wait_for_ever, 2, during=during)
+    assert outcome.exit_codes[0] == 1
+    assert f"rank 0 ends, because rank 1 (process {signal_.pid} on " in messages[0]

@@ -1,0 +1,242 @@
+"""Sharded aggregation is the global one, for every number of ranks and groups; exchanges are adjoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.full_graph.exchange import Exchange
+from lightning_gnn.full_graph.ownership import share_rows
+from lightning_gnn.full_graph.row_shard import RowShard, head_blocks
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.hybrid_plan import slice_columns
+from lightning_gnn.ops.aggregate import aggregate, edge_softmax
+from tests.full_graph.launch import run
+
+
+def skewed_graph(num_nodes, num_edges, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randint(num_nodes, (num_edges,), generator=generator)
+    col = (torch.rand(num_edges, generator=generator) ** 3 * (num_nodes - 2)).long()
+    return CompressedGraph.from_edge_index(torch.stack([row, col]), num_nodes, **options)
+
+
+GRAPHS = {
+    "skewed": lambda: skewed_graph(60, 400, num_chunks=5),
+    "split hubs": lambda: skewed_graph(40, 300, seed=1, local_bytes=2 * 8 * 64 * 4),
+    "few edges": lambda: skewed_graph(30, 3, seed=2),
+    "no edge": lambda: skewed_graph(40, 0),
+    "natural": lambda: skewed_graph(50, 200, seed=3, num_chunks=2, order="natural"),
+}
+
+CASES = [
+    ((6,), None),
+    ((7,), "edges"),
+    ((3, 5), "edges"),
+    ((3, 5), "heads"),
+    ((1, 8), "heads"),
+    ((5, 2), "heads"),
+    ((2,), "edges"),
+    ((1,), None),
+]
+
+
+def divisors(number):
+    return [m for m in range(1, number + 1) if number % m == 0]
+
+
+def reference(graph, x, weight, reduce, grad):
+    x = x.clone().requires_grad_()
+    weight = None if weight is None else weight.clone().requires_grad_()
+    out = aggregate(graph, x, weight, reduce)
+    out.backward(grad)
+    return out.detach(), x.grad, None if weight is None else weight.grad
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def compare_with_global(rank, num_ranks):
+    """Check everything that a shard computes against the whole graph, on this rank."""
+    dist.init_process_group("gloo")
+    for name, make in GRAPHS.items():
+        if num_ranks > 3 and name not in ("split hubs", "few edges"):
+            continue  # many processes on few cores take their time
+        graph = make()
+        num_nodes = graph.num_targets
+        generator = torch.Generator().manual_seed(5)
+        split = torch.rand(num_nodes, generator=generator) < 0.5
+        owners = share_rows(num_nodes, num_ranks, {"train": split})
+        rows = owners.rows(rank)
+        for groups in [*divisors(num_ranks), "auto"]:
+            shard = RowShard(graph, owners, rank, 6, groups)
+            assert torch.equal(shard.in_degrees, graph.in_degrees[rows])
+            assert torch.equal(shard.out_degrees, graph.out_degrees[rows])
+            m = shard.plan.num_groups
+            place = shard.edge_places
+            for shape, weighted in CASES:
+                x = torch.randn(num_nodes, *shape, dtype=torch.float64, generator=generator)
+                grad = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+                weight = None
+                if weighted:
+                    edge_shape = (graph.num_edges, *shape[: weighted == "heads"])
+                    weight = torch.randn(edge_shape, dtype=torch.float64, generator=generator)
+                if x[0].numel() < m and groups != "auto":
+                    with pytest.raises(ValueError, match="features narrower than the groups"):
+                        shard.aggregate(x[rows])
+                    continue
+                for reduce in ("sum", "mean", "max") if x.numel() == 15 * num_nodes or not weighted else ("sum",):
+                    out, grad_x, grad_weight = reference(graph, x, weight, reduce, grad)
+                    mine = x[rows].clone().requires_grad_()
+                    weights = None if weight is None else weight[place].clone().requires_grad_()
+                    got = aggregate(shard, mine, weights, reduce)
+                    close(got.detach(), out[rows])
+                    got.backward(grad[rows])
+                    close(mine.grad, grad_x[rows])
+                    if weight is not None:
+                        total = torch.zeros_like(weight)
+                        total[place] = weights.grad
+                        dist.all_reduce(total)
+                        close(total, grad_weight)
+            for heads in (1, 4):
+                source, target = torch.randn(2, num_nodes, heads, dtype=torch.float64, generator=generator)
+                grad = torch.randn(graph.num_edges, heads, dtype=torch.float64, generator=generator)
+                ends = [source.clone().requires_grad_(), target.clone().requires_grad_()]
+                out = edge_softmax(graph, *ends)
+                out.backward(grad)
+                mine = [source[rows].clone().requires_grad_(), target[rows].clone().requires_grad_()]
+                got = edge_softmax(shard, *mine)
+                close(got.detach(), out.detach()[place])
+                # Each of the M ranks of a chunk range holds a part of the gradient.
+                got.backward(grad[place] / m)
+                close(mine[0].grad, ends[0].grad[rows])
+                close(mine[1].grad, ends[1].grad[rows])
+            close(
+                shard.gcn_weight(dtype=torch.float64),
+                graph.gcn_weight(dtype=torch.float64)[shard.with_self_loops().edge_places],
+            )
+            values = torch.randn(graph.num_edges, dtype=torch.float64, generator=generator)
+            close(shard.edge_order(values), graph.edge_order(values)[place])
+            assert torch.equal(shard.gather(rows), torch.arange(num_nodes))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+def test_every_number_of_groups_aggregates_like_one_process(num_ranks):
+    run(compare_with_global, num_ranks, num_ranks)
+
+
+def penalised(shard, x, weight, scores, reduce):
+    """A loss with the gradient of another loss inside, through sums, attention and, non-linearly, x itself."""
+    attention = edge_softmax(shard, x[:, :, 0] * scores[0], x[:, :, 1] * scores[1])
+    out = aggregate(shard, x, weight, reduce) + aggregate(shard, x, attention)
+    (inner,) = torch.autograd.grad(out.pow(2).sum() + x.pow(3).sum(), x, create_graph=True)
+    return inner.pow(2).sum()
+
+
+def compare_penalties(rank, num_ranks):
+    dist.init_process_group("gloo")
+    for name in ("skewed", "few edges", "no edge"):
+        graph = GRAPHS[name]()
+        owners = share_rows(graph.num_targets, num_ranks, {})
+        rows = owners.rows(rank)
+        for groups, reduce in zip(divisors(num_ranks), ("sum", "mean"), strict=False):
+            shard = RowShard(graph, owners, rank, 6, groups)
+            generator = torch.Generator().manual_seed(3)
+            given = [
+                torch.randn(size, dtype=torch.float64, generator=generator)
+                for size in ((graph.num_targets, 2, 3), (graph.num_edges, 2), (2, 2))
+            ]
+            x, weight, scores = (value.clone().requires_grad_() for value in given)
+            wanted = torch.autograd.grad(penalised(graph, x, weight, scores, reduce), (x, weight, scores))
+            place = shard.edge_places
+            mine = [given[0][rows], given[1][place], given[2]]
+            mine = [value.clone().requires_grad_() for value in mine]
+            got = torch.autograd.grad(penalised(shard, *mine, reduce), mine)
+            close(got[0], wanted[0][rows])
+            # Each rank has a part of the gradients of weights and parameters.
+            total = torch.zeros_like(given[1])
+            total[place] = got[1]
+            for part, want in ((total, wanted[1]), (got[2].clone(), wanted[2])):
+                dist.all_reduce(part)
+                close(part, want)
+        inner = torch.autograd.grad(aggregate(shard, mine[0], reduce="max").sum(), mine[0], create_graph=True)[0]
+        with pytest.raises(NotImplementedError, match="first derivative only"):
+            torch.autograd.grad(inner.sum(), mine[0])
+    return True
+
+
+def test_a_gradient_penalty_is_that_of_one_process():
+    assert all(run(compare_penalties, 4, 4))
+
+
+def test_spread_and_collect_are_adjoint():
+    """<spread(x), y> summed over the ranks is <x, collect(y)> summed over the ranks."""
+    for values in run(dot_products, 6, 6):
+        for spread, collected in values:
+            assert abs(spread - collected) < 1e-9 * max(1.0, abs(spread))
+
+
+def dot_products(rank, num_ranks):
+    dist.init_process_group("gloo")
+    out = []
+    generator = torch.Generator().manual_seed(9)
+    for groups in divisors(num_ranks):
+        members = num_ranks // groups
+        owners = share_rows(31, num_ranks, {})
+        rows = owners.rows(rank)
+        # Sets may overlap or miss rows, and slices may overlap.
+        sets = [torch.rand(31, generator=generator) < 0.6 for _ in range(members)]
+        own = [chosen[rows].nonzero().view(-1) for chosen in sets]
+        mine = sets[rank // groups]
+        counts = [int(mine[owners.rows(other)].sum()) for other in range(num_ranks)]
+        for slices in (slice_columns(11, groups), ((0, 11),) * groups):
+            exchange = Exchange(rank, slices, own, counts, rows.numel())
+            x = torch.randn(31, 11, dtype=torch.float64, generator=generator)[rows]
+            start, stop = slices[rank % groups]
+            y = torch.randn(sum(counts), stop - start, dtype=torch.float64)
+            both = torch.stack([(exchange.spread(x) * y).sum(), (x * exchange.collect(y)).sum()])
+            dist.all_reduce(both)
+            out.append(both.tolist())
+            assert exchange.spread(x.bfloat16()).dtype == torch.bfloat16
+    return out
+
+
+@given(start=st.integers(0, 40), size=st.integers(0, 40), channels=st.integers(1, 12))
+def test_head_blocks_cover_a_slice_in_order(start, size, channels):
+    blocks = head_blocks(start, start + size, channels)
+    columns = []
+    for first, last, width in blocks:
+        assert last > first
+        assert width == channels or last == first + 1
+        begin = max(start, first * channels)
+        columns += range(begin, begin + (last - first) * width)
+    assert columns == list(range(start, start + size))
+    assert len(blocks) <= 3
+
+
+@given(
+    kinds=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 6),
+)
+def test_every_rank_owns_its_share_of_every_split(kinds, num_ranks):
+    kinds = torch.tensor(kinds)
+    splits = {name: kinds == kind for kind, name in enumerate(("train", "val", "test"))}
+    sizes = {name: int(mask.sum()) for name, mask in splits.items()}
+    if any(0 < size < num_ranks for size in sizes.values()):
+        with pytest.raises(ValueError, match=r"the (train|val|test) split has \d+ nodes, but there are"):
+            share_rows(kinds.numel(), num_ranks, splits)
+        return
+    owners = share_rows(kinds.numel(), num_ranks, splits)
+    assert torch.equal(owners.order[owners.position], torch.arange(kinds.numel()))
+    for values in ([int(splits[name][owners.rows(r)].sum()) for r in range(num_ranks)] for name in splits):
+        assert max(values) - min(values) <= 1
+    assert max(owners.counts) - min(owners.counts) <= 1
+
+
+def test_splits_that_overlap_and_leave_a_rank_without_are_refused():
+    train = torch.tensor([True] * 4 + [False] * 4)
+    val = torch.tensor([True, False, False, False, True, False, False, False])
+    with pytest.raises(ValueError, match="rank 1 of 2 gets no node of the val split"):
+        share_rows(8, 2, {"train": train, "val": val})

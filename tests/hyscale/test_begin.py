@@ -1,0 +1,118 @@
+"""What a hybrid run begins with: measured numbers of the machine, threads, seeds of an iteration."""
+
+from math import inf
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_gnn import CSCGraph
+from lightning_gnn.hyscale import work_share
+from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
+from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale.report import forecast, stages
+from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
+from tests.hyscale.models import Module, data_module, fit, graph, hybrid, trainer
+
+CPU = torch.device("cpu")
+
+
+def test_a_machine_without_accelerators_is_measured():
+    threads = torch.get_num_threads()
+    platform = measure_platform(Trainers.of(2, []), 1e6)
+    assert (platform.accelerator, platform.num_accelerators, platform.pcie_bandwidth) == (None, 0, inf)
+    assert platform.cores == num_cores()
+    assert platform.sampling == 1e6
+    assert 0 < platform.core_bandwidth <= platform.cpu.memory_bandwidth
+    assert torch.get_num_threads() == threads
+    workload, _ = describe_workload(data_module(fanouts=[3, 2]).train_dataloader(), Module(), 20)
+    mapping = PerformanceModel(platform, workload).best_mapping(2)
+    assert sum(mapping.seeds) == 20
+    assert len(mapping.seeds) == 2
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(None, 6 * 8), ("float16", 6 * 2), ("int8", 6 + 4)])
+def test_what_features_are_on_their_way_is_in_the_workload(dtype, row):
+    loader = data_module(fanouts=[3, 2]).train_dataloader()
+    workload, _ = describe_workload(loader, Module(), 20, dtype)
+    assert workload.transferred_row_bytes == row
+    assert workload.row_bytes == 6 * 8
+    assert first_mapping(Trainers.of(1, [CPU]), loader, Module(), 20, (1, 1, 1), transfer_dtype=dtype).total == 20
+
+
+def test_features_that_are_no_fractions_travel_as_they_are():
+    data = graph()
+    data.x = torch.ones(data.num_nodes, 6, dtype=torch.int64)
+    workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20, "int8")
+    assert workload.transferred_row_bytes == workload.row_bytes == 48
+
+
+def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
+    data = graph()
+    edges = data.num_edges
+    data.graph = CSCGraph.from_data(data)
+    del data.edge_index
+    assert data.num_edges == 0
+    workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20)
+    assert workload.num_edges == edges > 0
+
+
+ACCELERATOR = {"accelerator.flops": 1e12, "accelerator.memory_bandwidth": 1e11, "pcie_bandwidth": 1e6}
+SCALING = OmegaConf.create({"accelerators": [1, 2], "nodes": [1]})
+
+
+def test_a_plan_for_one_core_and_features_in_fewer_bits():
+    found = []
+    for dtype in (None, "int8"):
+        data, run = data_module(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype))
+        found.append(forecast({"cores": 1, **ACCELERATOR}, SCALING, data, Module(), run))
+    rows = [{name: (seconds, bound) for name, seconds, bound in stages(each.model, each.best)} for each in found]
+    assert [each.best.total for each in found] == [81, 81]
+    assert all(len(each.scaling) == 2 for each in found)
+    assert all(row["CPU cores"][1] == "3 threads take turns on 1" for row in rows)
+    assert "features as int8" in rows[1]["Data Transfer"][1]
+    work = found[1].model.workload
+    assert (work.row_bytes, work.transferred_row_bytes) == (48, 10)
+    assert all(sum(each.best.threads) == 3 for each in found)
+
+
+def test_a_plan_for_a_machine_without_accelerators():
+    found = forecast({}, SCALING, data_module(), Module(), trainer(hybrid(2)))
+    assert found.model.platform.num_accelerators == 0
+    assert not found.scaling
+    assert sum(found.best.seeds) == 20
+    assert "Data Transfer" not in {name for name, *_ in stages(found.model, found.best)}
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "trains", "expected"),
+    [
+        (8, 4, True, (2, 2, 2)),
+        (8, 64, True, (4, 3, 1)),
+        (8, 64, False, (4, 4, 1)),
+        (4, 0, True, (1, 1, 2)),
+        (2, 16, True, (1, 1, 1)),
+        (1, 16, True, (1, 1, 1)),
+    ],
+)
+def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expected, monkeypatch):
+    monkeypatch.setattr(work_share, "num_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert default_threads(workers, trains, True) == expected
+    assert sum(expected[: 2 + trains]) <= max(cores, 3)
+    assert default_threads(workers, trains, False)[:2] == (max(1, (workers + 1) // 2), max(1, workers // 2))
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(20, 20), (1000, 81)])
+def test_seeds_of_an_iteration(batch_size, expected):
+    loader = data_module(batch_size=batch_size).train_dataloader()
+    assert len(loader.dataset) == 81
+    assert seeds_of_iteration(loader) == expected
+
+
+@pytest.mark.parametrize(("seeds", "trainers"), [(1, 2), (1, 5), (2, 3)])
+def test_batches_smaller_than_the_trainers(seeds, trainers):
+    strategy = hybrid(trainers, drm=True, threads=[1, 1, 1])
+    steps, _ = fit(Module(), strategy, data_module(batch_size=seeds), max_epochs=1)
+    assert len(steps.gradients) == -(-81 // seeds)
+    assert strategy.balance.mapping.total == seeds

@@ -1,0 +1,121 @@
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.batching_data import small_data
+from tests.sampling.test_node_datamodule import Model, trainer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 3}
+
+
+def data():
+    return small_data(num_nodes=60, num_edges=300)
+
+
+def assert_same_content(a, b):
+    assert sorted(a.keys()) == sorted(b.keys())
+    for key in a.keys():  # noqa: SIM118  a Data iterates over pairs
+        if isinstance(a[key], torch.Tensor):
+            assert torch.equal(a[key].cpu(), b[key].cpu()), key
+        else:
+            assert a[key] == b[key], key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topology": "device", "features": "device"},
+        {"topology": "pinned", "features": "pinned", "cache_rows": 20},
+        {"topology": "pinned", "features": "pinned", "cache_bytes": 4000},
+        {"mode": "persistent", "fetch_size": 2},
+    ],
+    ids=str,
+)
+def test_batches_equal_those_of_the_cpu(options):
+    ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, **options)
+    theirs = NeighborDataModule(data(), **SIZES)
+    for name in ("train_dataloader", "val_dataloader", "predict_dataloader"):
+        for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
+            assert_same_content(a, b)
+            assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
+
+
+def test_evaluation_may_sample_otherwise():
+    options = {**SIZES, "eval_loader_kwargs": {"num_neighbors": [-1, -1]}}
+    ours = PersistentSamplerDataModule(data(), **options, device=DEVICE)
+    theirs = NeighborDataModule(data(), **options)
+    for a, b in zip(ours.val_dataloader(), theirs.val_dataloader(), strict=True):
+        assert_same_content(a, b)
+
+
+def test_quantised_features_come_back_within_half_a_step():
+    ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, quantize=True)
+    for a, b in zip(ours.train_dataloader(), NeighborDataModule(data(), **SIZES).train_dataloader(), strict=True):
+        step = b.x.abs().amax(dim=1, keepdim=True) / 127
+        assert bool(((a.x.cpu() - b.x).abs() <= 0.501 * step).all())
+
+
+def test_training_is_the_same_as_on_the_cpu():
+    models = []
+    for kind in (NeighborDataModule, PersistentSamplerDataModule):
+        pl.seed_everything(2, verbose=False)
+        options = {"device": "cpu"} if kind is PersistentSamplerDataModule else {}
+        model = Model()
+        trainer(max_epochs=2).fit(model, kind(data(), **SIZES, **options))
+        models.append(model)
+    assert models[0].history == models[1].history
+
+
+def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
+    found = []
+    for kind in (NeighborDataModule, PersistentSamplerDataModule):
+        pl.seed_everything(2, verbose=False)
+        gpu = kind is PersistentSamplerDataModule
+        module = kind(data(), **SIZES, **({"device": "cpu"} if gpu else {"num_workers": 2}))
+        model, run = Model(), trainer(max_epochs=2, overfit_batches=2)
+        run.fit(model, module)
+        loader = run.train_dataloader
+        assert (loader.seed, loader.num_threads, loader.first_batch) == (
+            module.seed,
+            0 if gpu else 2,
+            module._first_batch,
+        )
+        assert list(loader.tables) == (["x", "edge_attr"] if gpu else [])
+        found.append(model.history)
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_once_and_gives_the_same_batches():
+    ours = PersistentSamplerDataModule(data(), **SIZES, num_workers=1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        batches = list(ours.train_dataloader())
+        ours.val_dataloader()
+    assert sum("No GPU for the persistent sampler" in str(warning.message) for warning in warned) == 1
+    for a, b in zip(batches, NeighborDataModule(data(), **SIZES).train_dataloader(), strict=True):
+        assert_same_content(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "disk"}, "topology='disk' is unknown; use one of auto, device, pinned"),
+        ({"features": "disk"}, "features='disk' is unknown"),
+        ({"cache_rows": -1}, "cache_rows must not be negative"),
+        ({"cache_rows": 1, "cache_bytes": 1}, "not both"),
+        ({"features": "device", "cache_rows": 5}, "every row is at hand"),
+        ({"fetch_size": 0}, "fetch_size must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PersistentSamplerDataModule(data(), **SIZES, **options)

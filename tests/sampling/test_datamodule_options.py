@@ -1,0 +1,410 @@
+"""What users bring to the DataModules: options of PyG's that must work, and mistakes that must be told at once."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
+from torch_geometric.data.lightning import LightningLinkData, LightningNodeData
+from torch_geometric.loader import LinkLoader
+from torch_geometric.sampler import NegativeSampling
+
+from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.folder import save_folder
+from lightning_gnn.graph.options import keywords_of
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.batching_data import small_data
+from tests.cli.command import NODE, lgnn
+from tests.sampling.test_link_datamodule import Fixed
+from tests.sampling.test_loader import assert_same
+
+SAMPLED = [NeighborDataModule, PersistentSamplerDataModule, CollectiveDataModule, LinkDataModule]
+EDGES = small_data().edge_index[:, :40]
+
+
+def build(kind, data=None, **kwargs):
+    sizes = {} if kind is FullGraphDataModule else {"num_neighbors": [2], "batch_size": 8, "num_workers": 0}
+    return kind(small_data() if data is None else data, **{**sizes, **kwargs})
+
+
+def links(**kwargs):
+    return build(LinkDataModule, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(NeighborDataModule, LightningNodeData), (LinkDataModule, LightningLinkData)]
+)
+def test_the_order_of_arguments_is_pygs(ours, theirs):
+    def inputs(kind):
+        return [name for name in kind.__init__.__code__.co_varnames if name == "data" or name.startswith("input_")]
+
+    assert inputs(ours) == [name for name in inputs(theirs) if not name.endswith("_id")]
+    assert keywords_of(theirs) - {"has_val", "has_test", "graph_sampler", "loader"} <= keywords_of(ours)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_neighbors": [-1, -1]}, {"replace": True}, {"disjoint": True}, {"neg_sampling": "triplet"},
+     {"neg_sampling_ratio": 2.5}, {"neg_sampling": None}, {"neg_sampling": {"mode": "binary", "amount": 3}}],
+)  # fmt: skip
+def test_evaluation_of_links_may_sample_otherwise_as_in_pyg(change):
+    data, options = small_data(), {"num_neighbors": [3, 2], "neg_sampling": "binary"}
+    sampler = Fixed(data, [3, 2])
+    module = LinkDataModule(
+        data,
+        input_val_edges=EDGES,
+        link_sampler=sampler,
+        neg_sampling="binary",
+        batch_size=16,
+        eval_loader_kwargs=change,
+    )
+    options.update(change)
+    if "neg_sampling_ratio" in change:
+        options["neg_sampling"] = NegativeSampling("binary", options.pop("neg_sampling_ratio"))
+    of_sampler = {key: options[key] for key in ("num_neighbors", "replace", "disjoint") if key in options}
+    theirs = LinkLoader(
+        data,
+        Fixed(data, **of_sampler),
+        edge_label_index=EDGES,
+        neg_sampling=options["neg_sampling"],
+        batch_size=16,
+    )
+    for a, b in zip(module.val_dataloader(), theirs, strict=True):
+        assert_same(a, b)
+    assert next(iter(module.train_dataloader())).edge_label.numel() == 32
+    assert sampler.num_neighbors == [3, 2]
+
+
+def test_a_ratio_means_binary_negatives_for_unlabelled_edges_alone():
+    labels = torch.tensor([1.0, 0.0] * 20)
+    module = links(
+        input_val_edges=EDGES, input_val_labels=labels, input_test_edges=EDGES, input_pred_edges=EDGES,
+        neg_sampling_ratio=1.0,
+    )  # fmt: skip
+    first = {name: next(iter(getattr(module, f"{name}_dataloader")())) for name in ("train", "val", "test", "predict")}
+    assert first["train"].edge_label.tolist() == [1.0] * 8 + [0.0] * 8 == first["test"].edge_label.tolist()
+    assert first["val"].edge_label.tolist() == labels[:8].tolist()
+    assert first["predict"].get("edge_label") is None
+    assert links(neg_sampling_ratio=0).neg_sampling is None
+
+
+def test_edges_and_labels_in_any_form():
+    expected = next(iter(links(input_val_edges=EDGES, input_val_labels=torch.ones(40), seed=1).val_dataloader()))
+    for edges in (EDGES.tolist(), EDGES.numpy(), EDGES.int(), EdgeIndex(EDGES, sparse_size=(400, 400))):
+        for labels in ([1.0] * 40, np.ones(40, np.float32)):
+            module = links(input_val_edges=edges, input_val_labels=labels, seed=1)
+            assert_same(next(iter(module.val_dataloader())), expected)
+
+
+WEIGHTS = {
+    "negative": (-torch.ones(400), r"dst_weight of the negative sampling must not be negative, but is -1 at node 0"),
+    "nan": (torch.full((400,), math.nan), "must not be negative, but is nan at node 0"),
+    "zero": (torch.zeros(400), "zero at every node"),
+    "short": (torch.ones(3), r"one entry per node, 400, but has the shape \[3\]"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_of_negatives_are_checked_at_once(case):
+    weight, message = WEIGHTS[case]
+    with pytest.raises(ValueError, match=message):
+        links(neg_sampling=NegativeSampling("triplet", 1, dst_weight=weight))
+
+
+def test_whole_weights_of_negatives_are_weights():
+    weight = torch.zeros(400, dtype=torch.int64)
+    weight[7] = 3
+    batch = next(iter(links(neg_sampling=NegativeSampling("triplet", 1, dst_weight=weight)).train_dataloader()))
+    assert batch.n_id[batch.dst_neg_index].tolist() == [7] * 8
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"neg_sampling": "foo"}, ValueError, "neg_sampling='foo' is none.*use 'binary' or 'triplet'"),
+        ({"neg_sampling": {"mode": "binary", "amount": -1}}, ValueError, "needs to be positive"),
+        ({"neg_sampling_ratio": -1}, ValueError, "neg_sampling_ratio must not be negative, but is -1"),
+        ({"neg_sampling_ratio": "1"}, TypeError, "neg_sampling_ratio must be a number, but is '1'"),
+        ({"neg_sampling_ratio": 1, "neg_sampling": "binary"}, ValueError, "not both"),
+        ({"input_val_labels": [1]}, ValueError, "input_val_labels are given without input_val_edges"),
+        ({"input_train_edges": EDGES, "input_train_labels": [math.nan] * 40}, ValueError, "labels holds NaN"),
+        ({"input_train_edges": EDGES, "input_train_labels": [1] * 40, "neg_sampling": "triplet"}, ValueError,
+         "input_train_labels has no place in triplets"),
+        ({"input_val_edges": EDGES, "input_val_labels": [1] * 40, "eval_loader_kwargs": {"neg_sampling_ratio": 1}},
+         ValueError, "neg_sampling_ratio has no effect: to labelled edges no negatives are added"),
+        ({"link_sampler": 3}, TypeError, "link_sampler must be a PyG sampler with sample_from_edges, but is 3"),
+        ({"node_sampler": 3}, TypeError, "no option node_sampler"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_links_are_told_at_once(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        links(**kwargs)
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"batchsize": 4}, TypeError, "no option batchsize; did you mean batch_size"),
+        ({"num_neighbours": [4]}, TypeError, "did you mean num_neighbors"),
+        ({"eval_loader_kwarg": {}}, TypeError, "did you mean eval_loader_kwargs"),
+        ({"batch_size": None}, ValueError, "batch_size must be a whole number, but is None"),
+        ({"num_workers": True}, ValueError, "num_workers must be a whole number, but is True"),
+        ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
+        ({"seed": "a"}, ValueError, "seed must be a whole number, but is 'a'"),
+        ({"shuffle": "no"}, ValueError, "shuffle must be True or False"),
+        ({"shuffle": True, "sampler": [1]}, ValueError, "exclude each other"),
+        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; leave drop_last out"),
+        ({"replace": "no"}, ValueError, "replace must be True or False, but is 'no'"),
+        ({"check_features": "no"}, ValueError, "check_features must be True or False"),
+        ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
+        ({"collate_fn": print}, ValueError, "collate_fn: .*change it by transform="),
+        ({"rank": 1}, TypeError, "sets it for its loaders"),
+        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time: temporal sampling is not supported"),
+        ({"loader": "full"}, ValueError, "FullGraphDataModule"),
+        ({"eval_loader_kwargs": [1]}, TypeError, r"eval_loader_kwargs must be a dictionary, but is \[1\]"),
+        ({"eval_loader_kwargs": {"seed": 1}}, ValueError, "eval_loader_kwargs: seed is the DataModule's"),
+        ({"eval_loader_kwargs": {"shuffle": True}}, ValueError, "evaluation goes in order"),
+        ({"eval_loader_kwargs": {"batchsize": 1}}, TypeError, "eval_loader_kwargs: there is no option batchsize; did"),
+        ({"eval_loader_kwargs": {"num_neighbours": [1]}}, TypeError, "did you mean num_neighbors"),
+        ({"eval_loader_kwargs": {"check_features": True}}, TypeError, "no option check_features"),
+        ({"eval_loader_kwargs": {"disjoint": 1}}, ValueError, "eval_loader_kwargs: disjoint must be True or False"),
+        ({"eval_loader_kwargs": {"time_attr": "t"}}, ValueError, "eval_loader_kwargs: time_attr='t': temporal"),
+        ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: there is no option rank"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_options_are_told_at_once(kind, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        build(kind, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [*SAMPLED, FullGraphDataModule])
+def test_nan_is_found_before_training(kind):
+    data = small_data()
+    data.x[5, 3], data.x[77] = math.nan, math.inf
+    with pytest.raises(ValueError, match=r"data.x holds NaN or infinity in 2 of 400 rows \(nodes 5, 77\)"):
+        build(kind, data)
+    build(kind, data, check_features=False)
+
+
+def test_the_command_refuses_nan(tmp_path, capfd):
+    data = small_data()
+    data.x[5, 3] = math.nan
+    del data.edge_attr, data.edge_weight
+    save_folder(data, tmp_path / "graph")
+    options = [item for item in NODE if not item.startswith("data.")]
+    assert lgnn(tmp_path / "out", "data=custom", f"data.root={tmp_path / 'graph'}", base=options) == 2
+    assert capfd.readouterr().err.startswith(
+        "error: datamodule: data.x holds NaN or infinity in 1 of 400 rows (node 5)"
+    )
+
+
+@pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
+def test_unlabelled_nodes_may_have_nan_where_they_are_no_seeds(kind):
+    data = small_data()
+    data.y = data.y.float()
+    data.y[~(data.train_mask | data.val_mask | data.test_mask)] = math.nan
+    data.train_mask[3] = data.val_mask[3] = data.test_mask[3] = False
+    data.y[3] = math.nan
+    build(kind, data)
+    data.test_mask[3] = True
+    with pytest.raises(ValueError, match=r"data.y at data.test_mask holds NaN .* \(node 3\)"):
+        build(kind, data)
+    build(kind, data, check_features=False)
+
+
+def test_training_in_order():
+    data = small_data()
+    seeds = data.train_mask.nonzero().view(-1).tolist()
+    first, again = (
+        torch.cat([batch.input_id for batch in build(NeighborDataModule, shuffle=False).train_dataloader()]).tolist()
+        for _ in range(2)
+    )
+    assert first == again == seeds
+    shuffled = torch.cat([batch.input_id for batch in build(NeighborDataModule, shuffle=True).train_dataloader()])
+    assert sorted(shuffled.tolist()) == seeds != shuffled.tolist()
+
+
+def test_options_that_tune_processes_change_nothing():
+    tuned = {"persistent_workers": True, "timeout": 5, "is_sorted": True, "filter_per_worker": True, "in_order": True}
+    plain = next(iter(build(NeighborDataModule, seed=1).train_dataloader()))
+    assert_same(next(iter(build(NeighborDataModule, seed=1, **tuned).train_dataloader())), plain)
+
+
+def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
+    data = small_data()
+
+    class Bare:
+        fanout = 3
+
+        def sample_from_nodes(self, inputs, key=None):
+            return NeighborSampler(data, [self.fanout]).sample_from_nodes(inputs, key=key)
+
+    module = build(NeighborDataModule, data, node_sampler=Bare(), num_neighbors=None)
+    assert module.eval_graph_sampler is module.graph_sampler
+    with pytest.raises(ValueError, match="eval_loader_kwargs: Bare has no num_neighbors"):
+        build(NeighborDataModule, data, node_sampler=Bare(), eval_loader_kwargs={"num_neighbors": [1]})
+    with pytest.raises(TypeError, match="node_sampler must be a PyG sampler with sample_from_nodes, but is 3"):
+        build(NeighborDataModule, data, node_sampler=3)
+    with pytest.warns(UserWarning, match="without effect beside it: num_neighbors$"):
+        build(NeighborDataModule, data, node_sampler=Bare())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"num_chunk": 3}, TypeError, "no option num_chunk; did you mean num_chunks"),
+        ({"batch_size": 3}, TypeError, "no option batch_size: the whole graph is the only batch"),
+        ({"input_train_nodes": [1]}, TypeError, "the masks of data tell the splits"),
+        ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
+        ({"cache_dir": 3}, TypeError, "cache_dir must be a path, but is 3"),
+    ],
+)
+def test_mistakes_with_full_graphs_are_told_at_once(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        build(FullGraphDataModule, **kwargs)
+
+
+def test_sparse_features_are_for_layers_of_pygs_own():
+    data = small_data()
+    data.x = data.x.to_sparse()
+    assert build(FullGraphDataModule, data, compress=False).data.x.is_sparse
+    for kind in (*SAMPLED, FullGraphDataModule):
+        with pytest.raises(
+            ValueError, match=r"data.x is sparse, but rows are read one by one; use data.x.to_dense\(\)"
+        ):
+            build(kind, data)
+
+
+@pytest.mark.parametrize("name", ["z", "edge_z"])
+def test_no_attribute_of_nodes_or_edges_may_be_sparse(name):
+    data = small_data()
+    data[name] = torch.eye(data.num_edges if name == "edge_z" else data.num_nodes).to_sparse()
+    with pytest.raises(ValueError, match=f"data.{name} is sparse, but rows are read one by one"):
+        build(NeighborDataModule, data)
+
+
+@pytest.mark.parametrize("typo", ["sed", "neg_samplng", "input_train_tim"])
+def test_no_name_is_proposed_that_would_be_refused(typo):
+    with pytest.raises(TypeError, match=f"there is no option {typo}$"):
+        build(NeighborDataModule, eval_loader_kwargs={typo: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "message"),
+    [
+        (PersistentSamplerDataModule, {"mode": "foo"}, "mode='foo' is unknown; use one of fused, persistent"),
+        (PersistentSamplerDataModule, {"device": "foo"}, "device='foo' is none"),
+        (PersistentSamplerDataModule, {"cache_rows": "3"}, "cache_rows must be a whole number, but is '3'"),
+        (PersistentSamplerDataModule, {"quantize": "no"}, "quantize must be True or False, but is 'no'"),
+        (CollectiveDataModule, {"deterministic": "no"}, "deterministic must be True or False, but is 'no'"),
+        (CollectiveDataModule, {"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number, but is True"),
+    ],
+)
+def test_mistakes_with_devices_are_told_at_once(kind, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(kind, **kwargs)
+
+
+def test_masks_of_several_splits_matter_only_where_they_are_used():
+    data = small_data()
+    one = data.train_mask
+    data.train_mask = torch.stack([one] * 10, dim=1)
+    with pytest.raises(ValueError, match=r"choose one of its columns, as in data.train_mask\[:, 0\]"):
+        build(NeighborDataModule, data)
+    module = build(NeighborDataModule, data, input_train_nodes=one)
+    assert next(iter(module.train_dataloader())).train_mask.size(1) == 10
+
+
+def test_nodes_without_edges_and_features_without_floats():
+    data = small_data()
+    data.edge_index = data.edge_index % 300
+    data.x = torch.arange(400)
+    seen = torch.cat([batch.x[: batch.batch_size] for batch in build(NeighborDataModule, data).test_dataloader()])
+    assert seen.tolist() == data.test_mask.nonzero().view(-1).tolist()
+    data.x = data.x.double().view(-1, 1)
+    for kind in (NeighborDataModule, PersistentSamplerDataModule):
+        assert next(iter(build(kind, data).train_dataloader())).x.dtype == torch.float64
+    del data.x
+    data.num_nodes = 400
+    assert next(iter(build(NeighborDataModule, data).train_dataloader())).num_nodes > 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
+def test_features_of_another_dtype_than_the_weights_are_named(kind, dtype):
+    data = small_data()
+    data.x = data.x.to(dtype)
+    module = NodeClassifier(GraphSAGE(12, 8, 2, 4), 4)
+    (batch, *_) = build(kind, data).train_dataloader()
+    with pytest.raises(TypeError, match=f"x is {dtype}, but the model's weights|x must be floating, but is {dtype}"):
+        module(batch)
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_an_epoch_without_a_mini_batch_is_an_error(kind):
+    with pytest.raises(
+        ValueError, match=r"drop_last=True leaves no mini-batch: the train split has .* batch_size=5000"
+    ):
+        build(kind, drop_last=True, batch_size=5000).train_dataloader()
+
+
+@pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
+@pytest.mark.parametrize("form", [list, np.asarray, lambda mask: mask.view(-1, 1)])
+def test_masks_in_any_form(kind, form):
+    data = small_data()
+    expected = next(iter(build(kind, data, **({} if kind is FullGraphDataModule else {"seed": 1})).train_dataloader()))
+    data.train_mask = form(data.train_mask)
+    found = next(iter(build(kind, data, **({} if kind is FullGraphDataModule else {"seed": 1})).train_dataloader()))
+    if kind is FullGraphDataModule:
+        assert torch.equal(found.train_mask, expected.train_mask)
+        assert data.train_mask is not found.train_mask
+    else:
+        assert found.input_id.tolist() == expected.input_id.tolist()
+
+
+def test_arrays_of_numpy_are_the_full_graphs_tensors():
+    data = small_data()
+    data.x, data.y = data.x.numpy(), data.y.numpy()
+    for compress in (True, False):
+        (batch,) = build(FullGraphDataModule, data, compress=compress).train_dataloader()
+        assert torch.equal(batch.x, small_data().x)
+        assert torch.equal(batch.y, small_data().y)
+    data.x = data.x.copy()
+    data.x[3] = math.nan
+    for kind in (NeighborDataModule, FullGraphDataModule):
+        with pytest.raises(ValueError, match=r"data.x holds NaN or infinity in 1 of 400 rows \(node 3\)"):
+            build(kind, data)
+
+
+@pytest.mark.parametrize("key", ["x", "y", "edge_attr", "edge_weight"])
+def test_lists_of_numbers_are_no_tensors_and_texts_are_kept(key):
+    data = small_data()
+    data[key] = data[key].tolist()
+    with pytest.raises(TypeError, match=rf"data.{key} is a list of numbers, but must be a tensor; use torch.tensor"):
+        build(NeighborDataModule, data)
+    data = small_data()
+    data.x = [str(node) for node in range(400)]
+    batch = next(iter(build(NeighborDataModule, data).train_dataloader()))
+    assert batch.x == [str(node) for node in batch.n_id.tolist()]
+
+
+def test_links_of_a_graph_without_edge_index():
+    data = small_data()
+    stored = Data(x=data.x, graph=CSCGraph.from_data(data))
+    assert sorted(torch.cat([b.input_id for b in build(LinkDataModule, stored).train_dataloader()]).tolist()) == list(
+        range(4000)
+    )
+
+
+def test_a_number_of_nodes_that_is_none_is_named():
+    with pytest.raises(TypeError, match=r"data.num_nodes must be a whole number, but is 400.0"):
+        build(NeighborDataModule, Data(edge_index=EDGES, num_nodes=400.0))

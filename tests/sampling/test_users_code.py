@@ -1,0 +1,474 @@
+"""What users bring of their own: samplers, transforms, attributes, trained features; beside PyG's loaders."""
+
+import multiprocessing
+import random
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch_geometric.data import Data
+from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import BaseSampler, SamplerOutput
+
+from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.batching_data import small_data
+from tests.sampling.test_loader import Fixed, assert_same
+
+DATA = small_data()
+SAMPLER = NeighborSampler(DATA, [3, 2])
+
+
+def loader(data=DATA, sampler=None, **kwargs):
+    return ThreadedNodeLoader(data, sampler or NeighborSampler(data, [3, 2]), **{"batch_size": 50, **kwargs})
+
+
+def edges_of(batches):
+    return {int(edge) for batch in batches for edge in batch.e_id}
+
+
+class Predicts(pl.LightningModule):
+    def predict_step(self, batch, batch_idx):
+        return batch.input_id
+
+
+def overlap(a, b):
+    return len(a & b) / len(a | b)
+
+
+# -- loaders alone in a Trainer
+
+
+def test_a_loader_alone_can_be_made_anew_by_lightning():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    links = ThreadedLinkLoader(
+        DATA, NeighborSampler(DATA, [2]), edge_label_index=DATA.edge_index[:, :70], batch_size=40
+    )
+    nodes = loader(input_nodes=torch.arange(300, 400))
+    assert torch.equal(torch.cat(trainer.predict(Predicts(), nodes)), torch.arange(100))
+    assert torch.equal(torch.cat(trainer.predict(Predicts(), links)), torch.arange(70))
+
+
+def test_a_loader_alone_takes_the_rank_of_the_process_that_iterates(monkeypatch):
+    alone, other = loader(), loader(rank=3)
+    first = edges_of(loader())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_rank", lambda: 3)
+        third = edges_of(alone)
+    assert third == edges_of(other) != first
+
+
+# -- epochs
+
+
+def own_orders():
+    generator = torch.Generator().manual_seed(0)
+    seeds = range(DATA.num_nodes)
+    yield {"sampler": SubsetRandomSampler(seeds, generator)}
+    yield {"sampler": RandomSampler(seeds, generator=generator)}
+    yield {"batch_sampler": BatchSampler(RandomSampler(seeds, generator=generator), 50, drop_last=False)}
+    yield {"batch_sampler": [list(range(start, start + 50)) for start in range(0, 400, 50)]}
+    yield {"sampler": DistributedSampler(seeds, num_replicas=1, rank=0)}
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_differ_with_an_order_of_the_users_own(number, num_workers):
+    order = list(own_orders())[number]
+    kwargs = {"batch_size": 50, **order} if "sampler" in order else {"batch_size": 1, **order}
+    ours = ThreadedNodeLoader(DATA, NeighborSampler(DATA, [1]), num_workers=num_workers, **kwargs)
+    first, second, third = (edges_of(ours) for _ in range(3))
+    assert max(overlap(first, second), overlap(first, third), overlap(second, third)) < 0.4
+
+
+def test_passes_outside_a_trainer_go_on_in_order_and_samples():
+    for num_workers in (0, 2):
+        module = NeighborDataModule(DATA, num_neighbors=[2], batch_size=40, num_workers=num_workers, seed=5)
+        made = module.train_dataloader()
+        passes = [list(made), list(made), list(module.train_dataloader())]
+        orders = [torch.cat([batch.input_id for batch in batches]).tolist() for batches in passes]
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+        assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+        again = NeighborDataModule(DATA, num_neighbors=[2], batch_size=40, seed=5).train_dataloader()
+        for one, other in zip(passes, ([*again] for _ in range(3)), strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert_same(a, b)
+        evaluation = module.val_dataloader()
+        for a, b in zip(list(evaluation), list(evaluation), strict=True):
+            assert_same(a, b)
+
+
+def test_a_bare_loader_goes_on_and_starts_anew_where_told():
+    ours = loader(shuffle=False)
+    first, second = list(ours), list(ours)
+    assert torch.equal(first[0].input_id, second[0].input_id)
+    assert overlap(edges_of(first), edges_of(second)) < 0.9
+    told = DistributedSampler(range(DATA.num_nodes), num_replicas=1, rank=0, shuffle=False)
+    ours = ThreadedNodeLoader(DATA, SAMPLER, batch_size=50, sampler=told)
+    told.set_epoch(7)
+    seventh = list(ours)
+    told.set_epoch(8)
+    list(ours)
+    told.set_epoch(7)
+    for a, b in zip(seventh, list(ours), strict=True):
+        assert_same(a, b)
+
+
+def test_collective_passes_go_on_too():
+    module = CollectiveDataModule(DATA, num_neighbors=[2], batch_size=40, num_workers=1, gpu_route="cpu", seed=5)
+    plain = NeighborDataModule(DATA, num_neighbors=[2], batch_size=40, seed=5).train_dataloader()
+    made = module.train_dataloader()
+    assert isinstance(made, CollectiveLoader)
+    for _ in range(2):
+        for a, b in zip(list(made), list(plain), strict=True):
+            assert_same(a, b)
+    module.teardown("fit")
+
+
+# -- attributes
+
+
+def test_own_n_id_and_e_id_are_kept_so_that_a_batch_can_be_sampled_from():
+    outer = next(iter(loader(shuffle=False)))
+    for make in (ThreadedNodeLoader, NodeLoader):
+        sampler = Fixed(outer, [2])
+        inner = next(iter(make(outer, sampler, input_nodes=torch.arange(9), batch_size=9)))
+        assert torch.equal(inner.x, DATA.x[inner.n_id])
+        assert torch.equal(inner.edge_attr, DATA.edge_attr[inner.e_id])
+
+
+def test_numpy_attributes_come_as_tensors_as_in_pyg():
+    data = small_data()
+    data.heights, data.lengths = np.arange(400.0).reshape(200, 2).repeat(2, axis=0), np.arange(4000)
+    sampler = Fixed(data, [3, 2])
+    theirs, ours = NodeLoader(data, sampler, batch_size=50), ThreadedNodeLoader(data, sampler, batch_size=50)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b)
+        assert a.heights.dtype == torch.float64
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_data_may_be_edited_between_passes(num_workers):
+    data = small_data()
+    ours = loader(data, num_workers=num_workers)
+    list(ours)
+    del ours.data.y
+    ours.data.age = torch.arange(400)
+    for batch in ours:
+        assert "y" not in batch
+        assert torch.equal(batch.age, batch.n_id)
+
+
+class Permuted(BaseSampler):
+    """A user's sampler: edges in another order than those of the data, as PyG's own has them; takes no key."""
+
+    def __init__(self, data, shuffles=False):
+        self.permutation = torch.randperm(data.num_edges, generator=torch.Generator().manual_seed(0))
+        self.inner = Fixed(data, [3, 2])
+        self.inverse = self.permutation.argsort()
+        self.shuffles = shuffles
+
+    @property
+    def edge_permutation(self):
+        return self.permutation
+
+    def sample_from_nodes(self, inputs):
+        out = self.inner.sample_from_nodes(inputs)
+        out.edge = self.inverse[out.edge]
+        if self.shuffles:
+            keep = torch.rand(out.row.numel()) < random.random() * np.random.rand()
+            out.row, out.col, out.edge = out.row[keep], out.col[keep], out.edge[keep]
+        return out
+
+    def sample_from_edges(self, inputs, neg_sampling=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_without_keys_and_with_an_edge_permutation_equals_pygs(num_workers):
+    sampler = Permuted(DATA)
+    theirs = NodeLoader(DATA, sampler, batch_size=50)
+    ours = ThreadedNodeLoader(DATA, sampler, batch_size=50, num_workers=num_workers, thread_safe=True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b)
+
+
+class Passing(NeighborSampler):
+    """Draws beside what it passes on."""
+
+    def sample_from_nodes(self, inputs, **kwargs):
+        torch.rand(3)
+        return super().sample_from_nodes(inputs, **kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_passes_the_key_on_gives_the_same_samples_and_disturbs_nothing(num_workers):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for a, b in zip(loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), loader(), strict=True):
+        assert_same(a, b)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_transform_sampler_output_may_drop_the_edge_ids(num_workers):
+    def without(out: SamplerOutput) -> SamplerOutput:
+        out.edge = None
+        return out
+
+    sampler = Fixed(DATA, [3, 2])
+    kwargs = {"batch_size": 50, "transform_sampler_output": without}
+    ours = ThreadedNodeLoader(DATA, sampler, num_workers=num_workers, **kwargs)
+    for a, b in zip(ours, NodeLoader(DATA, sampler, **kwargs), strict=True):
+        assert_same(a, b)
+        assert a.edge_attr is None
+
+
+# -- random numbers
+
+
+def noisy(batch):
+    """A transform that draws from all three generators."""
+    batch.noise = torch.rand(3)
+    batch.numpy_noise, batch.python_noise = float(np.random.rand()), random.random()
+    return batch
+
+
+def drop_edges(out: SamplerOutput) -> SamplerOutput:
+    keep = torch.rand(out.row.numel()) < random.random()
+    out.row, out.col, out.edge = out.row[keep], out.col[keep], out.edge[keep]
+    return out
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def runs(make, passes=2):
+    """The batches of some loaders whose surroundings draw random numbers of their own, and what these were."""
+    for num_workers, seed in ((0, 1), (1, 2), (3, 3)):
+        seed_all(seed)
+        batches, drawn = [], []
+        made = make(num_workers)
+        for _ in range(passes):
+            for batch in made:
+                batches.append(batch)
+                drawn.append((torch.rand(2).tolist(), np.random.rand(), random.random()))
+        seed_all(seed)
+        assert drawn == [(torch.rand(2).tolist(), np.random.rand(), random.random()) for _ in drawn]
+        yield batches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transform": noisy},
+        {"transform": noisy, "transform_sampler_output": drop_edges},
+        {"transform": noisy, "sampler": Permuted(DATA, shuffles=True)},
+    ],
+    ids=["transform", "transform_sampler_output", "sampler"],
+)
+def test_what_the_users_code_draws_follows_from_the_key_alone(options):
+    own = {key: value for key, value in options.items() if key != "sampler"}
+    sampler = options.get("sampler", SAMPLER)
+    first, *others = runs(lambda n: ThreadedNodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert_same(a, b)
+    noises = [tuple(batch.noise.tolist()) for batch in first]
+    assert len(set(noises)) == len(noises) == 16
+    assert len({batch.numpy_noise for batch in first}) == len({batch.python_noise for batch in first}) == 16
+
+
+def test_so_it_does_in_collective_batching_under_any_plan():
+    plain, *_ = runs(lambda n: loader(transform=noisy, num_workers=n), passes=1)
+    for plan in (CollectivePlan("cpu", 2, 3), CollectivePlan("gpu", 2, 0), CollectivePlan("collective", 2, 3)):
+        route = loader(transform=noisy)
+        for _ in range(2):
+            ours = CollectiveLoader(
+                DATA,
+                SAMPLER,
+                batch_size=50,
+                num_workers=2,
+                route=route,
+                plan=plan,
+                transform=noisy,
+                epoch=lambda number: 0,
+            )
+            for a, b in zip(ours, plain, strict=True):
+                assert_same(a, b)
+
+
+def test_links_with_a_random_transform_do_not_share_its_stream_with_the_negatives():
+    made = []
+    for num_workers in (0, 2):
+        ours = ThreadedLinkLoader(
+            DATA, SAMPLER, edge_label_index=DATA.edge_index[:, :90], batch_size=30, neg_sampling="binary",
+            transform=noisy, num_workers=num_workers,
+        )  # fmt: skip
+        made.append(list(ours))
+    for a, b in zip(*made, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("where", ["transform", "transform_sampler_output"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_stop_iteration_does_not_end_the_epoch(where, num_workers, thread_safe):
+    def stops(batch):
+        raise StopIteration
+
+    ours = loader(num_workers=num_workers, thread_safe=thread_safe, **{where: stops})
+    with pytest.raises(RuntimeError, match=r"stops raised StopIteration"):
+        list(ours)
+
+
+class Stops(NeighborSampler):
+    """Draws from the key alone, and stops."""
+
+    def sample_from_nodes(self, inputs, key=None):
+        raise StopIteration
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_s_stop_iteration_does_not_either(num_workers):
+    ours = ThreadedNodeLoader(DATA, Stops(DATA, [2]), input_nodes=DATA.train_mask, num_workers=num_workers)
+    with pytest.raises(RuntimeError, match="the sampler Stops raised StopIteration"):
+        list(ours)
+
+
+# -- features that are trained
+
+
+def embedded():
+    data = small_data()
+    data.x = nn.Parameter(data.x)
+    data.edge_attr = nn.Parameter(data.edge_attr)
+    return data
+
+
+def trained(make, optimizer, sparse=False):
+    data = embedded()
+    steps = optimizer([data.x, data.edge_attr])
+    for batch in make(data):
+        steps.zero_grad()
+        messages = batch.x[batch.edge_index[0]] * batch.edge_attr.sum(dim=1, keepdim=True)
+        loss = (
+            torch.zeros_like(batch.x).index_add(0, batch.edge_index[1], messages).pow(2).mean() + batch.x.exp().mean()
+        )
+        loss.backward()
+        assert data.x.grad.is_sparse == sparse
+        steps.step()
+    return data.x.detach(), data.edge_attr.detach()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_trained_features_equal_plain_indexing_with_any_number_of_workers(sparse):
+    def plainly(data):
+        bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
+        for batch in loader(bare):
+            batch.x, batch.edge_attr = data.x[batch.n_id], data.edge_attr[batch.e_id]
+            yield batch
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    expected = trained(plainly, sgd)
+    for num_workers in (0, 1, 3):
+        found = trained(lambda data, n=num_workers: loader(data, num_workers=n, sparse_grad=sparse), sgd, sparse)
+        for a, b in zip(expected, found, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+    adam = torch.optim.SparseAdam if sparse else torch.optim.Adam
+    results = [trained(lambda data, n=n: loader(data, num_workers=n, sparse_grad=sparse), adam, sparse) for n in (0, 3)]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_are_those_after_the_step_before():
+    data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
+    ours = ThreadedNodeLoader(data, NeighborSampler(data, [1]), batch_size=1, num_workers=2, sampler=[0, 0, 0])
+    seen = []
+    for batch in ours:
+        seen.append(batch.x.item())
+        batch.x.sum().backward()
+        with torch.no_grad():
+            data.x -= 2 * data.x.grad
+            data.x.grad = None
+    assert seen == [0.0, -2.0, -4.0]
+
+
+def test_a_transform_sees_trained_rows_and_keeps_their_gradient():
+    def doubled(batch):
+        batch.x = 2 * batch.x
+        return batch
+
+    for thread_safe in (False, True):
+        data = embedded()
+        for batch in loader(data, num_workers=2, transform=doubled, thread_safe=thread_safe):
+            batch.x.sum().backward()
+        expected = torch.zeros(400)
+        for batch in loader(data, num_workers=0):
+            expected.index_add_(0, batch.n_id, torch.full((batch.num_nodes,), 2.0))
+        assert torch.equal(data.x.grad[:, 0], expected)
+
+
+def test_trained_features_that_cannot_be_right_are_refused():
+    class Endless:
+        def __iter__(self):
+            return iter([[0], [1]])
+
+    data = embedded()
+    with pytest.raises(ValueError, match=r"data\.x requires gradients, but the batch_sampler has no __len__"):
+        ThreadedNodeLoader(data, SAMPLER, batch_sampler=Endless())
+    data.x = nn.Parameter(torch.zeros(400))
+    with pytest.raises(ValueError, match=r"sparse_grad=True needs rows, but data\.x"):
+        loader(data, sparse_grad=True)
+
+
+# -- forks
+
+
+def _go_on(iterator, queue):
+    try:
+        next(iterator)
+        queue.put("went on")
+    except RuntimeError as error:
+        queue.put(str(error))
+
+
+@pytest.mark.parametrize("kind", ["plain", "collective"])
+def test_an_iterator_does_not_hang_in_a_fork(kind):
+    if kind == "plain":
+        ours = loader(num_workers=2)
+    else:
+        ours = CollectiveLoader(DATA, SAMPLER, batch_size=50, num_workers=2, plan=CollectivePlan("cpu", 1, 2))
+    iterator = iter(ours)
+    next(iterator)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_go_on, args=(iterator, queue), daemon=True)
+    process.start()
+    try:
+        assert "is a fork of it" in queue.get(timeout=60)
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert len(list(iterator)) == 7
+
+
+def test_link_modules_train_features_too():
+    data = embedded()
+    made = LinkDataModule(data, num_neighbors=[2], batch_size=200, neg_sampling="binary", num_workers=2, seed=1)
+    for batch in made.train_dataloader():
+        batch.x.sum().backward()
+    assert (data.x.grad > 0).all()
