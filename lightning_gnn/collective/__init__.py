@@ -6,8 +6,8 @@ preparation, transfer and training.
 
 Reading order: ``collective/plan.py`` (what is decided), ``collective/dispatcher.py`` (equation 6, repaired),
 ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (an epoch without a device),
-``collective/profile.py`` (measured stage times), ``collective/loader.py`` and ``collective/epoch.py`` (the training
-thread), ``collective/datamodule.py``.
+``collective/profile.py`` (measured stage times), ``collective/loader.py`` (the training thread),
+``collective/datamodule.py``.
 """
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from lightning_gnn.graph.chunks import ARRAYS, Chunks
 from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.runtime.documents import read_json, read_text
 from lightning_gnn.runtime.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from lightning_gnn.graph.compress import CompressedGraph
 
 _FORMAT = "lightning_gnn compressed graph 1"
 _META = "graph.json"
@@ -32,7 +29,7 @@ _DTYPES = {
 }
 
 
-def save_compressed(graph: CompressedGraph, folder: str | Path) -> Path:
+def save_compressed(graph: Any, folder: str | Path) -> Path:
     """Write what :meth:`CompressedGraph.save` says."""
     folder = Path(folder)
     if (folder / _META).exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numba
 import numpy as np
@@ -13,11 +13,8 @@ from torch import Tensor
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.columns import compress_columns, count_columns
 
-if TYPE_CHECKING:
-    from lightning_gnn.graph.compress import CompressedGraph
 
-
-def add_self_loops(graph: CompressedGraph) -> CompressedGraph:
+def add_self_loops(graph: Any) -> Any:
     """Replace the self-loops of a graph by one per vertex, in the same partition; ``edge_ids`` is -1 for these.
 
     ``cache["weight_ids"]`` of the result names, for each of its edges, the user's edge that gives its weight: for a
@@ -44,7 +41,7 @@ def add_self_loops(graph: CompressedGraph) -> CompressedGraph:
 
 
 def gcn_weight(
-    graph: CompressedGraph, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
+    graph: Any, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
 ) -> Tensor:
     """Compute what :meth:`CompressedGraph.gcn_weight` returns."""
     _check_square(graph, "the symmetric normalisation")
@@ -78,7 +75,7 @@ def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     return out.index_copy(0, present, values[ids[present]])
 
 
-def _check_square(graph: CompressedGraph, what: str) -> None:
+def _check_square(graph: Any, what: str) -> None:
     if graph.num_sources != graph.num_targets:
         raise ValueError(
             f"{what} must have the same vertices on both sides, but the graph has {graph.num_sources} sources and "

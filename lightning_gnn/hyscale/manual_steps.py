@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from lightning_gnn.hyscale.trainers import HybridTrainers
 
 
 class ReplicaOptimizer:
@@ -21,7 +18,7 @@ class ReplicaOptimizer:
         number: Which optimizer.
     """
 
-    def __init__(self, engine: HybridTrainers, module: Any, number: int) -> None:
+    def __init__(self, engine: Any, module: Any, number: int) -> None:
         self._engine = engine
         self._module = module
         self.number = number
@@ -59,7 +56,7 @@ class ReplicaOptimizer:
 class ReplicaScheduler:
     """Stands for one of the learning rate schedulers in a replica."""
 
-    def __init__(self, engine: HybridTrainers, number: int) -> None:
+    def __init__(self, engine: Any, number: int) -> None:
         self._engine = engine
         self.number = number
 
@@ -74,7 +71,7 @@ class ReplicaScheduler:
         return getattr(self._engine.strategy.lr_scheduler_configs[self.number].scheduler, name)
 
 
-def let_meet(engine: HybridTrainers, replica: int, module: Any) -> None:
+def let_meet(engine: Any, replica: int, module: Any) -> None:
     """Replace what a replica's ``training_step`` calls in manual optimisation.
 
     Args:

@@ -13,10 +13,7 @@ from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan
 from lightning_gnn.ops.aggregate_backends import backend_name, chunk_tensors, plan_of
 from lightning_gnn.ops.aggregate_operators import GraphMax, GraphSum
-from lightning_gnn.ops.edge_softmax import edge_softmax
 from lightning_gnn.ops.graph_operators import graph_arguments, in_order
-
-__all__ = ["ShardedGraph", "aggregate", "edge_softmax", "hybrid_plan"]
 
 Reduce = Literal["sum", "mean", "max"]
 REDUCES = ("sum", "mean", "max")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.ops.aggregate import ShardedGraph
 from lightning_gnn.ops.aggregate_operators import GraphProducts, GraphSum
 from lightning_gnn.ops.graph_operators import (
     NO_GRAPH,
@@ -23,9 +24,6 @@ from lightning_gnn.ops.graph_operators import (
     num_rows,
     register,
 )
-
-if TYPE_CHECKING:
-    from lightning_gnn.ops.aggregate import ShardedGraph
 
 
 def edge_softmax(

@@ -1,7 +1,7 @@
 """PGSampler: all hops of a neighbour sample in one launch on the GPU.
 
 Source: "PGSampler: Accelerating GPU-based Graph Sampling in GNN Systems via Workload Fusion". One kernel samples,
-removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal those of the CPU.
+removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal the CPU's.
 
 Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.py`` (hop by hop, fused),
 ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/phases.py`` (order and edges),

@@ -2,7 +2,8 @@
 
 Reading order, from the definition to the DataModule: ``ops/sample.py`` and ``ops/sample_reference.py`` (what a sample
 is), ``ops/sample_numba.py`` (how it is drawn), ``sampling/neighbor.py`` (PyG's sampler interface),
-``sampling/loader.py`` (the stages of a mini-batch, in threads), ``sampling/datamodule_base.py`` and ``sampling/node_datamodule.py``.
+``sampling/loader.py`` (the stages of a mini-batch, in threads), ``sampling/datamodule_base.py`` and
+``sampling/node_datamodule.py``.
 """
 
 from lightning_gnn.sampling.link_datamodule import LinkDataModule

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective import epoch as collective_epoch
+from lightning_gnn.collective import loader as collective_loader
 from lightning_gnn.collective import workers as collective_workers
 from lightning_gnn.collective.host_ring import HostMemoryError
 from lightning_gnn.collective.loader import CollectiveLoader
@@ -149,7 +149,7 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, determinist
 
     loader.prepare_on_host, loader.routes.prepare = slow_on_host, slow
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_epoch, "Workers", Recorded)
+        patch.setattr(collective_loader, "Workers", Recorded)
         patch.setattr(collective_workers, "threading", clock.threading())
         for _ in loader:
             clock.sleep(duration("model", loader.order[-1]))
