@@ -206,9 +206,7 @@ class MiniBatchDataModule(ResumableDataModule):
         if self._begun is None:
             self._begun = progress.total.ready
         if first and progress.total.ready != self._begun:
-            return (
-                0  # a pass of the user's own beside the Trainer's, which goes on in mid-epoch when it is resumed alone
-            )
+            return 0  # a pass of the user's own; the Trainer's alone skips batches when it is resumed
         self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
         self.draw_order(first)
         return first
