@@ -200,6 +200,6 @@ class OwnPasses(pl.Callback):
 @pytest.mark.parametrize("name", MODULES)
 def test_passes_of_the_users_own_while_a_trainer_runs_are_whole_and_change_nothing(name):
     own = OwnPasses()
-    beside = fitted(MODULES[name](small_data()), callbacks=[own], max_epochs=2)
+    beside = fitted(MODULES[name](small_data()), callbacks=[own], enable_checkpointing=False, max_epochs=2)
     assert set(own.counts) == {len(MODULES[name](small_data()).train_dataloader())}
     assert_equal_weights(beside, fitted(MODULES[name](small_data()), max_epochs=2))
