@@ -64,7 +64,7 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
             value = data.get(key)
             if isinstance(value, np.ndarray) and value.dtype.kind == "f":
                 value = torch.as_tensor(value)
-            if isinstance(value, Tensor) and value.is_floating_point() and not is_sparse(value):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and not is_sparse(value):
                 _check_finite(value, f"data.{key}", kind)
 
 

@@ -214,7 +214,7 @@ def check_finite_rows(
     """Look for NaN and infinity in one pass, block by block so that a memory-mapped table never comes in whole.
 
     Args:
-        values: Floating point ``[n, ...]``.
+        values: Floating point or complex ``[n, ...]``.
         name: What to call it in the message.
         kind: What a row belongs to.
         fix: What to do.
@@ -231,6 +231,8 @@ def check_finite_rows(
             part = values[start : start + block]
             if part.element_size() == 1:
                 part = part.float()  # torch compares no float8
+            if part.is_complex():
+                part = torch.view_as_real(part)
             # NaN and infinity come through: one read, where isfinite writes a result per value and reads that.
             if not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
                 bad.append((~part.reshape(part.size(0), -1).isfinite()).any(dim=1).nonzero().view(-1).cpu() + start)

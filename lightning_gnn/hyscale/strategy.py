@@ -42,6 +42,7 @@ from lightning_gnn.hyscale.transfer_hooks import TransferHooks
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, seeds_of_iteration
 from lightning_gnn.ops.hashing import mix
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.precision import match_device
 from lightning_gnn.runtime.transfer import converted
 
@@ -111,7 +112,7 @@ class HyScaleStrategy(NodeStrategy):
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(process_group_backend, **kwargs)
+        super().__init__(process_group_backend, **{"checkpoint_io": SafeCheckpointIO(), **kwargs})
         check_options(cpu_trainers, drm, prefetch, stall_timeout, transfer_dtype)
         self.cpu_trainers = cpu_trainers
         self.cpu_share = check_share(cpu_share)

@@ -85,7 +85,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 if hasattr(error, "add_note"):  # from Python 3.11 on
                     error.add_note(f"{target} could not be read")
                 raise  # it holds a type that is not allowed, or not there
-            raise ValueError(_message(target, f"cannot be read as a checkpoint: {_first_line(error)}")) from error
+            with target.open("rb") as file:
+                torchs = file.read(1) in (b"P", b"\x80")  # a zip file, or a pickle as before torch 1.6
+            reason = _first_line(error) if torchs else "it does not begin like a file of torch's"
+            raise ValueError(_message(target, f"cannot be read as a checkpoint: {reason}")) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise ValueError(_message(target, "is not a checkpoint of a Trainer: it holds no state_dict"))
         return checkpoint

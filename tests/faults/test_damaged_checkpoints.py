@@ -85,7 +85,11 @@ def test_a_trainer_names_the_file_and_others_beside_it(sound, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "it is empty"), (b"\x93NUMPY", "cannot be read as a checkpoint"), (b"PK", "cut short")],
+    [
+        (b"", "it is empty"),
+        (b"\x93NUMPY", "cannot be read as a checkpoint: it does not begin like a file of torch's"),
+        (b"PK", "cut short"),
+    ],
 )
 def test_something_else(content, message, tmp_path):
     path = tmp_path / "wrong.ckpt"

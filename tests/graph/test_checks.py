@@ -17,7 +17,9 @@ from tests.batching_data import small_data
 MASK = torch.tensor([True, False, True, False])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64]
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_no_value_that_is_not_finite_is_missed(dtype, bad):
     largest = torch.finfo(dtype).max

@@ -5,6 +5,7 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
@@ -12,6 +13,7 @@ from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.hyscale.work_share import Trainers
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.hyscale.models import Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
@@ -107,6 +109,12 @@ def test_with_pygs_loader_the_order_of_the_epoch_goes_on(batch, tmp_path):
     whole = train()
     train([SaveAt(path, batch, stop=True)])
     assert same(train(ckpt_path=path), whole)
+
+
+def test_checkpoints_are_written_whole_with_loaders_of_any_kind():
+    own = TorchCheckpointIO()
+    assert type(hybrid().checkpoint_io) is SafeCheckpointIO
+    assert hybrid(checkpoint_io=own).checkpoint_io is own
 
 
 def test_a_checkpoint_loads_without_the_strategy(tmp_path):
