@@ -143,6 +143,8 @@ class _ThreadedLoader:
             user_code = f"the sampler {type(self._graph_sampler).__name__}"
             if self.transform_sampler_output is not None:
                 user_code = "transform_sampler_output"
+            elif not self._joins:
+                user_code = f"{type(self).__name__}.filter_fn"
             rank_zero_warn(
                 f"{user_code} may draw from the process's random stream, so mini-batches are prepared in the "
                 f"training thread; thread_safe=True lets {self.num_threads} worker threads run it"
@@ -179,7 +181,14 @@ class _ThreadedLoader:
     @property
     def in_training_thread(self) -> bool:
         """Whether all of a mini-batch must be made there: the user's own code comes before Feature Loading."""
-        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None)
+        if not self._joins and self.trained():
+            return True  # the user's own code gathers rows that must not be stale
+        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None and self._joins)
+
+    @property
+    def _joins(self) -> bool:
+        """Whether Feature Loading is ours: a class of the user's own may have another ``filter_fn``, as in PyG."""
+        return type(self).filter_fn is _ThreadedLoader.filter_fn
 
     @property
     def finishes(self) -> bool:
@@ -238,11 +247,15 @@ class _ThreadedLoader:
             part: Which part of it, where it has been shared out.
         """
         start = time.perf_counter()
-        if self.transform_sampler_output is not None:
-            out = self._run_theirs(self.transform_sampler_output, out, key, _OUTPUT, part)
-        batch, left = self._join(out)
-        if self.transform is not None and self.thread_safe and not left:
-            batch = self._run_theirs(self.transform, batch, key, _TRANSFORM, part)
+        left: dict[str, Tensor] = {}
+        if not self._joins:
+            batch = self._run_theirs(self.filter_fn, out, key, _TRANSFORM, part)
+        else:
+            if self.transform_sampler_output is not None:
+                out = self._run_theirs(self.transform_sampler_output, out, key, _OUTPUT, part)
+            batch, left = self._join(out)
+            if self.transform is not None and self.thread_safe and not left:
+                batch = self._run_theirs(self.transform, batch, key, _TRANSFORM, part)
         cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
         return Prepared(batch, cost, key, left)
 
@@ -317,7 +330,7 @@ class _ThreadedLoader:
         batch, start = prepared.batch, time.perf_counter()
         for key, ids in prepared.left.items():
             batch[key] = self._trained_rows(key, ids)
-        if self.transform is not None and not (self.thread_safe and not prepared.left):
+        if self._joins and self.transform is not None and not (self.thread_safe and not prepared.left):
             device = batch.edge_index.device
             batch = self._run_theirs(self.transform, batch, prepared.key, _TRANSFORM, part, device)
         prepared.cost.features_s += time.perf_counter() - start

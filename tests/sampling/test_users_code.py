@@ -346,6 +346,48 @@ def test_a_sampler_s_stop_iteration_does_not_either(num_workers):
         list(ours)
 
 
+def noted(base):
+    """A loader class of the user's own, as one may write for PyG: it adds to what is joined."""
+
+    class Noted(base):
+        def filter_fn(self, out):
+            batch = super().filter_fn(out)
+            batch.sums, batch.noise = batch.x.sum(dim=1), torch.rand(2)
+            return batch
+
+    return Noted
+
+
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_a_filter_fn_of_the_users_own_is_called_as_pyg_calls_it(thread_safe):
+    sampler = Fixed(DATA, [3, 2])
+    theirs = list(noted(NodeLoader)(DATA, sampler, batch_size=50, transform=noisy))
+    for num_workers in (0, 2):
+        options = {"batch_size": 50, "num_workers": num_workers, "transform": noisy, "thread_safe": thread_safe}
+        for a, b in zip(noted(ThreadedNodeLoader)(DATA, sampler, **options), theirs, strict=True):
+            assert torch.equal(a.sums, b.sums)
+            assert sorted(a.keys()) == sorted(b.keys())
+    if not thread_safe:
+        first, *others = runs(lambda n: noted(ThreadedNodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert_same(a, b)
+
+
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_so_it_is_with_features_that_are_trained(thread_safe):
+    data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
+    options = {"batch_size": 1, "num_workers": 2, "sampler": [0, 0, 0], "thread_safe": thread_safe}
+    seen = []
+    for batch in noted(ThreadedNodeLoader)(data, NeighborSampler(data, [1]), **options):
+        seen.append(batch.sums.item())
+        batch.sums.sum().backward()
+        with torch.no_grad():
+            data.x -= 2 * data.x.grad
+            data.x.grad = None
+    assert seen == [0.0, -2.0, -4.0]
+
+
 # -- features that are trained
 
 
