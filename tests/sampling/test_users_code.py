@@ -374,6 +374,15 @@ def test_a_filter_fn_of_the_users_own_is_called_as_pyg_calls_it(thread_safe):
                 assert_same(a, b)
 
 
+def test_a_collate_fn_of_the_users_own_is_refused_since_nobody_would_call_it():
+    class Collating(ThreadedNodeLoader):
+        def collate_fn(self, index):
+            return super().collate_fn(index)
+
+    with pytest.raises(TypeError, match=r"Collating\.collate_fn would not be called"):
+        Collating(DATA, SAMPLER)
+
+
 @pytest.mark.parametrize("thread_safe", [False, True])
 def test_so_it_is_with_features_that_are_trained(thread_safe):
     data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
