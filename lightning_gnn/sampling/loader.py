@@ -139,10 +139,10 @@ class _ThreadedLoader:
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
                 self.sampler.set_epoch = partial(setattr, self.sampler, "epoch")
         self._check_trained()
-        if type(self).collate_fn not in (NodeLoader.collate_fn, LinkLoader.collate_fn):
+        if getattr(type(self), "collate_fn", None) not in (NodeLoader.collate_fn, LinkLoader.collate_fn):
             raise TypeError(
-                f"{type(self).__name__}.collate_fn would not be called: stages take its place here; give a sampler of your "
-                "own, transform_sampler_output= or another filter_fn"
+                f"{type(self).__name__}.collate_fn would not be called: stages take its place here; give a sampler of "
+                "your own, transform_sampler_output= or another filter_fn"
             )
         if self.num_threads and self.in_training_thread:
             user_code = f"the sampler {type(self._graph_sampler).__name__}"
