@@ -23,7 +23,8 @@ from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
 from benchmarks.machine import machine
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.synthetic import power_law_graph
-from lightning_gnn.ops import sample_neighbors, sample_numba
+from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.ops.sample import numba as sample_numba
 
 FANOUTS = [15, 10, 5]
 SIZES = {

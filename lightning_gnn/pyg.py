@@ -20,7 +20,7 @@ from torch_geometric.sampler.base import DataType, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.ops import batch_key
-from lightning_gnn.ops.sample import check_fanouts, check_flags
+from lightning_gnn.ops.sample.definition import check_fanouts, check_flags
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
 

@@ -6,7 +6,7 @@
 - ``hop_by_hop``: launches per hop and a host synchronisation after each, as frameworks do.
 - ``launches``: the same launches without the synchronisations; what a graph of launches would hold.
 
-The result is that of ``lightning_gnn.ops.sample_reference``, exactly. Apart from ``hop_by_hop`` there is one host
+The result is that of ``lightning_gnn.ops.sample.reference``, exactly. Apart from ``hop_by_hop`` there is one host
 synchronisation per batch, for the sizes of the output (and one more for each time the scratch memory has to grow).
 """
 

@@ -1,5 +1,5 @@
-// The operators of the namespace lightning_gnn for the NPU; lightning_gnn/ops/aggregate_backends.py has their schemas and
-// aggregate_reference.py their definitions. A maximum has no kernel: lightning_gnn/ops/aggregate_npu.py sends it to
+// The operators of the namespace lightning_gnn for the NPU; lightning_gnn/ops/aggregate/backends.py has their schemas and
+// reference.py their definitions. A maximum has no kernel: lightning_gnn/ops/aggregate/npu.py sends it to
 // torch's own operators.
 #ifndef LIGHTNING_GNN_OPS_H
 #define LIGHTNING_GNN_OPS_H

@@ -17,8 +17,8 @@ from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.graph.hybrid_plan import HybridPlan, check_groups, divisors, slice_columns
 from lightning_gnn.graph.ranges import balance_ranges
-from lightning_gnn.ops.aggregate import Reduce, aggregate
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor
 
 from lightning_gnn.nn.fused_sage import fused, fuses
-from lightning_gnn.ops.aggregate import aggregate
+from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.dropout import edge_dropout
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 _REDUCE = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 _TENSOR = (
@@ -136,7 +136,7 @@ class SAGEConv(pyg.SAGEConv):
     """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a graph, bipartite or not.
 
     With a graph it multiplies before or after it aggregates, whichever costs less. So it does with an ``edge_index`` on
-    the CPU, such as a mini-batch's (:func:`~lightning_gnn.ops.aggregate_update.aggregate_update`), unless something
+    the CPU, such as a mini-batch's (:func:`~lightning_gnn.ops.aggregate_update`), unless something
     about the layer is out of the ordinary. Constructor, parameters and results are PyG's.
 
     Raises:

@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.conv import SAGEConv
 from torch_geometric.nn.dense.linear import Linear
 
-from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 
 DEVICES = ("cpu",)
 """Where the fused operator is measured to be faster; elsewhere layers take PyG's path."""

@@ -18,8 +18,8 @@ from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import GCNConv
 from lightning_gnn.nn.layer_files import layer_outputs
-from lightning_gnn.ops.aggregate import aggregate
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """One operator per hot path; the backend follows the device."""
 
-from lightning_gnn.ops import aggregate_numba, aggregate_triton, gather_triton  # noqa: F401  registers the backends
-from lightning_gnn.ops.aggregate import aggregate, hybrid_plan
-from lightning_gnn.ops.aggregate_backends import default_backend
-from lightning_gnn.ops.aggregate_update import aggregate_update
-from lightning_gnn.ops.edge_softmax import edge_softmax
-from lightning_gnn.ops.gather import gather_rows
+from lightning_gnn.ops.aggregate import numba as aggregate_numba  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate import triton as aggregate_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate.backends import default_backend
+from lightning_gnn.ops.aggregate.definition import aggregate, hybrid_plan
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.gather import triton as gather_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.gather.definition import gather_rows
 from lightning_gnn.ops.hashing import batch_key
-from lightning_gnn.ops.sample import NeighborSample, sample_neighbors
+from lightning_gnn.ops.sample.definition import NeighborSample, sample_neighbors
 
 __all__ = [
     "NeighborSample",

@@ -1,7 +1,7 @@
 """Neighbour sampling by CPU threads: the ground on which the other systems' mini-batches stand.
 
-Reading order, from the definition to the DataModule: ``ops/sample.py`` and ``ops/sample_reference.py`` (what a sample
-is), ``ops/sample_numba.py`` (how it is drawn), ``sampling/neighbor.py`` (PyG's sampler interface),
+Reading order, from the definition to the DataModule: ``ops/sample/reference.py``, ``ops/sample/definition.py`` (what a
+sample is), ``ops/sample/numba.py`` (how it is drawn), ``sampling/neighbor.py`` (PyG's sampler interface),
 ``sampling/loader.py`` (the stages of a mini-batch, in threads), ``sampling/datamodule_base.py`` and
 ``sampling/node_datamodule.py``.
 """

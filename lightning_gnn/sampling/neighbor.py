@@ -22,7 +22,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
-from lightning_gnn.ops.sample import check_backend, check_fanouts, check_flags, check_integer, check_key
+from lightning_gnn.ops.sample.definition import check_backend, check_fanouts, check_flags, check_integer, check_key
 
 
 class SeedRange(NodeSamplerInput):

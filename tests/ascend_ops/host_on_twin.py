@@ -17,7 +17,9 @@ from lightning_gnn.ascend_ops import binding
 from lightning_gnn.ascend_ops.twin import default_twin
 from lightning_gnn.graph import CompressedGraph
 from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.ops import aggregate, aggregate_ascend_twin, edge_softmax, graph_operators
+from lightning_gnn.ops import aggregate, edge_softmax
+from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
+from lightning_gnn.ops.aggregate import graph_operators
 
 NAMES = ("aggregate_chunks", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)

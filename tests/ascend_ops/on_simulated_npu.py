@@ -8,7 +8,7 @@ import lightning_gnn  # noqa: F401  registers the accelerator and the strategies
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
 from lightning_gnn.ops import default_backend
-from lightning_gnn.ops.aggregate_ascend_twin import record_launches
+from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 from tests.accelerators import simulated_npu
 from tests.accelerators.graph import training_graph
 

@@ -18,8 +18,9 @@ from lightning_gnn.graph import CompressedGraph
 from lightning_gnn.graph.grouping import PlanSettings
 from lightning_gnn.nn import GAT, GCN
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
-from lightning_gnn.ops import aggregate, aggregate_ascend_twin, default_backend, edge_softmax
-from lightning_gnn.ops.aggregate_ascend_twin import record_launches
+from lightning_gnn.ops import aggregate, default_backend, edge_softmax
+from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
+from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 HALF = 2.0**-11  # relative error of rounding to float16

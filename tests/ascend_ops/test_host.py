@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lightning_gnn.ascend_ops import binding
-from lightning_gnn.ops import aggregate_backends, aggregate_npu
+from lightning_gnn.ops.aggregate import backends as aggregate_backends
+from lightning_gnn.ops.aggregate import npu as aggregate_npu
 
 HERE = Path(__file__).parent
 STUBS = HERE / "stubs"

@@ -11,8 +11,8 @@ from lightning_gnn.full_graph.ownership import share_rows
 from lightning_gnn.full_graph.row_shard import RowShard, head_blocks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import slice_columns
-from lightning_gnn.ops.aggregate import aggregate
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from tests.full_graph.launch import run
 
 

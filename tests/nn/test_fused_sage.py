@@ -5,7 +5,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import conv as pyg
 
 from lightning_gnn.nn import GraphSAGE, SAGEConv, fused_sage
-from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from tests.ops.test_aggregate_update import gradients, hub_batch, normal
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.ops import aggregate_layout, aggregate_numba, hybrid_plan
+from lightning_gnn.ops import hybrid_plan
+from lightning_gnn.ops.aggregate import numba as aggregate_numba
+from lightning_gnn.ops.aggregate import numba_layout as aggregate_layout
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.nn import conv as pyg
 
-from lightning_gnn.ops import aggregate_update_numba, aggregate_update_reference
-from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba
+from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
 # The package may have a function of this name where the module would be.
-module = importlib.import_module("lightning_gnn.ops.aggregate_update")
+module = importlib.import_module("lightning_gnn.ops.aggregate_update.definition")
 
 
 @contextmanager
@@ -269,7 +270,7 @@ def test_the_cheaper_order_is_taken():
 @settings(max_examples=25)
 def test_edges_sorted_on_the_cpu_are_those_sorted_by_torch(own, batch, weighted):
     num_sources, num_targets, edge_index = batch
-    order = importlib.import_module("lightning_gnn.ops.edge_order")
+    order = importlib.import_module("lightning_gnn.ops.aggregate_update.edge_order")
     weight = normal(edge_index.size(1), dtype=torch.float16) if weighted else None
     arguments = (edge_index, num_sources, num_targets, weight)
     by_target = torch.ops.lightning_gnn.edges_by_target(*arguments)
@@ -333,7 +334,7 @@ def test_bad_input_is_named(error, message, changed):
 
 
 def test_edges_by_source_of_a_weighted_graph_without_edges_hold_the_ones_of_the_targets_themselves():
-    from lightning_gnn.ops.edge_order import edges_by_source as with_torch
+    from lightning_gnn.ops.aggregate_update.edge_order import edges_by_source as with_torch
 
     edges = [torch.zeros(5, dtype=torch.int64), torch.empty(0, dtype=torch.int32), torch.empty(0)]
     for function in (torch.ops.lightning_gnn.edges_by_source, with_torch):

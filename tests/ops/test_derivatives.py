@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from lightning_gnn import CompressedGraph, aggregate
-from lightning_gnn.ops import aggregate_layout, default_backend, edge_softmax, gather_rows
-from lightning_gnn.ops.aggregate_update import aggregate_update
+from lightning_gnn.ops import default_backend, edge_softmax, gather_rows
+from lightning_gnn.ops.aggregate import numba_layout as aggregate_layout
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.dropout import row_dropout
 from tests.strategies import edge_indices
 
@@ -271,8 +272,8 @@ def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
 
 @pytest.mark.parametrize("reduce", [*LINEAR, "max"])
 def test_operators_are_what_torch_expects_of_one(reduce):
-    from lightning_gnn.ops.aggregate_operators import GraphMax, GraphProducts, GraphSum
-    from lightning_gnn.ops.graph_operators import graph_arguments
+    from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphProducts, GraphSum
+    from lightning_gnn.ops.aggregate.graph_operators import graph_arguments
 
     _, graph = small()
     arguments = graph_arguments(graph, None)
@@ -320,7 +321,7 @@ def test_dropout_by_rows_has_all_derivatives():
 
 
 def test_the_gradient_runs_where_the_aggregation_ran(monkeypatch):
-    from lightning_gnn.ops import aggregate_reference
+    from lightning_gnn.ops.aggregate import reference as aggregate_reference
 
     ran = []
     original = aggregate_reference.aggregate_chunks

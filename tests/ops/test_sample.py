@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.ops import batch_key, sample_neighbors, sample_numba
+from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.ops.hashing import draw, node_key
+from lightning_gnn.ops.sample import numba as sample_numba
 from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from lightning_gnn.ops.sample_reference import sample_reference
+from lightning_gnn.ops.sample.reference import sample_reference
 
 
 def csc(num_nodes, edges):

@@ -14,9 +14,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops import aggregate_reference, aggregate_triton
-from lightning_gnn.ops.aggregate import aggregate
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate import triton as aggregate_triton
+from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.triton_kernels import aggregate_plan, aggregate_tiles
 from lightning_gnn.triton_kernels.aggregate import block_shape
 from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, NOWHERE, TILE_COLUMNS, Matrix

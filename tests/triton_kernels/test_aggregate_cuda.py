@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops import aggregate_reference, aggregate_triton
-from lightning_gnn.ops.aggregate import aggregate
-from lightning_gnn.ops.aggregate_backends import chunk_tensors
-from lightning_gnn.ops.edge_softmax import edge_softmax
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate import triton as aggregate_triton
+from lightning_gnn.ops.aggregate.backends import chunk_tensors
+from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from tests.triton_kernels.chunk_cases import made_chunks, tensors_of
 
 pytestmark = [

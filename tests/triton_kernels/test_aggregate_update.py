@@ -13,9 +13,10 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from lightning_gnn.ops import aggregate_update_reference, aggregate_update_triton
-from lightning_gnn.ops.aggregate_update import aggregate_update
-from lightning_gnn.ops.edge_order import edges_by_target
+from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference
+from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
 from tests.strategies import edge_indices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

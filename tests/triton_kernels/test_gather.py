@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
 
 from lightning_gnn.graph import FeatureTable
 from lightning_gnn.graph.cache import RowCache, hottest
-from lightning_gnn.ops import gather_rows, gather_triton
-from lightning_gnn.ops.gather_triton import gather_cuda
+from lightning_gnn.ops import gather_rows
+from lightning_gnn.ops.gather import triton as gather_triton
+from lightning_gnn.ops.gather.triton import gather_cuda
 from lightning_gnn.triton_kernels.gather import block_shape, gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops import edge_order  # noqa: F401  defines the operators that sort edges
+from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
 from lightning_gnn.ops.library import library
 
 Sums = Callable[[list[Tensor], Tensor, bool], Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.graph_operators import (
+from lightning_gnn.ops.aggregate.graph_operators import (
     NO_GRAPH,
     Direction,
     GraphOperator,

@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan
-from lightning_gnn.ops.aggregate_backends import backend_name, chunk_tensors, plan_of
-from lightning_gnn.ops.aggregate_operators import GraphMax, GraphSum
-from lightning_gnn.ops.graph_operators import graph_arguments, in_order
+from lightning_gnn.ops.aggregate.backends import backend_name, chunk_tensors, plan_of
+from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphSum
+from lightning_gnn.ops.aggregate.graph_operators import graph_arguments, in_order
 
 Reduce = Literal["sum", "mean", "max"]
 REDUCES = ("sum", "mean", "max")

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops import aggregate_backends, aggregate_reference  # noqa: F401  the first defines the operators
+from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.library import library
-from lightning_gnn.ops.sample_triton import runs_on
+from lightning_gnn.ops.sample.triton import runs_on
 
 if TYPE_CHECKING:
     from lightning_gnn.triton_kernels.aggregate_plan import Base, Matrix, Plan

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.gather import check_arguments, check_index, gather_torch
+from lightning_gnn.ops.gather.definition import check_arguments, check_index, gather_torch
 from lightning_gnn.ops.library import library
 
 

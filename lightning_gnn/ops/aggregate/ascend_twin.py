@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops import aggregate_reference
-from lightning_gnn.ops.aggregate_reference import aggregate_max_backward  # noqa: F401  an operator of this backend
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate.reference import aggregate_max_backward  # noqa: F401  an operator of this backend
 
 if TYPE_CHECKING:
     from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables

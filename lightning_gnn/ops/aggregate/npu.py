@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops import aggregate_backends, aggregate_reference  # noqa: F401  the first defines the operators
+from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
 
 aggregate_max_backward = torch.ops.lightning_gnn.aggregate_max_backward
 edge_softmax = torch.ops.lightning_gnn.edge_softmax

@@ -24,9 +24,9 @@ from torch import Tensor
 from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.library import library
-from lightning_gnn.ops.sample_numba import sample_numba, widen
-from lightning_gnn.ops.sample_reference import sample_reference
-from lightning_gnn.ops.sample_triton import triton_sampler
+from lightning_gnn.ops.sample.numba import sample_numba, widen
+from lightning_gnn.ops.sample.reference import sample_reference
+from lightning_gnn.ops.sample.triton import triton_sampler
 
 BACKENDS = ("numba", "triton", "pyg_lib", "reference")
 

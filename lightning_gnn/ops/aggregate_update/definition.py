@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_gnn.ops import aggregate_update_numba, aggregate_update_triton  # noqa: F401  registers the backends
-from lightning_gnn.ops import aggregate_update_reference as reference
+from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate_update import reference
+from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
 
 REDUCES = ("sum", "mean")
 _MACS_PER_ELEMENT = 16

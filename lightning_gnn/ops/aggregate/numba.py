@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops import aggregate_kernels as kernels
-from lightning_gnn.ops import aggregate_reference, attention_kernels
-from lightning_gnn.ops.aggregate_layout import MAX_WIDTHS, WIDTHS, Layout, blocks_of, huge_pages, layout_of
+from lightning_gnn.ops.aggregate import numba_kernels as kernels
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate.numba_layout import MAX_WIDTHS, WIDTHS, Layout, blocks_of, huge_pages, layout_of
+from lightning_gnn.ops.edge_softmax import numba_kernels as attention_kernels
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.worker_threads import run_all
 
@@ -38,7 +39,7 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype, x = x.dtype, _wide(x)
     layout = layout_of(chunks, num_rows, x.size(0))
     heads = 0 if weight is None else weight.size(1)
@@ -99,7 +100,7 @@ def aggregate_max_backward(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> Tensor:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     layout = layout_of(chunks, num_rows, grad.size(0))
     heads = 0 if weight is None else weight.size(1)
     num_columns = x.size(1) * x.size(2)
@@ -131,7 +132,7 @@ def edge_products(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> Tensor:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     if best is not None:
         return aggregate_reference.edge_products(chunks, row_side, column_side, best, weight, slices, chunk_ranges)
     dtype, row_side, column_side = column_side.dtype, _wide(row_side), _wide(column_side)
@@ -158,7 +159,7 @@ def edge_products(
 def edge_softmax(
     chunks: list[Tensor], row_scores: Tensor, column_scores: Tensor, negative_slope: float, chunk_ranges: list[int]
 ) -> Tensor:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype, row_scores, column_scores = row_scores.dtype, _wide(row_scores), _wide(column_scores)
     layout = layout_of(chunks, row_scores.size(0), column_scores.size(0))
     heads = row_scores.size(1)
@@ -185,7 +186,7 @@ def edge_softmax_backward(
     grad: Tensor,
     chunk_ranges: list[int],
 ) -> Tensor:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype, row_scores, column_scores = row_scores.dtype, _wide(row_scores), _wide(column_scores)
     layout = layout_of(chunks, row_scores.size(0), column_scores.size(0))
     heads = row_scores.size(1)
@@ -208,7 +209,7 @@ def edge_softmax_backward(
 def edge_sums(
     chunks: list[Tensor], num_rows: int, edge_ids: Tensor | None, values: Tensor, chunk_ranges: list[int]
 ) -> Tensor:
-    """Do what the function of this name in ``aggregate_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype, values = values.dtype, _wide(values)
     heads = values.size(1)
     rows, indptr = chunks[0].numpy(), chunks[2].numpy()

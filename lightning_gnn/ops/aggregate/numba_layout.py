@@ -149,7 +149,7 @@ def blocks_of(
         packed_rows: Rows of the packed array, or 0 where it is not packed.
 
     Returns:
-        The table of each slice (see ``aggregate_kernels.py``), and the elements of the packed array.
+        The table of each slice (see ``numba_kernels.py``), and the elements of the packed array.
     """
     num_columns, total, tables = slices[-1], 0, []
     for start, stop in pairwise(slices):

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.grouping import PlanSettings, plan_cores
 from lightning_gnn.graph.hybrid_plan import HybridPlan
-from lightning_gnn.ops import aggregate_reference
+from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.library import library
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
@@ -94,7 +94,7 @@ def operators(backend: str, device: torch.device) -> Any:
         return _loaded_npu() if device.type == "npu" else torch.ops.lightning_gnn
     if backend == "numba" and device.type != "cpu":
         raise ValueError(f"backend='numba' runs on the CPU, but the graph is on {device}")
-    return importlib.import_module(f"lightning_gnn.ops.aggregate_{backend}")
+    return importlib.import_module(f"lightning_gnn.ops.aggregate.{backend}")
 
 
 def _check_name(backend: str | None) -> None:
@@ -103,7 +103,7 @@ def _check_name(backend: str | None) -> None:
 
 
 def _npu() -> Any:
-    return importlib.import_module("lightning_gnn.ops.aggregate_npu")
+    return importlib.import_module("lightning_gnn.ops.aggregate.npu")
 
 
 def _loaded_npu() -> Any:

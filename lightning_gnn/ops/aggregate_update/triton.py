@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops import aggregate_update_reference as reference
-from lightning_gnn.ops.aggregate_triton import _installed, _on, _tf32
+from lightning_gnn.ops.aggregate.triton import _installed, _on, _tf32
+from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.library import library
 
 

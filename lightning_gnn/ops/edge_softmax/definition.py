@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.ops.aggregate import ShardedGraph
-from lightning_gnn.ops.aggregate_operators import GraphProducts, GraphSum
-from lightning_gnn.ops.graph_operators import (
+from lightning_gnn.ops.aggregate.definition import ShardedGraph
+from lightning_gnn.ops.aggregate.derivatives import GraphProducts, GraphSum
+from lightning_gnn.ops.aggregate.graph_operators import (
     NO_GRAPH,
     Direction,
     Graph,

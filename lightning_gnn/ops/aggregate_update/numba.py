@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops import aggregate_kernels as kernels
-from lightning_gnn.ops import aggregate_update_reference  # noqa: F401  defines the operators
-from lightning_gnn.ops.aggregate_layout import WIDTHS, blocks_of, huge_pages
+from lightning_gnn.ops.aggregate import numba_kernels as kernels
+from lightning_gnn.ops.aggregate.numba_layout import WIDTHS, blocks_of, huge_pages
+from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference  # noqa: F401  defines the operators
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.worker_threads import run_all
 

@@ -1,0 +1,1 @@
+"""The softmax over each node's incoming edges, and the attention-weighted sum that GAT layers need."""
