@@ -42,6 +42,20 @@ class CompressedGraph:
         limits: How the rows were cut into chunks, or None where that is not known.
         num_user_edges: Edges in the user's ``edge_index``.
         cache: Values derived from the graph, such as normalised weights; neither compared nor saved.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CompressedGraph, aggregate
+        >>> sources, targets = [0, 2, 1, 0], [1, 1, 2, 2]
+        >>> graph = CompressedGraph.from_edge_index(torch.tensor([sources, targets]), num_chunks=3, order="natural")
+        >>> graph
+        CompressedGraph(num_sources=3, num_targets=3, num_edges=4, num_chunks=3, order='natural')
+        >>> aggregate(graph, torch.eye(3))  # row v counts the edges into v by their source
+        tensor([[0., 0., 0.],
+                [1., 0., 1.],
+                [1., 1., 0.]])
+        >>> graph.redundancy().rows_loaded  # two in-neighbours in each of two chunks
+        4
     """
 
     forward: Chunks

@@ -31,6 +31,18 @@ class CSCGraph:
         indices: Source nodes, int32 where the node ids fit, else int64 ``[num_edges]``.
         edge_ids: Position in CSC order to position in the user's ``edge_index``, ``[num_edges]`` of the dtype in which
             it fits, or None where both orders are the same.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CSCGraph
+        >>> sources, targets = [0, 2, 1, 0], [1, 1, 2, 2]
+        >>> graph = CSCGraph.from_edge_index(torch.tensor([sources, targets]))
+        >>> graph
+        CSCGraph(num_nodes=3, num_edges=4)
+        >>> graph.indices[graph.indptr[1] : graph.indptr[2]]  # the in-neighbours of node 1
+        tensor([0, 2], dtype=torch.int32)
+        >>> graph.in_degrees
+        tensor([0, 2, 2])
     """
 
     indptr: Tensor

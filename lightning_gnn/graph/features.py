@@ -30,6 +30,18 @@ class FeatureTable:
     Raises:
         TypeError: Another dtype, or int8 without ``scales``.
         ValueError: A wrong shape, or a value that is not finite.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import FeatureTable
+        >>> table = FeatureTable(torch.tensor([[0.5, 1.0], [2.0, -2.0], [0.0, 127.0]]))
+        >>> table.gather(torch.tensor([2, 0]))
+        tensor([[  0.0000, 127.0000],
+                [  0.5000,   1.0000]])
+        >>> table.quantized()
+        FeatureTable(num_nodes=3, num_features=2, torch.int8)
+        >>> table.cached(torch.tensor([2]), "cpu")  # node 2 is read often
+        FeatureTable(num_nodes=3, num_features=2, torch.float32, cache_rows=1)
     """
 
     def __init__(

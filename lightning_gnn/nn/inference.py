@@ -37,6 +37,18 @@ class FullInference:
 
     Raises:
         ValueError: Another ``memory_limit``.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CompressedGraph, FullInference
+        >>> from lightning_gnn.nn import GCN, infer
+        >>> model = GCN(in_channels=4, hidden_channels=8, num_layers=2, out_channels=3).eval()
+        >>> x, ring = torch.rand(3, 4), CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]))
+        >>> outputs = infer(model, x, ring, settings=FullInference("layers", memory_limit=0))  # from file to file
+        >>> outputs.shape
+        torch.Size([3, 3])
+        >>> torch.allclose(outputs, model(x, ring), atol=1e-6)
+        True
     """
 
     folder: str | Path | None = None
