@@ -13,7 +13,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 @pytest.mark.parametrize("name", lightning_gnn.__all__)
 def test_the_example_of_a_public_name_prints_what_it_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Those of methods too, each in a namespace of its own; not of a module, whose names would be there without an import.
+    # Those of methods too, each in a namespace of its own.
     tests = doctest.DocTestFinder().find(getattr(lightning_gnn, name), name, module=False, globs={})
     assert any(test.name == name and test.examples for test in tests), f"the docstring of {name} holds no example"
     told = io.StringIO()

@@ -29,7 +29,7 @@ from lightning_gnn.cli import cache_command, doctor, plan_command
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.cli.command_line import start
 from lightning_gnn.cli.errors import UserError, explained
-from lightning_gnn.graph.size import count_edges
+from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 

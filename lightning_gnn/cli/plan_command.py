@@ -21,7 +21,7 @@ from lightning_gnn.cli.command_line import start
 from lightning_gnn.cli.errors import UserError, explained
 from lightning_gnn.cli.plan_collective import profile, progress_bar
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.graph.size import count_edges
+from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.platform_numbers import given_numbers
 from lightning_gnn.hyscale.report import forecast, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy

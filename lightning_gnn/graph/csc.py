@@ -239,6 +239,12 @@ class CSCGraph:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
 
 
+def count_edges(data: Data) -> int:
+    """Return the number of edges; PyG's ``data.num_edges`` is 0 where ``graph``, a :class:`CSCGraph`, holds them."""
+    graph = data.get("graph")
+    return int(data.num_edges if graph is None else graph.num_edges)
+
+
 def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
     """Return the number of nodes, which is checked before anything is allocated for them."""
     largest = int(edge_index.max()) if edge_index.numel() else -1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
-from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.cache import RowCache
+from lightning_gnn.graph.memory import pool
 
 _BLOCK = 1 << 16
 _NAMED = 5

@@ -12,7 +12,7 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
 
-from lightning_gnn.graph.size import count_edges
+from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.mapping import Mapping

@@ -12,8 +12,8 @@ from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.graph.options import true_or_false, whole_number
-from lightning_gnn.graph.placement import check_place, choose_place, pinned
 from lightning_gnn.persistent.hotness import count_accesses
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.sampling.loader import ThreadedNodeLoader

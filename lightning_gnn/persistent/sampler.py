@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from torch_geometric.sampler.base import NumNeighbors
 
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.placement import check_place, choose_place, pinned
+from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import runs_on, triton_sampler

@@ -19,8 +19,8 @@ from torch_geometric.sampler import (
 from torch_geometric.sampler.base import NumNeighbors
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
-from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
 from lightning_gnn.ops.sample.definition import check_backend, check_fanouts, check_flags, check_integer, check_key
 

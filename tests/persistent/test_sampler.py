@@ -97,7 +97,7 @@ def test_bad_seeds_are_named():
 
 
 def test_refused_page_locked_memory_is_said_with_its_size(monkeypatch):
-    from lightning_gnn.graph.placement import pinned
+    from lightning_gnn.graph.memory import pinned
 
     class Refusing:
         def pin_memory(self):
@@ -108,7 +108,7 @@ def test_refused_page_locked_memory_is_said_with_its_size(monkeypatch):
 
 
 def test_a_graph_too_large_for_the_device_stays_in_host_memory(monkeypatch):
-    from lightning_gnn.graph.placement import choose_place
+    from lightning_gnn.graph.memory import choose_place
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     assert choose_place("auto", 10**8, torch.device("cuda"), "it") == "device"

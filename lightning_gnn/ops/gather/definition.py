@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.cache import RowCache
+from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.memory import copy_bytes
 

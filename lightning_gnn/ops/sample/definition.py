@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.buffers import pool
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample.numba import sample_numba, widen
 from lightning_gnn.ops.sample.reference import sample_reference

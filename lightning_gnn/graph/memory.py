@@ -1,0 +1,143 @@
+"""Memory for a graph and its mini-batches: which of it a GPU can read, and buffers of the host that are used again."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor
+
+PLACES = ("auto", "device", "pinned")
+_SHARE = 0.5
+"""Of the free device memory, how much ``"auto"`` takes for one kind of data; the rest is the model's."""
+_SMALL = 1 << 16
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+}
+
+
+class Pinnable(Protocol):
+    """What can copy itself into page-locked memory: a tensor, a graph, a feature table."""
+
+    def pin_memory(self: P) -> P:
+        """Return the copy."""
+
+
+P = TypeVar("P", bound=Pinnable)
+
+
+def check_place(place: str, name: str) -> None:
+    """Check the name of a place.
+
+    Raises:
+        ValueError: It is none of ``PLACES``.
+    """
+    if place not in PLACES:
+        raise ValueError(f"{name}={place!r} is unknown; use one of {', '.join(PLACES)}")
+
+
+def choose_place(place: str, num_bytes: int, device: torch.device, what: str) -> str:
+    """Return ``"device"`` or ``"pinned"``; says so where ``"auto"`` finds the device too small.
+
+    Args:
+        place: One of ``PLACES``.
+        num_bytes: Size of the data.
+        device: The GPU.
+        what: What to call the data in the message.
+    """
+    if place != "auto":
+        return place
+    if device.type == "cpu":
+        return "device"
+    free, _ = torch.cuda.mem_get_info(device)
+    if num_bytes <= _SHARE * free:
+        return "device"
+    rank_zero_warn(
+        f"{what} takes {num_bytes / 1e9:.2f} GB, more than half of the {free / 1e9:.2f} GB free on {device}: "
+        "it stays in page-locked host memory"
+    )
+    return "pinned"
+
+
+def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
+    """Copy data into page-locked host memory; for the CPU, any memory will do.
+
+    Args:
+        data: What to copy.
+        num_bytes: Its size.
+        device: Who is to read it.
+        what: What to call it in the message.
+
+    Raises:
+        RuntimeError: The system refused the memory; names the size and the fix.
+    """
+    if device.type == "cpu":
+        return data
+    try:
+        return data.pin_memory()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"page-locked memory for {what}, {num_bytes / 1e9:.2f} GB, was refused ({str(error).splitlines()[0]}); "
+            "raise the limit (`ulimit -l`), free host memory, or place it on the device"
+        ) from error
+
+
+class BufferPool:
+    """Hands out uninitialised host tensors from blocks that return by themselves; safe across threads.
+
+    A mini-batch can take a hundred megabytes. The system hands such blocks out page by page and takes them back when
+    they are freed, which costs more time than filling them. The pool keeps them instead: a buffer returns by itself
+    when the last tensor that looks at it dies, so a batch that the user keeps is never overwritten.
+
+    Args:
+        max_idle: How many unused blocks of one size class to keep.
+    """
+
+    def __init__(self, max_idle: int = 8) -> None:
+        self.max_idle = max_idle
+        self._idle: dict[int, deque[np.ndarray]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised contiguous tensor.
+
+        Args:
+            shape: Its shape.
+            dtype: One of float16, float32, float64, int32, int64; others, and small tensors, bypass the pool.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if size < _SMALL or dtype not in _DTYPES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        size_class = _size_class(size)
+        # No lock: deques append and pop atomically, and a finaliser may run in the middle of anything.
+        idle = self._idle.setdefault(size_class, deque(maxlen=self.max_idle))
+        try:
+            block = idle.pop()
+        except IndexError:
+            block = np.empty(size_class, np.uint8)
+        view = block[:size].view(_DTYPES[dtype]).reshape(tuple(shape))
+        weakref.finalize(view, idle.append, block).atexit = False
+        return torch.from_numpy(view)
+
+    def idle_bytes(self) -> int:
+        """Return how many bytes the pool holds that no tensor uses."""
+        return sum(size * len(blocks) for size, blocks in list(self._idle.items()))
+
+
+def _size_class(size: int) -> int:
+    """Round up in steps of an eighth, so that batches of about one size share blocks."""
+    step = 1 << max((size - 1).bit_length() - 3, 12)
+    return -(-size // step) * step
+
+
+pool = BufferPool()
+"""The pool that samplers and gathers of this process share."""
