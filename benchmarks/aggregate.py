@@ -33,7 +33,7 @@ from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from benchmarks.machine import machine
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import aggregate
 

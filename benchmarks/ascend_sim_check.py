@@ -19,7 +19,7 @@ from lightning_gnn.ascend_ops.structs import (
 from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
 from lightning_gnn.graph.synthetic import planted_power_law
 
 

@@ -26,8 +26,7 @@ from lightning_gnn.ascend_ops.structs import LIMITS, MAX_PANEL, STRUCTS, up
 from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, cut_panels, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
-from lightning_gnn.graph.hybrid_plan import HybridPlan
+from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
 from lightning_gnn.graph.synthetic import planted_power_law
 
 HIDDEN = 256

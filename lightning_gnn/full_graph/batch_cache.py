@@ -16,7 +16,7 @@ from lightning_gnn.full_graph.ownership import share_rows
 from lightning_gnn.full_graph.row_shard import RowShard
 from lightning_gnn.full_graph.shard_batch import ShardedBatch, agree, free_memory, shard_batch, split_masks
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 
 _KEPT = 4
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.graph.columns import compress_columns, count_columns
+from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 
 
 @dataclass(frozen=True, eq=False)

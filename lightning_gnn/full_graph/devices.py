@@ -7,8 +7,16 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gnn.graph.hybrid_plan import GroupingCost, HybridPlan, check_groups, check_sizes, divisors, slice_columns
-from lightning_gnn.graph.ranges import balance_ranges, check_loads
+from lightning_gnn.graph.hybrid_plan import (
+    GroupingCost,
+    HybridPlan,
+    balance_ranges,
+    check_groups,
+    check_loads,
+    check_sizes,
+    divisors,
+    slice_columns,
+)
 
 _MOST_RANKS = 1024
 

@@ -14,9 +14,14 @@ from lightning_gnn.full_graph.devices import plan_devices
 from lightning_gnn.full_graph.exchange import Exchange, gather_rows, rows_to_slice, slice_to_rows
 from lightning_gnn.full_graph.ownership import Ownership
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.graph.hybrid_plan import HybridPlan, check_groups, divisors, slice_columns
-from lightning_gnn.graph.ranges import balance_ranges
+from lightning_gnn.graph.hybrid_plan import (
+    HybridPlan,
+    PlanSettings,
+    balance_ranges,
+    check_groups,
+    divisors,
+    slice_columns,
+)
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 

@@ -28,8 +28,7 @@ from lightning_gnn.full_graph.batch_cache import BatchCache
 from lightning_gnn.full_graph.global_logs import log_globally, log_locally
 from lightning_gnn.full_graph.row_norms import refuse_norms_over_nodes
 from lightning_gnn.full_graph.shard_batch import ShardedBatch
-from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.graph.hybrid_plan import divisors
+from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.gradients import average_gradients

@@ -1,28 +1,27 @@
-"""Choose the order and the chunks of both directions of a graph."""
+"""Choose the order and the chunks of both directions of a graph, and count the rows that they load."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.graph.columns import compress_columns, count_columns, cut_rows, transpose
-from lightning_gnn.graph.partition import even_bounds, partition_rows
+from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns, cut_rows
+from lightning_gnn.graph.csc import index_dtype, transpose
+from lightning_gnn.graph.partition import Progress, even_bounds, partition_rows
 
 Order = Literal["locality", "natural"]
-Progress = Callable[[str, float], None]
 
 NATURAL: Order = "natural"
-_Transpose = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Array = npt.NDArray[Any]
+_Transpose = tuple[_Array, _Array, _Array]
 LOCAL_BYTES = 1 << 20
 """Local memory of a worker that chunks are sized for by default: the level-2 cache of a core."""
 _CHUNKS_FOR_BALANCE = 1024
-_INT32_MAX = 2**31 - 1
 _log = logging.getLogger(__name__)
 
 
@@ -42,14 +41,22 @@ class Limits:
     multiple: int = 1
 
 
-class Layout(NamedTuple):
-    """Rows in order and where their chunks begin; see :class:`Chunks` and :func:`cut_rows`."""
+class ChunkedRows(NamedTuple):
+    """Rows in order and where their chunks begin, before the columns of a chunk are numbered.
 
-    rows: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    row_ptr: np.ndarray
-    column_ptr: np.ndarray
+    Args:
+        rows: Vertex of each row, int32 ``[R]``.
+        first: First entry of each row, int64 ``[R]``.
+        last: The entry after the last one of each row, int64 ``[R]``.
+        row_ptr: First row of each chunk, int64 ``[k + 1]``.
+        column_ptr: First column of each chunk, int64 ``[k + 1]``.
+    """
+
+    rows: _Array
+    first: _Array
+    last: _Array
+    row_ptr: _Array
+    column_ptr: _Array
 
     @property
     def rows_loaded(self) -> int:
@@ -61,7 +68,7 @@ class Direction(NamedTuple):
     """One direction of a graph, and for each entry its place in the arrays that it was built from."""
 
     chunks: Chunks
-    places: np.ndarray
+    places: _Array
     order: Order
 
 
@@ -96,9 +103,9 @@ def choose_limits(
     return Limits(wanted, max_vertices, multiple)
 
 
-def lay_out(
-    rows: np.ndarray, first: np.ndarray, last: np.ndarray, indices: np.ndarray, num_columns: int, limits: Limits
-) -> Layout:
+def chunk_rows(
+    rows: _Array, first: _Array, last: _Array, indices: _Array, num_columns: int, limits: Limits
+) -> ChunkedRows:
     """Cut rows into chunks.
 
     Args:
@@ -118,10 +125,10 @@ def lay_out(
         )
     if limits.multiple > 1:
         row_ptr = _cut_to_multiple(first, last, row_ptr, limits.multiple)
-    return Layout(rows, first, last, row_ptr, count_columns(indices, first, last, row_ptr, num_columns))
+    return ChunkedRows(rows, first, last, row_ptr, count_columns(indices, first, last, row_ptr, num_columns))
 
 
-def _cut_to_multiple(first: np.ndarray, last: np.ndarray, row_ptr: np.ndarray, multiple: int) -> np.ndarray:
+def _cut_to_multiple(first: _Array, last: _Array, row_ptr: _Array, multiple: int) -> _Array:
     """Halve the chunks with the most entries, so that each worker can have equally many; a small graph stays as is."""
     missing = -(row_ptr.size - 1) % multiple
     entries = np.concatenate([[0], np.cumsum(last - first)])
@@ -135,8 +142,8 @@ def _cut_to_multiple(first: np.ndarray, last: np.ndarray, row_ptr: np.ndarray, m
 
 
 def build_directions(
-    indptr: np.ndarray,
-    indices: np.ndarray,
+    indptr: _Array,
+    indices: _Array,
     num_columns: int,
     order: Order,
     limits: Limits,
@@ -168,16 +175,16 @@ def build_directions(
         forward = _direction(indptr, indices, by_source, "the forward direction", order, limits, report)
         backward = _direction(offsets, targets, by_target, "the backward direction", order, limits, report)
         back = entries[backward.places]
-    dtype = np.int32 if indices.size <= _INT32_MAX else np.int64
-    place_of = np.empty(indices.size, dtype)
+    dtype = index_dtype(indices.size)
+    place_of: _Array = np.empty(indices.size, dtype)
     place_of[forward.places] = np.arange(indices.size, dtype=dtype)
     edge_ids = torch.from_numpy(place_of[back])
     return forward, backward._replace(chunks=replace(backward.chunks, edge_ids=edge_ids))
 
 
 def _direction(
-    indptr: np.ndarray,
-    indices: np.ndarray,
+    indptr: _Array,
+    indices: _Array,
     by_column: _Transpose,
     name: str,
     order: Order,
@@ -186,32 +193,32 @@ def _direction(
 ) -> Direction:
     num_columns = by_column[0].size - 1
     rows = np.arange(indptr.size - 1, dtype=np.int32)
-    layout, chosen = lay_out(rows, indptr[:-1], indptr[1:], indices, num_columns, limits), NATURAL
-    num_chunks = min(layout.row_ptr.size - 1 if limits.num_chunks is None else limits.num_chunks, rows.size)
+    chosen, chosen_order = chunk_rows(rows, indptr[:-1], indptr[1:], indices, num_columns, limits), NATURAL
+    num_chunks = min(chosen.row_ptr.size - 1 if limits.num_chunks is None else limits.num_chunks, rows.size)
     if order == "locality" and num_chunks > 1:
         bounds = even_bounds(rows.size, num_chunks)
         rows = partition_rows(
             indptr, indices, by_column[0], by_column[1], bounds, lambda step, done: report(f"{step} {name}", done)
         )
-        local = lay_out(rows, indptr[rows], indptr[rows + 1], indices, num_columns, limits)
-        if local.rows_loaded < layout.rows_loaded:
-            layout, chosen = local, "locality"
+        local = chunk_rows(rows, indptr[rows], indptr[rows + 1], indices, num_columns, limits)
+        if local.rows_loaded < chosen.rows_loaded:
+            chosen, chosen_order = local, "locality"
         else:
             _log.log(
-                logging.WARNING if local.rows_loaded > layout.rows_loaded else logging.INFO,
+                logging.WARNING if local.rows_loaded > chosen.rows_loaded else logging.INFO,
                 "compressed graph, %s: keeps the natural order of the vertices, which loads %d rows per aggregation; "
                 "the locality-aware order would load %d",
                 name,
-                layout.rows_loaded,
+                chosen.rows_loaded,
                 local.rows_loaded,
             )
     report(f"compress {name}", 0.0)
-    chunks, places = compress_columns(indices, *layout, indptr.size - 1, num_columns)
+    chunks, places = compress_columns(indices, *chosen, indptr.size - 1, num_columns)
     report(f"compress {name}", 1.0)
-    return Direction(chunks, places, chosen)
+    return Direction(chunks, places, chosen_order)
 
 
-def _mates(indptr: np.ndarray, by_source: _Transpose, by_target: _Transpose) -> np.ndarray | None:
+def _mates(indptr: _Array, by_source: _Transpose, by_target: _Transpose) -> _Array | None:
     """Return, for each edge (u, v) in CSC order, the place of (v, u), or None if the graph is not symmetric.
 
     Both sorted forms of a symmetric graph hold the same numbers, so an edge and its mate have the same place there.
@@ -222,3 +229,78 @@ def _mates(indptr: np.ndarray, by_source: _Transpose, by_target: _Transpose) -> 
     mates = np.empty_like(entries)
     mates[entries[by_target[2]]] = entries
     return mates
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Rows that one aggregation loads: the distinct in-neighbours of each chunk, summed; prints as a table.
+
+    The other orders are cut by the same rule: into as many chunks of as many vertices or, with ``num_chunks="auto"``,
+    into as many as fit the same memory.
+
+    Args:
+        order: ``"locality"`` or ``"natural"``: the order that was chosen.
+        num_edges: Edges: the rows loaded without any reuse.
+        num_vertices: Vertices with an edge out: the rows loaded if everything fitted into one chunk.
+        rows_loaded: In the chosen order.
+        natural_rows_loaded: In the order of the ids.
+        random_rows_loaded: In a random order.
+        num_chunks: Chunks in the chosen order.
+        natural_num_chunks: Chunks in the order of the ids.
+        random_num_chunks: Chunks in the random order.
+    """
+
+    order: str
+    num_edges: int
+    num_vertices: int
+    rows_loaded: int
+    natural_rows_loaded: int
+    random_rows_loaded: int
+    num_chunks: int
+    natural_num_chunks: int
+    random_num_chunks: int
+
+    def __str__(self) -> str:
+        lines = [f"{'rows loaded per aggregation':<34}{'rows':>14}{'chunks':>9}{'of natural':>12}{'per edge':>10}"]
+        for name, rows, chunks in (
+            (f"this graph ({self.order} order)", self.rows_loaded, self.num_chunks),
+            ("natural order", self.natural_rows_loaded, self.natural_num_chunks),
+            ("random order", self.random_rows_loaded, self.random_num_chunks),
+            ("least: each row once", self.num_vertices, 1),
+        ):
+            natural = rows / max(self.natural_rows_loaded, 1)
+            lines.append(f"{name:<34}{rows:>14,}{chunks:>9,}{natural:>12.3f}{rows / max(self.num_edges, 1):>10.3f}")
+        return "\n".join(lines)
+
+
+def measure_redundancy(chunks: Chunks, limits: Limits, order: str, seed: int = 0) -> Redundancy:
+    """Count the rows loaded by chunks, and by those of the same matrix in natural and in random order.
+
+    Args:
+        chunks: On the CPU.
+        limits: How they were cut.
+        order: What the chosen order is called.
+        seed: For the random order.
+    """
+    rows, indptr, columns = chunks.rows.numpy(), chunks.indptr.numpy(), chunks.entry_columns().numpy()
+    # The parts of a vertex are neighbours, so the first one's begin and the last one's end are the whole vertex's.
+    first, last = (np.empty(chunks.num_rows, np.int64) for _ in range(2))
+    first[rows[::-1]] = indptr[:-1][::-1]
+    last[rows] = indptr[1:]
+
+    def reordered(vertices: _Array) -> ChunkedRows:
+        return chunk_rows(vertices, first[vertices], last[vertices], columns, chunks.num_columns, limits)
+
+    natural = reordered(np.arange(chunks.num_rows, dtype=np.int32))
+    random = reordered(np.random.default_rng(seed).permutation(chunks.num_rows).astype(np.int32))
+    return Redundancy(
+        order=order,
+        num_edges=chunks.num_edges,
+        num_vertices=int(np.unique(chunks.columns.numpy()).size),
+        rows_loaded=chunks.columns.numel(),
+        natural_rows_loaded=natural.rows_loaded,
+        random_rows_loaded=random.rows_loaded,
+        num_chunks=chunks.num_chunks,
+        natural_num_chunks=natural.row_ptr.size - 1,
+        random_num_chunks=random.row_ptr.size - 1,
+    )

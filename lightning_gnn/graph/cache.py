@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ SECTOR_BYTES = 32
 """The least that an accelerator reads from host memory at once."""
 
 _BLOCK = 1 << 18
+_Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +101,9 @@ class CachedAdjacency:
         ends = degrees.cumsum(0)
         offset = torch.full((indptr.numel() - 1,), -1, dtype=torch.int64)
         offset[nodes] = ends - degrees
-        lists = torch.empty(int(ends[-1]) if ends.numel() else 0, dtype=indices.dtype)
-        _copy_lists(indices.numpy(), starts.numpy(), degrees.numpy(), lists.numpy())
+        # Entry p of a list goes from indptr[v] + p to offset[v] + p.
+        moved = torch.repeat_interleave(starts - offset[nodes], degrees)
+        lists = indices[moved.add_(torch.arange(moved.numel()))]
         return cls(indptr.to(device), indices, offset.to(device), lists.to(device))
 
     def sources(self, targets: Tensor, positions: Tensor) -> Tensor:
@@ -137,8 +141,8 @@ class DualCachePlan:
         adjacency_nodes: int64 ``[m]``, the most beneficial first.
         feature_bytes: What the cache of rows takes on the device, its lookup table included.
         adjacency_bytes: What the cache of lists takes, its lookup tables included.
-        feature_gain: The cost of the counted accesses that it saves, in the units of the costs given.
-        adjacency_gain: Likewise for the lists.
+        feature_gain: The cost of the counted row reads that it saves, in the units of the costs given.
+        adjacency_gain: The cost of the counted index reads that it saves, in the same units.
         feature_hit_rate: The share of the counted row reads that it serves.
         adjacency_hit_rate: The share of the counted index reads that it serves.
     """
@@ -259,7 +263,8 @@ def hottest(scores: Tensor, count: int) -> Tensor:
 
 
 @numba.njit(nogil=True, cache=True)
-def _fill(order, kinds, size, allowed, left):
+def _fill(order: _Array, kinds: _Array, size: _Array, allowed: _Array, left: int) -> _Array:
+    """Take the entries that fit, in order, of the kinds that are allowed."""
     chosen = np.empty(order.size, np.int64)
     n = 0
     for entry in order:
@@ -268,15 +273,6 @@ def _fill(order, kinds, size, allowed, left):
             chosen[n] = entry
             n += 1
     return chosen[:n].copy()
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy_lists(indices, starts, degrees, out):
-    at = 0
-    for i in range(starts.size):
-        for p in range(degrees[i]):
-            out[at + p] = indices[starts[i] + p]
-        at += degrees[i]
 
 
 def _checked(nodes: Tensor, num_nodes: int) -> Tensor:
@@ -292,7 +288,7 @@ def _checked(nodes: Tensor, num_nodes: int) -> Tensor:
     return nodes
 
 
-def _checked_counts(counts: Tensor, num_nodes: int) -> np.ndarray:
+def _checked_counts(counts: Tensor, num_nodes: int) -> _Array:
     array = _as_array(counts).astype(np.float64)
     if array.shape != (num_nodes,):
         raise ValueError(f"expected one count per node, {num_nodes}, but got the shape {list(array.shape)}")
@@ -301,5 +297,5 @@ def _checked_counts(counts: Tensor, num_nodes: int) -> np.ndarray:
     return array
 
 
-def _as_array(tensor: Tensor) -> np.ndarray:
+def _as_array(tensor: Tensor) -> _Array:
     return tensor.detach().cpu().numpy()

@@ -1,15 +1,28 @@
-"""One direction of a compressed graph: chunks of rows, each with the columns that it uses."""
+"""One direction of a compressed graph: rows cut into chunks that fit, each with the columns that it uses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numba
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-ARRAYS = ("rows", "row_ptr", "indptr", "local", "columns", "column_ptr", "edge_ids")
-_INT32_MAX = 2**31 - 1
+from lightning_gnn.graph.csc import INT32_MAX
+
+_DTYPES = {
+    "rows": torch.int32,
+    "row_ptr": torch.int64,
+    "indptr": torch.int64,
+    "local": torch.int32,
+    "columns": torch.int32,
+    "column_ptr": torch.int64,
+}
+_Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +56,47 @@ class Chunks:
     num_rows: int
     num_columns: int
 
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, Tensor], prefix: str, num_rows: int, num_columns: int, check: bool = True
+    ) -> Chunks:
+        """Take arrays that were in a file.
+
+        Args:
+            arrays: What :meth:`tensors` gave, by the names there behind a prefix.
+            prefix: What the names begin with.
+            num_rows: Number of vertices on the row side.
+            num_columns: Number of vertices on the column side.
+            check: Look at the content too, not only at dtypes and dimensions; without it, it must be known.
+
+        Raises:
+            ValueError: An array is missing, of another dtype, or its content does not fit to that of the others.
+        """
+        for name, dtype in _DTYPES.items():
+            array = arrays.get(prefix + name)
+            valid = array is not None and array.dtype == dtype and array.dim() == 1
+            _require(valid, f"{prefix}{name} is missing or not {dtype} [n]")
+        found: dict[str, Any] = {name: arrays.get(prefix + name) for name in (*_DTYPES, "edge_ids")}
+        chunks = cls(**found, num_rows=num_rows, num_columns=num_columns)
+        if check:
+            chunks._check(prefix)
+        return chunks
+
+    def _check(self, prefix: str) -> None:
+        for name, of in (("row_ptr", "rows"), ("column_ptr", "columns"), ("indptr", "local")):
+            offsets, end = getattr(self, name), getattr(self, of).numel()
+            valid = offsets.numel() > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == end
+            valid = valid and not bool((offsets.diff() < 0).any())
+            _require(valid, f"{prefix}{name} does not ascend from 0 to {end}")
+        _require(self.row_ptr.numel() == self.column_ptr.numel(), f"{prefix}row_ptr and _column_ptr differ in length")
+        _require(self.indptr.numel() == self.rows.numel() + 1, f"{prefix}indptr has not one offset per row")
+        check_places(self.rows, self.rows.numel(), 0, self.num_rows, f"{prefix}rows")
+        check_places(self.columns, self.columns.numel(), 0, self.num_columns, f"{prefix}columns")
+        widths = torch.repeat_interleave(self.column_ptr.diff(), self.loads)
+        fits = bool(((self.local >= 0) & (self.local < widths)).all())
+        _require(fits, f"{prefix}local exceeds a chunk's columns")
+        _require(int(torch.unique(self.rows).numel()) == self.num_rows, f"{prefix}rows does not name every vertex")
+
     @property
     def num_chunks(self) -> int:
         """Number of chunks."""
@@ -56,7 +110,7 @@ class Chunks:
     @property
     def edge_dtype(self) -> torch.dtype:
         """The dtype of places of edges: int32 where they fit."""
-        return torch.int32 if self.num_edges <= _INT32_MAX else torch.int64
+        return torch.int32 if self.num_edges <= INT32_MAX else torch.int64
 
     @property
     def loads(self) -> Tensor:
@@ -79,7 +133,7 @@ class Chunks:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return the arrays by name."""
-        return {name: getattr(self, name) for name in ARRAYS}
+        return {name: getattr(self, name) for name in (*_DTYPES, "edge_ids")}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunks:
         """Return a copy on a device, or this where it is there already."""
@@ -90,3 +144,219 @@ class Chunks:
             for name, tensor in self.tensors().items()
         }
         return replace(self, **moved)
+
+
+def check_places(places: Tensor, count: int, low: int, high: int, name: str) -> None:
+    """Raise a ValueError unless these are ``count`` integers in ``[low, high)``; ``name`` is for the message."""
+    valid = places.dtype in (torch.int32, torch.int64) and list(places.shape) == [count]
+    _require(valid, f"{name} is not integer [{count}]")
+    if count:
+        least, most = (int(value) for value in torch.aminmax(places))
+        message = f"{name} holds {least if least < low else most}, outside [{low}, {high})"
+        _require(least >= low and most < high, message)
+
+
+def _require(valid: bool, message: str) -> None:
+    if not valid:
+        raise ValueError(message)
+
+
+@numba.njit(nogil=True, cache=True)
+def count_columns(
+    indices: _Array, first: _Array, last: _Array, row_ptr: _Array, num_columns: int
+) -> npt.NDArray[np.int64]:
+    """Count the distinct columns of each chunk: ``column_ptr``, int64 ``[k + 1]``.
+
+    Args:
+        indices: Column of each entry, ``[E]``.
+        first: First entry of each row, int64 ``[R]``.
+        last: The entry after the last one of each row, int64 ``[R]``.
+        row_ptr: First row of each chunk, int64 ``[k + 1]``.
+        num_columns: Number of columns.
+    """
+    stamps = np.full(num_columns, -1, np.int32)
+    column_ptr = np.zeros(row_ptr.size, np.int64)
+    for chunk in range(row_ptr.size - 1):
+        count = 0
+        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
+            for e in range(first[row], last[row]):
+                if stamps[indices[e]] != chunk:
+                    stamps[indices[e]] = chunk
+                    count += 1
+        column_ptr[chunk + 1] = column_ptr[chunk] + count
+    return column_ptr
+
+
+@numba.njit(nogil=True, cache=True)
+def _grown(array: _Array, count: int) -> _Array:
+    if count + 1 < array.size:
+        return array
+    larger = np.empty(2 * array.size, array.dtype)
+    larger[: array.size] = array
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def cut_rows(
+    indices: _Array,
+    rows: _Array,
+    first: _Array,
+    last: _Array,
+    bounds: _Array,
+    num_columns: int,
+    max_vertices: int,
+    max_entries: int,
+) -> tuple[_Array, _Array, _Array, _Array]:
+    """Cut rows into chunks of at most ``max_vertices`` rows and columns together and at most ``max_entries`` entries.
+
+    Rows are taken in order for as long as they fit. One that fits no chunk is split over its columns, and its parts
+    are rows that follow each other. A row's own vertex counts as a column: a self-loop that is added later has room.
+
+    Args:
+        indices: Column of each entry, ``[E]``.
+        rows: Vertex of each row, int32 ``[R]``.
+        first: First entry of each row, int64 ``[R]``.
+        last: The entry after the last one of each row, int64 ``[R]``.
+        bounds: Rows where a chunk must begin, int64 ``[k + 1]``, from 0 to ``R``.
+        num_columns: Number of columns.
+        max_vertices: At least 3.
+        max_entries: At least 1.
+
+    Returns:
+        ``rows``, ``first``, ``last``, with more rows where some were split, and ``row_ptr`` int64 ``[K + 1]``.
+    """
+    stamps = np.zeros(num_columns, np.int64)
+    size = rows.size + bounds.size + 16
+    cut = np.empty(size, np.int32)
+    begins = np.empty(size, np.int64)
+    ends = np.empty(size, np.int64)
+    row_ptr = np.zeros(size, np.int64)
+    count = chunks = 0
+    stamp = 1
+    for bound in range(bounds.size - 1):
+        vertices = entries = 0
+        for row in range(bounds[bound], bounds[bound + 1]):
+            vertex = rows[row]
+            e = first[row]
+            while True:
+                # Each turn takes what fits of the row: most rows need one turn, or two where they open a chunk.
+                added = 1
+                if vertex < num_columns and stamps[vertex] != stamp:
+                    stamps[vertex] = stamp
+                    added += 1
+                room = min(last[row], e + max_entries - entries)
+                at = e
+                while at < room:
+                    column = indices[at]
+                    if stamps[column] != stamp:
+                        if vertices + added == max_vertices:
+                            break
+                        stamps[column] = stamp
+                        added += 1
+                    at += 1
+                whole = at == last[row] and vertices + added <= max_vertices
+                if whole or count == row_ptr[chunks]:
+                    cut, begins, ends = _grown(cut, count), _grown(begins, count), _grown(ends, count)
+                    cut[count] = vertex
+                    begins[count] = e
+                    ends[count] = at
+                    count += 1
+                    vertices += added
+                    entries += at - e
+                    e = at
+                    if whole:
+                        break
+                # The row, or what is left of it, opens a chunk. The stamps of a row that did not fit become void.
+                row_ptr = _grown(row_ptr, chunks + 1)
+                chunks += 1
+                row_ptr[chunks] = count
+                stamp += 1
+                vertices = entries = 0
+        if count > row_ptr[chunks] or bounds[bound] == bounds[bound + 1]:
+            row_ptr = _grown(row_ptr, chunks + 1)
+            chunks += 1
+            row_ptr[chunks] = count
+        stamp += 1
+    return cut[:count].copy(), begins[:count].copy(), ends[:count].copy(), row_ptr[: chunks + 1].copy()
+
+
+@numba.njit(nogil=True, cache=True)
+def _compress(
+    indices: _Array,
+    first: _Array,
+    last: _Array,
+    row_ptr: _Array,
+    column_ptr: _Array,
+    num_columns: int,
+    indptr: _Array,
+    local: _Array,
+    columns: _Array,
+    places: _Array,
+) -> None:
+    stamps = np.full(num_columns, -1, np.int32)
+    slots = np.empty(num_columns, np.int32)
+    entry = 0
+    for chunk in range(row_ptr.size - 1):
+        begin = end = column_ptr[chunk]
+        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
+            for e in range(first[row], last[row]):
+                column = indices[e]
+                if stamps[column] != chunk:
+                    stamps[column] = chunk
+                    columns[end] = column
+                    end += 1
+        columns[begin:end].sort()
+        for at in range(begin, end):
+            slots[columns[at]] = at - begin
+        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
+            indptr[row] = entry
+            for e in range(first[row], last[row]):
+                local[entry] = slots[indices[e]]
+                places[entry] = e
+                entry += 1
+    indptr[row_ptr[-1]] = entry
+
+
+def compress_columns(
+    indices: _Array,
+    rows: _Array,
+    first: _Array,
+    last: _Array,
+    row_ptr: _Array,
+    column_ptr: _Array,
+    num_rows: int,
+    num_columns: int,
+) -> tuple[Chunks, _Array]:
+    """Keep, of each chunk, only the columns that it uses (section 6.2), in two passes over the entries.
+
+    Args:
+        indices: Column of each entry, ``[E]``.
+        rows: Vertex of each row, int32 ``[R]``.
+        first: First entry of each row, int64 ``[R]``.
+        last: The entry after the last one of each row, int64 ``[R]``.
+        row_ptr: First row of each chunk, int64 ``[k + 1]``.
+        column_ptr: First column of each chunk, int64 ``[k + 1]``, from :func:`count_columns`.
+        num_rows: Number of vertices on the row side.
+        num_columns: Number of vertices on the column side.
+
+    Returns:
+        The chunks, without ``edge_ids``, and for each of their entries its place in ``indices``, int64 ``[E]``.
+    """
+    num_entries = int((last - first).sum())
+    indptr = np.empty(rows.size + 1, np.int64)
+    local = np.empty(num_entries, np.int32)
+    columns = np.empty(int(column_ptr[-1]), np.int32)
+    places = np.empty(num_entries, np.int64)
+    _compress(indices, first, last, row_ptr, column_ptr, num_columns, indptr, local, columns, places)
+    chunks = Chunks(
+        rows=torch.from_numpy(rows),
+        row_ptr=torch.from_numpy(row_ptr),
+        indptr=torch.from_numpy(indptr),
+        local=torch.from_numpy(local),
+        columns=torch.from_numpy(columns),
+        column_ptr=torch.from_numpy(column_ptr),
+        edge_ids=None,
+        num_rows=num_rows,
+        num_columns=num_columns,
+    )
+    return chunks, places

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.build import LOCAL_BYTES, Limits, Order, Progress, build_directions, choose_limits
-from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.graph.compress_files import load_compressed, save_compressed
+from lightning_gnn.graph.arrays import load_array, save_arrays
+from lightning_gnn.graph.build import Limits, Order, Redundancy, build_directions, choose_limits, measure_redundancy
+from lightning_gnn.graph.chunks import Chunks, check_places
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph, check_csc
-from lightning_gnn.graph.grouping import PlanSettings
-from lightning_gnn.graph.redundancy import Redundancy, measure_redundancy
-from lightning_gnn.graph.self_loops import add_self_loops, gcn_weight, pick
+from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.graph.partition import Progress
+from lightning_gnn.graph.self_loops import add_self_loops, pick, symmetric_norm
+from lightning_gnn.runtime.documents import read_json, read_text
 from lightning_gnn.runtime.store import checksum
+from lightning_gnn.runtime.whole_files import write_whole
 
-__all__ = ["LOCAL_BYTES", "CompressedGraph"]
+_FORMAT = "lightning_gnn compressed graph 1"
+_META = "graph.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +192,13 @@ class CompressedGraph:
             indices: Source of each edge, integer ``[num_edges]``.
             num_sources: Number of sources.
             edge_ids: Place of each edge in the user's order, integer ``[num_edges]``, or None.
-            num_chunks: As in :meth:`from_graph`, like all that follow.
-            order: Likewise.
-            num_columns_hint: Likewise.
-            element_size: Likewise.
-            local_bytes: Likewise.
-            settings: Likewise.
-            progress: Likewise.
+            num_chunks: Chunks per direction, or ``"auto"``: as few as fit the local memory.
+            order: ``"locality"``, unless the natural order loads fewer rows, or ``"natural"``.
+            num_columns_hint: Width of the feature slices that a chunk is to be sized for.
+            element_size: Bytes of a feature.
+            local_bytes: Local memory of a worker, of which a chunk takes at most half; :meth:`from_graph` tells more.
+            settings: How the ops share the work out to workers.
+            progress: Called with the name of a step and the fraction that is done, from 0 to 1.
 
         Raises:
             TypeError: A tensor is not of an integer dtype.
@@ -270,7 +275,16 @@ class CompressedGraph:
         Raises:
             ValueError: The graph is bipartite.
         """
-        return self._derived("with_self_loops", lambda: add_self_loops(self))
+
+        def looped() -> CompressedGraph:
+            self._check_square("self-loops")
+            graph = self.to("cpu")
+            found = add_self_loops(graph.forward, graph.backward, graph.edge_ids)
+            forward, backward, edge_ids, weight_ids = found
+            graph = replace(graph, forward=forward, backward=backward, edge_ids=edge_ids)
+            return replace(graph, cache={"weight_ids": weight_ids}).to(self.device)
+
+        return self._derived("with_self_loops", looped)
 
     def gcn_weight(
         self,
@@ -298,10 +312,23 @@ class CompressedGraph:
         """
         if edge_weight is not None:
             self._check_edge_values(edge_weight, "edge_weight")
-            return gcn_weight(self, edge_weight, improved, add_self_loops, None)
+            return self._normalised(edge_weight, improved, add_self_loops, None)
         dtype = dtype or torch.get_default_dtype()
         key = f"gcn_weight add_self_loops={add_self_loops} {dtype}"
-        return self._derived(key, lambda: gcn_weight(self, None, improved, add_self_loops, dtype))
+        return self._derived(key, lambda: self._normalised(None, improved, add_self_loops, dtype))
+
+    def _normalised(
+        self, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        self._check_square("the symmetric normalisation")
+        looped = self.with_self_loops() if add_self_loops else self
+        if edge_weight is None:
+            values = torch.ones(looped.num_edges, dtype=dtype, device=self.device)
+        elif add_self_loops:
+            values = pick(edge_weight, looped.cache["weight_ids"], 2.0 if improved else 1.0)
+        else:
+            values = self.edge_order(edge_weight)
+        return symmetric_norm(looped.forward, values)
 
     def redundancy(self, direction: Literal["forward", "backward"] = "forward") -> Redundancy:
         """Count the rows that an aggregation loads, against the natural order and a random one; it prints as a table.
@@ -352,7 +379,30 @@ class CompressedGraph:
         Raises:
             FileExistsError: The folder holds a compressed graph already.
         """
-        return save_compressed(self, folder)
+        folder = Path(folder)
+        if (folder / _META).exists():
+            # The arrays may be mapped by someone, who would see them change.
+            raise FileExistsError(f"{folder} holds a compressed graph already; choose another folder")
+        tensors = {f"forward_{name}": tensor for name, tensor in self.forward.tensors().items()}
+        if not self.shares_chunks:
+            tensors |= {f"backward_{name}": tensor for name, tensor in self.backward.tensors().items()}
+        tensors["backward_edge_ids"] = self.backward.edge_ids
+        tensors |= {"edge_ids": self.edge_ids, "weight_ids": self.cache.get("weight_ids")}
+        save_arrays(folder, tensors)
+        meta = {
+            "format": _FORMAT,
+            "num_sources": self.num_sources,
+            "num_targets": self.num_targets,
+            "num_user_edges": self.num_user_edges,
+            "order": self.order,
+            "backward_order": self.backward_order,
+            "settings": asdict(self.settings),
+            "limits": None if self.limits is None else asdict(self.limits),
+            "arrays": sorted(name for name, tensor in tensors.items() if tensor is not None),
+        }
+        # Last: without it an interrupted save is no graph.
+        write_whole(folder / _META, json.dumps(meta, indent=1))
+        return folder
 
     @classmethod
     def load(cls, folder: str | Path, mmap: bool = True) -> CompressedGraph:
@@ -366,7 +416,14 @@ class CompressedGraph:
             FileNotFoundError: The folder lacks a file.
             ValueError: A file is truncated, or no part of a compressed graph.
         """
-        return cls(**load_compressed(folder, mmap))
+        return read_compressed(folder, mmap)
+
+    def _check_square(self, what: str) -> None:
+        if self.num_sources != self.num_targets:
+            raise ValueError(
+                f"{what} must have the same vertices on both sides, but the graph has {self.num_sources} sources and "
+                f"{self.num_targets} targets"
+            )
 
     def _check_edge_values(self, values: Tensor, name: str) -> None:
         if values.dim() < 1 or values.size(0) != self.num_user_edges:
@@ -375,11 +432,12 @@ class CompressedGraph:
                 f"{list(values.shape)}"
             )
 
-    def _derived(self, name: str, function: Callable[[], Any]) -> Any:
+    def _derived(self, name: str, function: Callable[[], T]) -> T:
         if name not in self.cache:
             with _plain_tensors():
                 self.cache[name] = function()
-        return self.cache[name]
+        value: T = self.cache[name]
+        return value
 
     def __repr__(self) -> str:
         return (
@@ -393,3 +451,57 @@ def _plain_tensors() -> Iterator[None]:
     """Make tensors that autograd can save also inside ``inference_mode``, where validation may ask for them first."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def read_compressed(folder: str | Path, mmap: bool = True, check: bool = True) -> CompressedGraph:
+    """Read what :meth:`CompressedGraph.save` wrote.
+
+    Args:
+        folder: The folder.
+        mmap: Leave the arrays on disk.
+        check: Look at the content of every array, not only at dtypes and lengths; without it, it must be known.
+
+    Raises:
+        FileNotFoundError: The folder lacks a file.
+        ValueError: A file is truncated, or no part of a compressed graph.
+    """
+    folder = Path(folder)
+    path = folder / _META
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: {folder} holds no compressed graph")
+    try:
+        meta = read_json(read_text(path))
+        if meta["format"] != _FORMAT:
+            raise ValueError(f"its format is {meta['format']!r}, not {_FORMAT!r}")
+        num_sources, num_targets, num_user_edges = (
+            int(meta[name]) for name in ("num_sources", "num_targets", "num_user_edges")
+        )
+        settings = PlanSettings(**meta["settings"])
+        limits = None if meta["limits"] is None else Limits(**meta["limits"])
+        names = list(meta["arrays"])
+        order, backward_order = orders = meta["order"], meta["backward_order"]
+        if not set(orders) <= {"locality", "natural"}:
+            raise ValueError(f"its orders are {orders}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a compressed graph ({error}); compress the graph again") from error
+    arrays = {name: load_array(folder / f"{name}.npy", mmap) for name in names}
+    edge_ids, back_ids, weight_ids = (arrays.get(name) for name in ("edge_ids", "backward_edge_ids", "weight_ids"))
+    try:
+        forward = Chunks.from_arrays(arrays, "forward_", num_targets, num_sources, check)
+        backward = replace(forward, edge_ids=back_ids)
+        if "backward_local" in arrays:
+            backward = Chunks.from_arrays(arrays, "backward_", num_sources, num_targets, check)
+        num_edges = forward.num_edges
+        if backward.num_edges != num_edges:
+            raise ValueError("the directions have different numbers of edges")
+        if back_ids is None:
+            raise ValueError("backward_edge_ids is missing")
+        if check:
+            check_places(back_ids, num_edges, 0, num_edges, "backward_edge_ids")
+            for name, ids in (("edge_ids", edge_ids), ("weight_ids", weight_ids)):
+                if ids is not None:
+                    check_places(ids, num_edges, -1, num_user_edges, name)
+    except ValueError as error:
+        raise ValueError(f"{folder} does not hold a compressed graph: {error}; compress the graph again") from error
+    cache = {} if weight_ids is None else {"weight_ids": weight_ids}
+    return CompressedGraph(forward, backward, edge_ids, settings, order, backward_order, limits, num_user_edges, cache)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
@@ -231,7 +234,7 @@ class CSCGraph:
         except (TypeError, ValueError) as error:
             raise type(error)(f"the graph in {folder}: {error}") from None
 
-    def _map(self, function) -> CSCGraph:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> CSCGraph:
         edge_ids = None if self.edge_ids is None else function(self.edge_ids)
         return CSCGraph(function(self.indptr), function(self.indices), edge_ids)
 
@@ -276,7 +279,13 @@ def _narrow(ids: Tensor, count: int) -> Tensor:
 
 
 @numba.njit(nogil=True, cache=True)
-def sort_by_target(row, col, num_nodes, indices, edge_ids):
+def sort_by_target(
+    row: npt.NDArray[Any],
+    col: npt.NDArray[Any],
+    num_nodes: int,
+    indices: npt.NDArray[Any],
+    edge_ids: npt.NDArray[Any],
+) -> npt.NDArray[np.int64]:
     """Sort edges by target, keeping the order of those of one target.
 
     Args:
@@ -303,7 +312,26 @@ def sort_by_target(row, col, num_nodes, indices, edge_ids):
     return indptr
 
 
-def _transposed_csr(adj_t) -> tuple[Tensor, Tensor]:
+def transpose(
+    indptr: npt.NDArray[Any], indices: npt.NDArray[Any], num_columns: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Sort the entries of a sparse matrix by column.
+
+    Args:
+        indptr: First entry of each row, int64 ``[R + 1]``.
+        indices: Column of each entry, integer ``[E]``, checked.
+        num_columns: Number of columns ``C``.
+
+    Returns:
+        ``indptr`` int64 ``[C + 1]``, the rows, int32 ``[E]`` ascending in each column, and the entries they come from,
+        int64 ``[E]``.
+    """
+    row_of_entry = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
+    rows, entries = np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
+    return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
+
+
+def _transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
     if hasattr(adj_t, "csr"):

@@ -168,9 +168,9 @@ class FeatureTable:
 
     def share_memory_(self) -> FeatureTable:
         """Move the table into shared memory; returns self."""
-        self.values.share_memory_()
-        if self.scales is not None:
-            self.scales.share_memory_()
+        for tensor in (self.values, self.scales):
+            if tensor is not None:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def save(self, path: str | Path) -> Path:

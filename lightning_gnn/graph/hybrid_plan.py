@@ -1,15 +1,59 @@
-"""The plan of tensor-data hybrid parallelism: which columns and which chunks each worker computes."""
+"""The plan of tensor-data hybrid parallelism (section 5 of NeutronAscend): who computes which columns and chunks.
+
+:func:`plan_cores` plans for the cores of one device: cost-effective grouping (algorithm 1) chooses how many groups
+share out the columns. Inside a group, range-based partitioning (:func:`balance_ranges`) gives each member contiguous
+chunks of equal work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 BLOCK = 16
 """Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 numbers are an aligned 32 bytes."""
+TOLERATED = 1.05
+"""Up to this multiple of the least possible, the slowest worker's work (padding included) counts as balanced."""
+_BYTES_PER_MULTIPLY_ADD = 4
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Who executes an aggregation; everything else of a plan follows from the graph and the features.
+
+    Args:
+        num_workers: N, cores or threads; None leaves it to whoever executes the plan.
+        num_groups: M, which divides N, or ``"auto"``.
+        bandwidth_ratio: r, how many times faster the shared cache is than global memory; at least 1.
+        mode: ``"balanced"`` counts the imbalance of the chunk ranges; ``"paper"`` is algorithm 1 as published, which
+            answers one group for every r.
+
+    Raises:
+        ValueError: A number is out of range, or the mode is unknown.
+    """
+
+    num_workers: int | None = None
+    num_groups: int | Literal["auto"] = "auto"
+    bandwidth_ratio: float = 20
+    mode: Literal["balanced", "paper"] = "balanced"
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, but is {self.num_workers}")
+        if isinstance(self.num_groups, str):
+            if self.num_groups != "auto":
+                raise ValueError(f"num_groups must be a number or 'auto', but is {self.num_groups!r}")
+        elif self.num_groups < 1:
+            raise ValueError(f"num_groups must be at least 1, but is {self.num_groups}")
+        if not self.bandwidth_ratio >= 1:
+            raise ValueError(f"bandwidth_ratio must be at least 1, but is {self.bandwidth_ratio}")
+        if self.mode not in ("balanced", "paper"):
+            raise ValueError(f"mode={self.mode!r} is unknown; use 'balanced' or 'paper'")
 
 
 @dataclass(frozen=True)
@@ -112,6 +156,105 @@ class HybridPlan:
         return "\n".join(lines).rstrip()
 
 
+def plan_cores(
+    num_columns: int,
+    chunk_loads: npt.ArrayLike,
+    settings: PlanSettings | None = None,
+    num_workers: int | None = None,
+    *,
+    compute_time: float | None = None,
+    memory_time: float | None = None,
+    element_size: int = 4,
+) -> HybridPlan:
+    """Plan one aggregation on the cores of one device, for one layer and direction.
+
+    For every M that divides N, with S = ceil(D / M) and G = N / M, the cost is ``T_idle - T_saved`` (section 5.3):
+
+    - ``T_idle = T_comp * (16 * ceil(S / 16) * M / D - 1)``, the cube unit's padding; for whole S the paper's formula;
+    - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, what members read from the shared cache;
+    - in the mode ``balanced`` plus ``T_imb = T_comp * (max / mean load of the G chunk ranges - 1)``: load imbalance,
+      the reason for groups, is not in the paper's cost, which is therefore always least at M = 1. Numbers of groups
+      at which the slowest worker does more than 1.05 times an even share of the padded work at M = 1 are then left
+      out, unless all are: a cache that saves much must not buy idle cores.
+
+    The least cost wins, the smaller M in a tie.
+
+    Args:
+        num_columns: D, columns of the features.
+        chunk_loads: Edges of each chunk, integer ``[num_chunks]``.
+        settings: Who executes; by default :class:`PlanSettings` as it stands.
+        num_workers: N, where the settings leave it open; given, it wins.
+        compute_time: T_comp, the time of the aggregation's multiply-adds on N workers, ideally shared out; by default
+            edges * D / N, in multiply-adds of one worker.
+        memory_time: T_mem, the time in which N workers load one row per edge from global memory, in the same unit; by
+            default edges * D * element_size / N bytes, four bytes in the time of one multiply-add.
+        element_size: Bytes of a feature, for that default.
+
+    Raises:
+        TypeError: Loads that are no integers.
+        ValueError: No column, no worker, a negative load or time, a number of groups that does not divide the workers
+            or exceeds the columns.
+    """
+    settings = settings or PlanSettings()
+    num_workers = settings.num_workers if num_workers is None else num_workers
+    if num_workers is None:
+        raise ValueError("num_workers is neither in the settings nor given")
+    check_sizes(num_columns, num_workers)
+    loads = check_loads(chunk_loads)
+    share = int(loads.sum()) * num_columns / num_workers
+    t_comp = share if compute_time is None else compute_time
+    t_mem = share * element_size / _BYTES_PER_MULTIPLY_ADD if memory_time is None else memory_time
+    if not (t_comp >= 0 and t_mem >= 0):
+        raise ValueError(f"times must not be negative, but compute_time={t_comp} and memory_time={t_mem}")
+    if settings.num_groups == "auto":
+        considered = [groups for groups in divisors(num_workers) if groups <= num_columns]
+    else:
+        check_groups(settings.num_groups, num_workers, num_columns)
+        considered = [settings.num_groups]
+
+    plans = {}
+    for num_groups in considered:
+        ranges = balance_ranges(loads, num_workers // num_groups)
+        range_loads = [int(loads[start:stop].sum()) for start, stop in ranges]
+        candidate = _cost(num_columns, num_workers, num_groups, range_loads, settings, t_comp, t_mem)
+        plans[num_groups] = candidate, ranges, range_loads
+    eligible = [candidate for candidate, _, _ in plans.values() if not candidate.note]
+    best = min(eligible or [candidate for candidate, _, _ in plans.values()], key=lambda candidate: candidate.cost)
+    _, ranges, range_loads = plans[best.num_groups]
+    return HybridPlan(
+        num_workers=num_workers,
+        num_groups=best.num_groups,
+        num_columns=num_columns,
+        slices=slice_columns(num_columns, best.num_groups),
+        chunk_ranges=ranges,
+        loads=tuple(range_loads),
+        candidates=tuple(candidate for candidate, _, _ in plans.values()),
+        unit="multiply-adds of one worker" if compute_time is None and memory_time is None else "the unit of the times",
+    )
+
+
+def _cost(
+    num_columns: int,
+    num_workers: int,
+    num_groups: int,
+    range_loads: list[int],
+    settings: PlanSettings,
+    t_comp: float,
+    t_mem: float,
+) -> GroupingCost:
+    members = num_workers // num_groups
+    padded = padding(num_columns, num_groups)
+    idle = t_comp * (padded - 1)
+    saved = t_mem * (1 - 1 / (1 + (members - 1) * (settings.bandwidth_ratio - 1)))
+    if settings.mode == "paper":
+        return GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved})
+    imbalance = max_over_mean(np.array(range_loads))
+    unbalanced = t_comp * (imbalance - 1)
+    note = "unbalanced" if padded * imbalance > TOLERATED * padding(num_columns, 1) else ""
+    terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
+    return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)
+
+
 def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], ...]:
     """Share columns out to groups: in whole blocks of 16 where there are enough, else evenly.
 
@@ -190,3 +333,99 @@ def aligned(rows: list[list[str]]) -> list[str]:
     """Return rows of cells as lines whose columns end below one another."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut a sequence into contiguous ranges such that the heaviest range is as light as possible.
+
+    Exact: a binary search for the least maximum over prefix sums. Within it, each range in turn comes as near as it can
+    to an even share of what is left; no range is empty where there are enough items.
+
+    Args:
+        loads: Work of each item, integer ``[num_items]``, none negative.
+        parts: How many ranges.
+
+    Returns:
+        ``parts`` pairs ``(start, stop)`` that follow one another from 0 to ``num_items``; with fewer items than parts,
+        each item has a range of its own and the ranges at the end are empty.
+
+    Raises:
+        TypeError: The loads are no integers.
+        ValueError: A load is negative, the loads are not one-dimensional, or ``parts`` is less than 1.
+    """
+    loads = check_loads(loads)
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, but is {parts}")
+    num_items = loads.size
+    if num_items <= parts:
+        bounds = [min(part, num_items) for part in range(parts + 1)]
+    else:
+        if not loads.any():
+            loads = np.ones_like(loads)  # share out the items themselves
+        prefix: np.ndarray = np.concatenate([[0], np.cumsum(loads)])
+        bounds = _spread(prefix, parts, _least_maximum(prefix, int(loads.max()), parts))
+    return tuple(pairwise(bounds))
+
+
+def check_loads(loads: npt.ArrayLike) -> np.ndarray:
+    """Return loads as int64 ``[num_items]``.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: They are not one-dimensional, or one is negative.
+    """
+    loads = np.asarray(loads)
+    if loads.ndim != 1:
+        raise ValueError(f"loads must have one dimension, but have the shape {list(loads.shape)}")
+    if loads.size and not np.issubdtype(loads.dtype, np.integer):
+        raise TypeError(f"loads must be whole numbers (edges), but are {loads.dtype}")
+    if loads.size and loads.min() < 0:
+        at = int(loads.argmin())
+        raise ValueError(f"loads must not be negative, but loads[{at}] = {int(loads[at])}")
+    return loads.astype(np.int64)
+
+
+def _least_maximum(prefix: np.ndarray, heaviest: int, parts: int) -> int:
+    """Return the least load that ``parts`` ranges need not exceed."""
+    low = max(-(-int(prefix[-1]) // parts), heaviest)
+    high = low + heaviest  # a greedy cut at the mean overshoots by less than one item
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(prefix, middle, parts):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(prefix: np.ndarray, limit: int, parts: int) -> bool:
+    at, end = 0, prefix.size - 1
+    for _ in range(parts):
+        at = _reach(prefix, at, limit)
+        if at == end:
+            return True
+    return False
+
+
+def _reach(prefix: np.ndarray, start: int, limit: int) -> int:
+    """Return the furthest stop of a range from ``start`` that is no heavier than ``limit``."""
+    return int(np.searchsorted(prefix, prefix[start] + limit, side="right")) - 1
+
+
+def _spread(prefix: np.ndarray, parts: int, limit: int) -> list[int]:
+    """Return boundaries near even shares, with no range empty or heavier than ``limit``; items outnumber parts."""
+    end = prefix.size - 1
+    earliest = [0] * parts + [end]  # from which the rest still fits into the ranges that are left
+    for part in range(parts - 1, 0, -1):
+        earliest[part] = int(np.searchsorted(prefix, prefix[earliest[part + 1]] - limit, side="left"))
+    bounds = [0]
+    for part in range(1, parts):
+        done = int(prefix[bounds[-1]])
+        share = done + (int(prefix[-1]) - done) // (parts - part + 1)
+        near = int(np.searchsorted(prefix, share, side="left"))
+        if near and share - prefix[near - 1] < prefix[near] - share:
+            near -= 1
+        low = max(earliest[part], bounds[-1] + 1)
+        high = min(_reach(prefix, bounds[-1], limit), end - (parts - part))
+        bounds.append(min(max(near, low), high))
+    return [*bounds, end]

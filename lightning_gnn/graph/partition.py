@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.columns import transpose
-from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.csc import CSCGraph, transpose
 
 Progress = Callable[[str, float], None]
+"""Is told the name of a step and the fraction of it that is done, from 0 to 1."""
+_Array = npt.NDArray[Any]
 
 WORK_PER_EDGE = 16
 """Steps through out-lists that a sweep over the chunks may take, per edge of the graph: what bounds the work."""
@@ -65,19 +68,19 @@ def locality_aware_partition(
     return torch.from_numpy(order), torch.from_numpy(bounds)
 
 
-def even_bounds(count: int, parts: int) -> np.ndarray:
+def even_bounds(count: int, parts: int) -> _Array:
     """Return where parts of floor or ceil of ``count / parts`` begin, int64 ``[parts + 1]``."""
     return np.arange(parts + 1, dtype=np.int64) * count // parts
 
 
 def partition_rows(
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    offsets: np.ndarray,
-    targets: np.ndarray,
-    bounds: np.ndarray,
+    indptr: _Array,
+    indices: _Array,
+    offsets: _Array,
+    targets: _Array,
+    bounds: _Array,
     progress: Progress | None = None,
-) -> np.ndarray:
+) -> _Array:
     """Order the rows of a sparse matrix by algorithm 2; see :func:`locality_aware_partition`.
 
     Args:
@@ -86,7 +89,7 @@ def partition_rows(
         offsets: First entry of each column, int64 ``[C + 1]``.
         targets: Rows with an entry in each column, ascending, int32 ``[E]``.
         bounds: Where the chunks begin, int64 ``[k + 1]``: their quotas.
-        progress: As above.
+        progress: Called with the name of the step and the fraction that is done, from 0 to 1.
 
     Returns:
         The rows, chunk by chunk, int32 ``[V]``.
@@ -121,7 +124,7 @@ def partition_rows(
 
 
 @numba.njit(nogil=True, cache=True)
-def _distinct_lists(offsets, targets):
+def _distinct_lists(offsets: _Array, targets: _Array) -> tuple[_Array, _Array]:
     """Copy the out-lists without the duplicates, which are neighbours; a list ends where ``ends`` says."""
     lists = np.empty_like(targets)
     ends = np.empty(offsets.size - 1, np.int64)
@@ -136,7 +139,16 @@ def _distinct_lists(offsets, targets):
 
 
 @numba.njit(nogil=True, cache=True)
-def _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared):
+def _choose_seeds(
+    offsets: _Array,
+    lists: _Array,
+    ends: _Array,
+    bounds: _Array,
+    order: _Array,
+    filled: _Array,
+    visited: _Array,
+    shared: _Array,
+) -> None:
     """Phase 1. An interval whose out-lists hold seeds alone, or nothing, gets no seed."""
     num_chunks, num_columns = filled.size, ends.size
     for chunk in range(num_chunks):
@@ -164,9 +176,10 @@ def _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared):
 
 @numba.njit(nogil=True, cache=True)
 def _fill(
-    indptr, indices, offsets, lists, ends, bounds, order, filled, start, stop, sweep, cursor, budget,
-    visited, shared, head, following, preceding, touched, stamps,
-):  # fmt: skip
+    indptr: _Array, indices: _Array, offsets: _Array, lists: _Array, ends: _Array, bounds: _Array, order: _Array,
+    filled: _Array, start: int, stop: int, sweep: int, cursor: int, budget: int, visited: _Array, shared: _Array,
+    head: _Array, following: _Array, preceding: _Array, touched: _Array, stamps: _Array,
+) -> int:  # fmt: skip
     """Phase 2 for the chunks from ``start`` to ``stop``; the second sweep takes another start where none shares."""
     num_chunks = filled.size
     for chunk in range(start, stop):

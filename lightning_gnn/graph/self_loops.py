@@ -1,59 +1,62 @@
-"""Self-loops and the symmetric normalisation of a compressed graph, as PyG defines them."""
+"""Self-loops and the symmetric normalisation of chunks, as PyG defines them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.graph.columns import compress_columns, count_columns
+from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns
+
+_Array = npt.NDArray[Any]
 
 
-def add_self_loops(graph: Any) -> Any:
-    """Replace the self-loops of a graph by one per vertex, in the same partition; ``edge_ids`` is -1 for these.
+class WithSelfLoops(NamedTuple):
+    """A graph with exactly one self-loop per vertex.
 
-    ``cache["weight_ids"]`` of the result names, for each of its edges, the user's edge that gives its weight: for a
-    self-loop the last one that the vertex had (as in PyG's ``add_remaining_self_loops``), else -1.
-
-    Raises:
-        ValueError: The graph is bipartite.
+    Args:
+        forward: Rows are targets.
+        backward: The transpose.
+        edge_ids: The user's edge of each forward entry, ``[num_edges]``, -1 for a self-loop.
+        weight_ids: The user's edge that gives each forward entry its weight, ``[num_edges]``: for a self-loop the last
+            one that the vertex had (as in PyG's ``add_remaining_self_loops``), else -1.
     """
-    _check_square(graph, "self-loops")
-    device = graph.device
-    graph = graph.to("cpu")
-    forward, kept = _with_loops(graph.forward)
-    backward, back_kept = (forward, kept) if graph.shares_chunks else _with_loops(graph.backward)
-    assert graph.backward.edge_ids is not None
-    places = np.arange(graph.num_edges) if graph.edge_ids is None else graph.edge_ids.numpy()
-    rows, columns = graph.forward.entry_rows().numpy(), graph.forward.entry_columns().numpy()
-    edge_ids, weight_ids, back_ids = (
-        torch.from_numpy(ids).to(forward.edge_dtype)
-        for ids in _relink(kept, back_kept, places, graph.backward.edge_ids.numpy(), rows, columns, graph.num_targets)
+
+    forward: Chunks
+    backward: Chunks
+    edge_ids: Tensor
+    weight_ids: Tensor
+
+
+def add_self_loops(forward: Chunks, backward: Chunks, edge_ids: Tensor | None) -> WithSelfLoops:
+    """Replace the self-loops of a graph by one per vertex, in the same partition.
+
+    Args:
+        forward: On the CPU, as many rows as columns.
+        backward: The transpose; it may share its arrays with ``forward``.
+        edge_ids: The user's edge of each forward entry, ``[num_edges]``; None: in order.
+    """
+    looped, kept = _with_loops(forward)
+    back, back_kept = (looped, kept) if backward.local is forward.local else _with_loops(backward)
+    assert backward.edge_ids is not None
+    ids = np.arange(forward.num_edges) if edge_ids is None else edge_ids.numpy()
+    rows, columns = forward.entry_rows().numpy(), forward.entry_columns().numpy()
+    new_ids, weight_ids, back_ids = (
+        torch.from_numpy(ids).to(looped.edge_dtype)
+        for ids in _relink(kept, back_kept, ids, backward.edge_ids.numpy(), rows, columns, forward.num_rows)
     )
-    backward = replace(backward, edge_ids=back_ids)
-    cache = {"weight_ids": weight_ids}
-    return replace(graph, forward=forward, backward=backward, edge_ids=edge_ids, cache=cache).to(device)
+    return WithSelfLoops(looped, replace(back, edge_ids=back_ids), new_ids, weight_ids)
 
 
-def gcn_weight(
-    graph: Any, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
-) -> Tensor:
-    """Compute what :meth:`CompressedGraph.gcn_weight` returns."""
-    _check_square(graph, "the symmetric normalisation")
-    looped = graph.with_self_loops() if add_self_loops else graph
-    if edge_weight is None:
-        values = torch.ones(looped.num_edges, dtype=dtype, device=graph.device)
-    elif add_self_loops:
-        values = pick(edge_weight, looped.cache["weight_ids"], 2.0 if improved else 1.0)
-    else:
-        values = graph.edge_order(edge_weight)
-    rows, columns = looped.forward.entry_rows(), looped.forward.entry_columns()
-    degrees = values.new_zeros(graph.num_targets).index_add(0, rows, values)
+def symmetric_norm(chunks: Chunks, values: Tensor) -> Tensor:
+    """Scale values ``[num_edges]`` of a square graph's entries by one over the root of both vertices' sums."""
+    rows, columns = chunks.entry_rows(), chunks.entry_columns()
+    degrees = values.new_zeros(chunks.num_rows).index_add(0, rows, values)
     scale = degrees.pow(-0.5)
     scale = scale.masked_fill(scale == float("inf"), 0.0)
     return scale[columns] * values * scale[rows]
@@ -75,15 +78,7 @@ def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     return out.index_copy(0, present, values[ids[present]])
 
 
-def _check_square(graph: Any, what: str) -> None:
-    if graph.num_sources != graph.num_targets:
-        raise ValueError(
-            f"{what} must have the same vertices on both sides, but the graph has {graph.num_sources} sources and "
-            f"{graph.num_targets} targets"
-        )
-
-
-def _with_loops(chunks: Chunks) -> tuple[Chunks, np.ndarray]:
+def _with_loops(chunks: Chunks) -> tuple[Chunks, _Array]:
     """Return the chunks, and for each entry its place before, or -1 - v for the self-loop of vertex v."""
     rows, row_ptr, indptr = chunks.rows.numpy(), chunks.row_ptr.numpy(), chunks.indptr.numpy()
     columns, first, last, kept = _replace_loops(rows, indptr, chunks.entry_columns().numpy(), chunks.num_rows)
@@ -93,7 +88,9 @@ def _with_loops(chunks: Chunks) -> tuple[Chunks, np.ndarray]:
 
 
 @numba.njit(nogil=True, cache=True)
-def _replace_loops(rows, indptr, columns, num_rows):
+def _replace_loops(
+    rows: _Array, indptr: _Array, columns: _Array, num_rows: int
+) -> tuple[_Array, _Array, _Array, _Array]:
     """Drop the self-loops, and put a new one behind the entries of each vertex (of its last part)."""
     loops = 0
     for row in range(rows.size):
@@ -122,7 +119,15 @@ def _replace_loops(rows, indptr, columns, num_rows):
 
 
 @numba.njit(nogil=True, cache=True)
-def _relink(kept, back_kept, places, old_back_ids, rows, columns, num_vertices):
+def _relink(
+    kept: _Array,
+    back_kept: _Array,
+    places: _Array,
+    old_back_ids: _Array,
+    rows: _Array,
+    columns: _Array,
+    num_vertices: int,
+) -> tuple[_Array, _Array, _Array]:
     """Return the new ``edge_ids``, where weights come from, and the new ``edge_ids`` of the transpose."""
     new_place = np.empty(places.size, np.int64)
     loop_place = np.empty(num_vertices, np.int64)

@@ -14,10 +14,9 @@ from pytorch_lightning.utilities import rank_zero_info
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.compress_files import load_compressed
+from lightning_gnn.graph.build import Redundancy
+from lightning_gnn.graph.compress import CompressedGraph, read_compressed
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.redundancy import Redundancy
 from lightning_gnn.runtime.documents import read_json, read_text
 from lightning_gnn.runtime.store import checksum, kept
 
@@ -118,5 +117,5 @@ def _progress_bar() -> Iterator[Any]:
 
 
 def _read(folder: Path, check: bool) -> tuple[CompressedGraph, Redundancy]:
-    graph = CompressedGraph(**load_compressed(folder, check=check))
+    graph = read_compressed(folder, check=check)
     return graph, Redundancy(**read_json(read_text(folder / "redundancy.json")))

@@ -11,7 +11,7 @@ import pytest
 from lightning_gnn.ascend_ops import structs
 from lightning_gnn.ascend_ops.machines import machine
 from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
 from tests.ascend_ops.chunk_arrays import random_chunks
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from torch_geometric.nn import GIN
 from lightning_gnn.full_graph import strategy as ascend_hybrid
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GATConv, NodeClassifier
 from tests.full_graph.training import DROPPING, SideBySide, small_data, train, trainer_of
 

@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_gnn.graph import CompressedGraph, CSCGraph
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.graph.synthetic import planted_power_law, power_law_graph
 from tests.strategies import edge_indices
 

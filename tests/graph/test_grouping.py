@@ -5,8 +5,7 @@ from math import ceil
 import numpy as np
 import pytest
 
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
-from lightning_gnn.graph.hybrid_plan import slice_columns
+from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores, slice_columns
 
 COLUMNS = [7, 16, 41, 100, 256, 602]
 WORKERS = [1, 2, 3, 8, 20, 30, 32]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.graph.ranges import balance_ranges
+from lightning_gnn.graph.hybrid_plan import balance_ranges
 
 
 def least_maximum(loads, parts):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan
 from lightning_gnn.ops.aggregate import numba as aggregate_numba
 from lightning_gnn.ops.aggregate import numba_layout as aggregate_layout

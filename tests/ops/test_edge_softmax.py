@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch_geometric.utils import softmax
 
 from lightning_gnn import CompressedGraph, aggregate, edge_softmax
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate import numba as aggregate_numba
 from tests.ops.test_aggregate import SPLIT, hub_graph, use
 from tests.strategies import edge_indices

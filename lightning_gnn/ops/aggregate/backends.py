@@ -18,8 +18,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.graph.chunks import Chunks
-from lightning_gnn.graph.grouping import PlanSettings, plan_cores
-from lightning_gnn.graph.hybrid_plan import HybridPlan
+from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.library import library
 

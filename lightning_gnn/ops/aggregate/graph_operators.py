@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_gnn.graph.grouping import PlanSettings
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate.backends import backend_name, bounds, chunk_tensors, operators, plan_of
 from lightning_gnn.ops.library import library
 
