@@ -272,7 +272,8 @@ def _fill(order: _Array, kinds: _Array, size: _Array, allowed: _Array, left: int
             left -= size[entry]
             chosen[n] = entry
             n += 1
-    return chosen[:n].copy()
+    taken: _Array = chosen[:n].copy()
+    return taken
 
 
 def _checked(nodes: Tensor, num_nodes: int) -> Tensor:

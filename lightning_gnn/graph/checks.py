@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
+from lightning_gnn.graph.csc import check_ids
 from lightning_gnn.graph.features import check_finite_rows
 
 _MAPPED = 1 << 30
@@ -106,7 +107,7 @@ def _is_on_disk(values: Tensor) -> bool:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux: what takes most of the memory is hardly in it
-        return values.nbytes > psutil.virtual_memory().total // 2
+        return values.nbytes > int(psutil.virtual_memory().total) // 2
     # The middle, since the first page can share its line with what lies before.
     middle = values.data_ptr() + values.nbytes // 2
     for line in lines:
@@ -134,25 +135,25 @@ def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
         ValueError: A mask of the wrong length or number of columns, or an id out of range.
     """
     refuse_type(nodes, name, "node")
-    nodes = _as_tensor(nodes, name, "a bool mask or int64 ids")
-    if nodes.dim() == 2 and nodes.shape == (num_nodes, 1):
-        nodes = nodes.view(-1)
-    if nodes.dim() != 1:
-        several = nodes.dim() == 2 and nodes.size(0) == num_nodes
-        fix = f": it holds {nodes.size(1)} splits; choose one of its columns, as in {name}[:, 0]" if several else ""
-        raise ValueError(f"{name} must have one dimension, but has the shape {list(nodes.shape)}{fix}")
-    if nodes.dtype == torch.bool:
-        if nodes.numel() != num_nodes:
-            raise ValueError(f"{name} is a mask of {nodes.numel()} entries, but the graph has {num_nodes} nodes")
-        return nodes
+    chosen = _as_tensor(nodes, name, "a bool mask or int64 ids")
+    if chosen.dim() == 2 and chosen.shape == (num_nodes, 1):
+        chosen = chosen.view(-1)
+    if chosen.dim() != 1:
+        several = chosen.dim() == 2 and chosen.size(0) == num_nodes
+        fix = f": it holds {chosen.size(1)} splits; choose one of its columns, as in {name}[:, 0]" if several else ""
+        raise ValueError(f"{name} must have one dimension, but has the shape {list(chosen.shape)}{fix}")
+    if chosen.dtype == torch.bool:
+        if chosen.numel() != num_nodes:
+            raise ValueError(f"{name} is a mask of {chosen.numel()} entries, but the graph has {num_nodes} nodes")
+        return chosen
     # Ids of nodes 0 and 1 alone, as many as there are nodes, are a mask of integers.
-    one_per_node = nodes.numel() == num_nodes > 2 and bool(((nodes == 0) | (nodes == 1)).all())
+    one_per_node = chosen.numel() == num_nodes > 2 and bool(((chosen == 0) | (chosen == 1)).all())
     if one_per_node or name.endswith("mask"):
-        raise TypeError(f"{name} is {nodes.dtype}, but a mask must be torch.bool; use {name}.bool()")
-    if nodes.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be a bool mask or int64 ids, but is {nodes.dtype}")
-    _check_range(nodes, num_nodes, name)
-    return nodes.to(torch.int64)
+        raise TypeError(f"{name} is {chosen.dtype}, but a mask must be torch.bool; use {name}.bool()")
+    if chosen.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be a bool mask or int64 ids, but is {chosen.dtype}")
+    check_ids(chosen, num_nodes, name)
+    return chosen.to(torch.int64)
 
 
 def check_labels(data: Data, nodes: Tensor, name: str) -> None:
@@ -192,14 +193,14 @@ def check_edges(edges: Any, num_nodes: int, name: str) -> Tensor:
         ValueError: A wrong shape, or a node out of range.
     """
     refuse_type(edges, name, "edge")
-    edges = _as_tensor(edges, name, "an int64 tensor [2, n]")
-    if edges.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be an int64 tensor [2, n], but is {edges.dtype}")
-    if edges.dim() != 2 or edges.size(0) != 2:
-        fix = "; transpose it" if edges.dim() == 2 and edges.size(1) == 2 else ""
-        raise ValueError(f"{name} must have the shape [2, n], but has {list(edges.shape)}{fix}")
-    _check_range(edges, num_nodes, name)
-    return edges.as_subclass(Tensor).to(torch.int64)
+    pairs = _as_tensor(edges, name, "an int64 tensor [2, n]")
+    if pairs.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be an int64 tensor [2, n], but is {pairs.dtype}")
+    if pairs.dim() != 2 or pairs.size(0) != 2:
+        fix = "; transpose it" if pairs.dim() == 2 and pairs.size(1) == 2 else ""
+        raise ValueError(f"{name} must have the shape [2, n], but has {list(pairs.shape)}{fix}")
+    check_ids(pairs, num_nodes, name)
+    return pairs.as_subclass(Tensor).to(torch.int64)
 
 
 def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
@@ -217,12 +218,12 @@ def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
         TypeError: No numbers.
         ValueError: Another number of them, or NaN.
     """
-    labels = _as_tensor(labels, name, "numbers, one per edge")
-    if labels.dim() == 0 or labels.size(0) != num_edges:
-        raise ValueError(f"{name} must hold one label per edge, {num_edges}, but has the shape {list(labels.shape)}")
-    if labels.is_floating_point():
-        check_finite_rows(labels, name, kind="edge", fix="leave these edges out")
-    return labels
+    found = _as_tensor(labels, name, "numbers, one per edge")
+    if found.dim() == 0 or found.size(0) != num_edges:
+        raise ValueError(f"{name} must hold one label per edge, {num_edges}, but has the shape {list(found.shape)}")
+    if found.is_floating_point():
+        check_finite_rows(found, name, kind="edge", fix="leave these edges out")
+    return found
 
 
 def refuse_type(values: Any, name: str, kind: str) -> None:
@@ -252,10 +253,3 @@ def _as_tensor(values: Any, name: str, wanted: str) -> Tensor:
         shown = repr(values)
         shown = shown if len(shown) <= 60 else f"a {type(values).__name__}"
         raise TypeError(f"{name} must be {wanted}, but is {shown} ({error})") from None
-
-
-def _check_range(nodes: Tensor, num_nodes: int, name: str) -> None:
-    if nodes.numel():
-        low, high = (int(value) for value in torch.aminmax(nodes))
-        if low < 0 or high >= num_nodes:
-            raise ValueError(f"{name} holds node {low if low < 0 else high}, but the graph has {num_nodes} nodes")

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import re
+import shutil
+import tempfile
 import threading
 import warnings
 import zipfile
@@ -17,7 +19,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch_geometric
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
@@ -25,13 +30,11 @@ from torch_geometric.datasets import Flickr, Planetoid, Reddit
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import index_to_mask, to_undirected
 
-from lightning_gnn.graph.arrays import check_file, load_array
-from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.graph.papers100m import convert_papers100m
+from lightning_gnn.graph.arrays import check_file, load_array, new_file, save_arrays
+from lightning_gnn.graph.folder import class_numbers, load_folder, write_csc
 from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
-from lightning_gnn.graph.processed import processed_elsewhere
 from lightning_gnn.runtime.place import cache_root, is_writable
-from lightning_gnn.runtime.store import checksum, locked
+from lightning_gnn.runtime.store import checksum, kept, locked
 
 __all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
 
@@ -39,10 +42,18 @@ _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
 _OGBN = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M")
 _DISTRUST, _TRUST = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _unpickling_lock = threading.Lock()
+_PAPERS_URL = "http://snap.stanford.edu/ogb/data/nodeproppred/papers100M-bin.zip"
+_PAPERS_FILES = (
+    "raw/data.npz",
+    "raw/node-label.npz",
+    "split/time/train.csv.gz",
+    "split/time/valid.csv.gz",
+    "split/time/test.csv.gz",
+)
 _PROMPT = "ogb asks a question on the terminal, and there is none; load it once in a terminal"
 
 
-class _Planetoid(Planetoid):
+class _Planetoid(Planetoid):  # type: ignore[misc]
     def process(self) -> None:
         self.save([read_planetoid(Path(self.raw_dir), self.name)], self.processed_paths[0])
 
@@ -91,10 +102,10 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
 
     Args:
         root: Folder with ``raw/reddit_data.npz`` and ``raw/reddit_graph.npz``; what is missing is downloaded.
-        trust: As for :func:`planetoid`.
+        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
 
     Returns:
-        As :func:`planetoid`.
+        ``Data`` like that of :func:`planetoid`.
 
     Raises:
         FileNotFoundError: Files are missing, and the folder is read-only.
@@ -110,10 +121,10 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
     Args:
         root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
             missing is downloaded.
-        trust: As for :func:`planetoid`.
+        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
 
     Returns:
-        As :func:`planetoid`.
+        ``Data`` like that of :func:`planetoid`.
 
     Raises:
         FileNotFoundError: Files are missing, and the folder is read-only.
@@ -136,10 +147,12 @@ def ogbn(
         root: Folder in which ``ogb`` keeps its datasets; what is missing is downloaded.
         name: ``"ogbn-arxiv"``, ``"ogbn-products"`` or ``"ogbn-papers100M"``.
         undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already).
-        trust: As for :func:`planetoid`, also for the files ``split/*/*.pt``.
+        trust: Open a file ``processed/*.pt`` or ``split/*/*.pt`` even if it holds more than data, and run the code in
+            it.
 
     Returns:
-        As :func:`planetoid`; for ``ogbn-papers100M`` as :func:`~lightning_gnn.graph.folder.load_folder`.
+        ``Data`` like that of :func:`planetoid`; for ``ogbn-papers100M`` that of
+        :func:`~lightning_gnn.graph.folder.load_folder`.
 
     Raises:
         FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
@@ -181,6 +194,58 @@ def ogbn(
     return data
 
 
+def convert_papers100m(source: str | Path, folder: str | Path) -> None:
+    """Convert the raw files of ogbn-papers100M to a folder for ``load_folder``, without the graph ever in memory.
+
+    The arrays are unpacked block by block to disk, and the edges sorted there. The result takes 65 GB,
+    another 32 GB are needed meanwhile, and 2 GB of memory. Edges are then numbered in the order of their targets.
+
+    Args:
+        source: The unpacked archive of ogb: ``raw/data.npz`` with ``edge_index`` int64 ``[2, E]`` and ``node_feat``
+            float32 ``[N, F]``, ``raw/node-label.npz`` with ``node_label`` float32 ``[N, 1]`` (NaN: unlabelled), and
+            ``split/time/{train,valid,test}.csv.gz``.
+        folder: The folder to make. Unlabelled nodes get the label -1.
+
+    Raises:
+        FileExistsError: There is such a folder already.
+        FileNotFoundError: A raw file is missing, or the folder cannot be written to.
+        OSError: The disk has no room for it.
+        ValueError: A raw file is damaged.
+    """
+    source, folder = Path(source), Path(folder)
+    paths = [source / file for file in _PAPERS_FILES]
+    if missing := [str(path.relative_to(source)) for path in paths if not path.exists()]:
+        raise FileNotFoundError(
+            f"{source} lacks {', '.join(missing)}; download {_PAPERS_URL} (56 GB) and unpack it, so that "
+            f"its content lies in {source}"
+        )
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; remove it first")
+    if not is_writable(folder):
+        raise FileNotFoundError(f"{folder} cannot be made, its place is read-only; link the raw files elsewhere")
+    data, label, *splits = paths
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _unpack(data, "node_feat", partial / "x.npy")
+        _unpack(data, "edge_index", partial / "edge_index.npy")
+        _unpack(label, "node_label", partial / "y.npy")
+        num_nodes = load_array(partial / "x.npy").size(0)
+        y = class_numbers(load_array(partial / "y.npy", mmap=False), num_nodes, f"node_label of {label}")
+        save_arrays(partial, {"y": y})
+        for split, path in zip(("train", "val", "test"), splits, strict=True):
+            save_arrays(partial, {f"{split}_idx": _read_ids(path)})
+        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial, edge_ids=False)
+        (partial / "edge_index.npy").unlink()
+        load_folder(partial)  # its checks run once, here
+        partial.rename(folder)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} cannot be converted: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _from_pyg(
     make: Callable[[str], InMemoryDataset], root: Path, folder: str, files: Sequence[str], trust: bool
 ) -> Data:
@@ -195,7 +260,64 @@ def _from_pyg(
                 "written to"
             )
         with _unpickling(trust), _explain(f"the dataset in {base}", base, raw):
-            return processed_elsewhere(make, base, folder, raw) if elsewhere else make(str(root))[0]
+            return _processed_elsewhere(make, base, folder, raw) if elsewhere else make(str(root))[0]
+
+
+def _processed_elsewhere(make: Callable[[str], InMemoryDataset], base: Path, folder: str, raw: Sequence[Path]) -> Data:
+    """Make a PyG dataset from raw files in a read-only folder.
+
+    Args:
+        make: Makes the dataset in a root.
+        base: The folder, with ``raw``.
+        folder: What PyG calls it below the root.
+        raw: The raw files.
+    """
+
+    def process(target: Path) -> None:
+        with _mirror(folder, raw, target) as root:
+            make(root)
+
+    def read(source: Path, fresh: bool) -> Data:
+        with _mirror(folder, raw, source) as root:
+            return make(root)[0]
+
+    found = kept(
+        "datasets",
+        checksum("processed 1", str(base.resolve()), folder, torch_geometric.__version__),
+        process,
+        read,
+        title=str(base),
+        sources=[path.resolve() for path in raw],
+    )
+    if found is None:
+        with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as target:
+            process(Path(target))
+            found = read(Path(target), True)
+    return found
+
+
+@contextmanager
+def _mirror(folder: str, raw: Sequence[Path], processed: Path) -> Iterator[str]:
+    """Yield a root in which PyG finds raw files, and a folder for what it makes of them, that lie elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as root:
+        base = Path(root) / folder
+        base.mkdir(exist_ok=True)
+        try:
+            (base / "raw").symlink_to(raw[0].parent.resolve(), target_is_directory=True)
+            (base / "processed").symlink_to(processed, target_is_directory=True)
+            yield root
+            return
+        except OSError:
+            if (base / "processed").exists():  # then it is the caller's
+                raise
+        # Windows lets not every user make links.
+        (base / "raw").mkdir(exist_ok=True)
+        for path in raw:
+            shutil.copyfile(path, base / "raw" / path.name)
+        shutil.copytree(processed, base / "processed")
+        yield root
+        if not any(processed.iterdir()):
+            shutil.copytree(base / "processed", processed, dirs_exist_ok=True)
 
 
 def _missing(paths: Sequence[Path]) -> str:
@@ -303,3 +425,23 @@ def _one_process(base: Path) -> Iterator[None]:
     root = cache_root()
     with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
+
+
+def _unpack(archive: Path, name: str, path: Path) -> None:
+    """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it."""
+    try:
+        with zipfile.ZipFile(archive) as members:
+            if f"{name}.npy" not in members.namelist():
+                raise ValueError(f"{archive} holds no {name}, but {', '.join(members.namelist())}")
+            size = members.getinfo(f"{name}.npy").file_size
+            with members.open(f"{name}.npy") as source, new_file(path, size) as target:
+                shutil.copyfileobj(source, target, 1 << 24)
+    except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{archive} is damaged ({error}); download it again") from None
+
+
+def _read_ids(path: Path) -> npt.NDArray[np.int64]:
+    try:
+        return np.loadtxt(path, dtype=np.int64, ndmin=1)
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error}); download it again") from None

@@ -74,7 +74,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
     path = root / "y.npy"
     if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
-        data.y = _class_numbers(load_array(path, mmap), x.size(0), str(path))
+        data.y = class_numbers(load_array(path, mmap), x.size(0), str(path))
     for split in SPLITS:
         found = [
             path
@@ -118,7 +118,7 @@ def save_folder(data: Data, root: str | Path) -> Path:
     arrays = {}
     num_nodes = data.x.size(0)
     if data.get("y") is not None:
-        arrays["y"] = _class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
+        arrays["y"] = class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
     for name in splits:
         arrays[name] = check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}")
     features = FeatureTable(data.x.detach().cpu())
@@ -257,7 +257,13 @@ def _sorted_edges(path: Path, num_nodes: int, mmap: bool) -> CSCGraph:
         raise type(error)(f"{path}: {error}; x.npy has {num_nodes} rows, one per node") from None
 
 
-def _class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
+def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
+    """Return labels ``[N]`` or ``[N, 1]`` as int64 ``[N]``, NaN as -1.
+
+    Raises:
+        TypeError: They are bool or complex.
+        ValueError: Another number of them than nodes, or floats that are no class numbers; ``name`` says which.
+    """
     if list(y.shape) not in ([num_nodes], [num_nodes, 1]):
         raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
     if y.dtype == torch.bool or y.is_complex():

@@ -45,7 +45,7 @@ def read_planetoid(folder: Path, name: str) -> Data:
         check_file(path)
         content = path.read_bytes()
         try:
-            found[suffix] = _READERS.get(suffix, _rows)(content)
+            found[suffix] = _READERS[suffix](content) if suffix in _READERS else _rows(content)
         except Exception as error:  # a damaged pickle can raise anything
             raise _damaged(path, f"{type(error).__name__}: {error}") from None
     for suffix, other in (("y", "x"), ("ally", "allx"), ("ty", "tx"), ("test.index", "tx")):
@@ -57,7 +57,7 @@ def read_planetoid(folder: Path, name: str) -> Data:
             odd = next((suffix for suffix, width in zip(of, widths, strict=True) if widths.count(width) == 1), of[0])
             raise _damaged(paths[odd], f"{', '.join(of)} have {', '.join(map(str, widths))} columns")
     known, test = found["allx"].shape[0], torch.from_numpy(found["test.index"])
-    if test.unique().numel() != test.numel() or int(test.min()) != known:
+    if np.unique(found["test.index"]).size != test.numel() or int(test.min()) != known:
         raise _damaged(paths["test.index"], f"it must name nodes from {known} on, as allx has {known} rows, none twice")
     num_nodes = int(test.max()) + 1
     edge_index, num_lists = found["graph"]
@@ -131,7 +131,8 @@ class _Sparse:
 
 def _scalar(dtype: _DType, content: str | bytes) -> int | float:
     raw = content.encode("latin1") if isinstance(content, str) else content
-    return np.frombuffer(raw, dtype.value)[0].item()
+    number: int | float = np.frombuffer(raw, dtype.value)[0].item()
+    return number
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -159,7 +160,7 @@ class _Unpickler(pickle._Unpickler):
     """Makes arrays, sparse matrices and containers, and nothing else."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # likewise
+    del dispatch[pickle.BYTEARRAY8[0]]  # as much room as the file says
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -209,4 +210,4 @@ def _dense(rows: csr_matrix | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(rows.todense() if hasattr(rows, "todense") else rows)).to(torch.float32)
 
 
-_READERS = {"graph": _edges, "test.index": _index}
+_READERS: dict[str, Callable[[bytes], Any]] = {"graph": _edges, "test.index": _index}

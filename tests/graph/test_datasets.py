@@ -19,7 +19,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.datasets import Flickr, Planetoid, Reddit
 
-from lightning_gnn.graph import papers100m
+from lightning_gnn.graph import datasets
 from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.runtime.place import is_writable
@@ -483,6 +483,6 @@ def test_papers100m_refuses_to_overwrite(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_folder(tmp_path / "npy").num_nodes == 300
     with pytest.raises(FileExistsError, match="remove it first"):
         convert_papers100m(source, tmp_path / "npy")
-    monkeypatch.setattr(papers100m, "is_writable", lambda folder: False)
+    monkeypatch.setattr(datasets, "is_writable", lambda folder: False)
     with pytest.raises(FileNotFoundError, match="read-only"):
         convert_papers100m(source, tmp_path / "other")
