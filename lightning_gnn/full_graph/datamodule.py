@@ -20,9 +20,8 @@ from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.options import closest, keywords_of, true_or_false
-from lightning_gnn.nn.compressed import compressed_graph, summary
 from lightning_gnn.nn.conv import check_takes_graph
-from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, summary
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.resume import ResumableDataModule
 

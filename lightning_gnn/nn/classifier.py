@@ -212,12 +212,12 @@ class NodeClassifier(GNNModule):
     ``NodeClassifier.load_from_checkpoint(path, model=model)``.
 
     Args:
-        model: As in :class:`GNNModule`; returns logits ``[N, num_classes]``.
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to logits ``[N, num_classes]``.
         num_classes: Number of classes.
-        lr: As in :class:`GNNModule`.
-        weight_decay: As in :class:`GNNModule`.
-        optimizer: As in :class:`GNNModule`.
-        scheduler: As in :class:`GNNModule`.
+        lr: Learning rate of Adam.
+        weight_decay: Weight decay of Adam.
+        optimizer: Takes the parameters and returns an optimizer in place of Adam.
+        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
@@ -263,7 +263,7 @@ class NodeClassifier(GNNModule):
         A full graph may name the nodes in question, ``pred_nodes`` int64 ``[n]``. ``log_softmax(-1)`` of logits are
         log-probabilities.
         """
-        logits = self(batch)
+        logits: Tensor = self(batch)
         if "batch_size" in batch:
             return logits[: batch.batch_size]
         nodes = batch.get("pred_nodes")

@@ -8,12 +8,13 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor
 
-from lightning_gnn.nn.fused_sage import fused, fuses
 from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
@@ -24,6 +25,18 @@ _TENSOR = (
 )
 _MACS_PER_ELEMENT = 16
 """Multiply-adds of a dense product in the time in which an aggregation reads and adds one element, about."""
+FUSED_ON = ("cpu",)
+"""Devices on which aggregate-and-update is measured to be faster than PyG's path."""
+UNFUSED_UP_TO = 1 << 19
+"""Edges times columns up to which PyG's path is faster all the same: its operators are few."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_STEPS = ("message", "message_and_aggregate", "aggregate", "update")
+_MESSAGE_HOOKS = tuple(
+    f"_{step}_forward{when}_hooks"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate")
+    for when in ("_pre", "")
+)
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Graph(Protocol):
@@ -87,7 +100,7 @@ def check_takes_graph(model: nn.Module) -> None:
         )
 
 
-class GCNConv(pyg.GCNConv):
+class GCNConv(pyg.GCNConv):  # type: ignore[misc]
     """PyG's ``GCNConv`` (arXiv:1609.02907), whose ``edge_index`` may also be a graph.
 
     With a graph it computes ``(A X) W`` or ``A (X W)``, whichever costs less, and takes ``edge_weight`` ``[E]`` in the
@@ -132,7 +145,7 @@ class GCNConv(pyg.GCNConv):
         return looped, weight
 
 
-class SAGEConv(pyg.SAGEConv):
+class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
     """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a graph, bipartite or not.
 
     With a graph it multiplies before or after it aggregates, whichever costs less. So it does with an ``edge_index`` on
@@ -151,8 +164,8 @@ class SAGEConv(pyg.SAGEConv):
         """Return ``[num_targets, out_channels]`` for ``x`` ``[N, in_channels]``, or a pair (sources, targets)."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
-            if size is None and fuses(self, source, target, edge_index):
-                return fused(self, source, target, edge_index)
+            if size is None and _fuses(self, source, target, edge_index):
+                return _fused(self, source, target, edge_index)
             out: Tensor = super().forward(x, edge_index, size)
             return out
         reduce = _check(self, edge_index, source, target=target)
@@ -168,7 +181,7 @@ class SAGEConv(pyg.SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
-class GATConv(pyg.GATConv):
+class GATConv(pyg.GATConv):  # type: ignore[misc]
     """PyG's ``GATConv`` (arXiv:1710.10903), whose ``edge_index`` may also be a graph.
 
     Constructor, parameters and results are PyG's. ``return_attention_weights`` with a graph returns the graph that the
@@ -256,7 +269,7 @@ def _check(layer: Any, graph: Graph, x: Any, edge_weight: Tensor | None = None, 
 
 
 def _gcn_weight(
-    graph: Any, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
+    graph: Graph, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return the normalisation, which is the same in each layer and epoch as long as the weights are constant."""
     keeps = edge_weight is None or not (edge_weight.requires_grad or edge_weight.is_inference())
@@ -271,7 +284,8 @@ def _gcn_weight(
         if owner() is not edge_weight or version != edge_weight._version:
             weight = graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
             cache[key] = (ref(edge_weight), edge_weight._version, weight)
-        return weight
+        found: Tensor = weight
+        return found
 
 
 def _with_self_loops(graph: Graph) -> Any:
@@ -306,3 +320,81 @@ def _aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: b
 
 def _as(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return weight if weight is None or weight.dtype == x.dtype else weight.to(x.dtype)
+
+
+def _fuses(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
+    """Say whether :func:`_fused` gives what PyG's own path would, also to hooks and transforms, and gives it sooner.
+
+    Args:
+        layer: A ``SAGEConv``, or of a class derived from it.
+        source: What it got as features of the sources.
+        target: What it got as features of the targets.
+        edge_index: What it got as edges.
+    """
+    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
+    tensors = (source, target, edge_index)
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
+        return False
+    device = source.device
+    if device.type not in FUSED_ON or torch.is_autocast_enabled(device.type) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    if layer.project or layer.normalize or layer.explain or layer.flow != "source_to_target":
+        return False
+    if layer.node_dim != -2 or layer.decomposed_layers != 1:
+        return False
+    if not isinstance(layer.aggr, str) or _REDUCE.get(layer.aggr) not in ("sum", "mean"):
+        return False
+    if any(getattr(type(layer), name) is not getattr(pyg.SAGEConv, name) for name in _STEPS):
+        return False
+    lins = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
+    if any(type(lin) is not Linear or nn.parameter.is_lazy(lin.weight) for lin in lins):
+        return False
+    hooked = any(getattr(module, hooks) for module in (*lins, layer.aggr_module) for hooks in _MODULE_HOOKS)
+    if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
+        return False
+    # Shapes and dtypes that do not fit are PyG's to complain about.
+    wide, dtype = layer.lin_l.weight.size(1), source.dtype
+    weights = [lin.weight for lin in lins]
+    fits = all(tensor.dim() == 2 and tensor.device == device for tensor in (*tensors, *weights))
+    fits = fits and dtype in _FUSED_DTYPES and all(tensor.dtype == dtype for tensor in (target, *weights))
+    fits = fits and source.size(1) == wide and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
+    return fits and edge_index.size(1) * wide > UNFUSED_UP_TO
+
+
+def _fused(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Return what ``SAGEConv`` returns for a pair of features.
+
+    Args:
+        layer: A ``SAGEConv``.
+        source: ``[num_sources, in]``.
+        target: ``[num_targets, in of the targets]``; cheapest where these are the first rows of ``source``.
+        edge_index: ``[2, E]``.
+    """
+    own = layer.root_weight and _is_head(target, source)
+    out = aggregate_update(
+        source,
+        edge_index,
+        layer.lin_l.weight,
+        layer.lin_r.weight if own else None,
+        layer.lin_l.bias,
+        target.size(0),
+        _REDUCE[layer.aggr],  # type: ignore[arg-type]
+    )
+    return out + layer.lin_r(target) if layer.root_weight and not own else out
+
+
+def _is_head(target: Tensor, source: Tensor) -> bool:
+    """Say whether these are the first rows of ``source``, also to autograd, as the targets of a mini-batch are."""
+    if target is source:
+        return True
+    same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
+    if not same or target.size(1) != source.size(1) or target.size(0) > source.size(0):
+        return False
+    if not torch.is_grad_enabled() or not (target.requires_grad or source.requires_grad):
+        return True
+    base = source if source._base is None else source._base
+    return target.requires_grad and source.requires_grad and target._base is base

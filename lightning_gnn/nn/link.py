@@ -28,11 +28,11 @@ class LinkPredictor(GNNModule):
     scores in memory. Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
 
     Args:
-        model: As in :class:`GNNModule`; returns node embeddings ``[N, D]``.
-        lr: As in :class:`GNNModule`.
-        weight_decay: As in :class:`GNNModule`.
-        optimizer: As in :class:`GNNModule`.
-        scheduler: As in :class:`GNNModule`.
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to node embeddings ``[N, D]``.
+        lr: Learning rate of Adam.
+        weight_decay: Weight decay of Adam.
+        optimizer: Takes the parameters and returns an optimizer in place of Adam.
+        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of

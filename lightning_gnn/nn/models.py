@@ -47,7 +47,7 @@ def num_layers(model: nn.Module) -> int | None:
     return layers if sum(isinstance(module, MessagePassing) for module in model.modules()) == layers else None
 
 
-class _InputDropoutGNN(BasicGNN):
+class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
     """A PyG ``BasicGNN`` that drops input features and checks its arguments.
 
     Neither adds a parameter or a buffer, so state dicts are those of PyG's class.
@@ -158,7 +158,7 @@ class _InputDropoutGNN(BasicGNN):
         return out
 
 
-class GCN(_InputDropoutGNN, pyg.GCN):
+class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
     """Graph convolutional network (Kipf and Welling, ICLR 2017, arXiv:1609.02907).
 
     Takes ``torch_geometric.nn.models.GCN``'s arguments, and ``input_dropout``, the probability of dropping an input
@@ -222,11 +222,11 @@ class GCN(_InputDropoutGNN, pyg.GCN):
         loops = torch.arange(size, device=x.device)
         # Nodes of the last hop get no self-loop: no seed needs their outputs.
         inner = num_nodes[: len(num_edges)]
-        loop_parts = loops[: sum(inner)].split(inner)
-        loop_weights = loop_weight[: sum(inner)].split(inner)
+        loop_parts = torch.split(loops[: sum(inner)], inner)
+        loop_weights = torch.split(loop_weight[: sum(inner)], inner)
         indices, weights = [], []
         for edges, edge_part, loop_part, loop_part_weight in zip(
-            edge_index.split(num_edges, dim=1), weight.split(num_edges), loop_parts, loop_weights, strict=True
+            torch.split(edge_index, num_edges, 1), torch.split(weight, num_edges), loop_parts, loop_weights, strict=True
         ):
             indices += [edges, loop_part.expand(2, -1)]
             weights += [edge_part, loop_part_weight]
@@ -237,7 +237,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):
         )
 
 
-class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):
+class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
     Takes ``torch_geometric.nn.models.GraphSAGE``'s arguments, and ``input_dropout``, the probability of dropping an
@@ -252,7 +252,7 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):
         return SAGEConv(in_channels, out_channels, **kwargs)
 
 
-class GAT(_InputDropoutGNN, pyg.GAT):
+class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
     """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
 
     Takes ``torch_geometric.nn.models.GAT``'s arguments, and ``input_dropout``, the probability of dropping an input

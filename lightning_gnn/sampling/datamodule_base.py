@@ -13,8 +13,7 @@ from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.options import true_or_false, whole_number
-from lightning_gnn.nn.compressed import compressed_graph
-from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.keywords import check_sampler, evaluation_keywords, training_keywords, with_overrides

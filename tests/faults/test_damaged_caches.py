@@ -21,7 +21,7 @@ from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.graph import CompressedGraph, CSCGraph, folder
 from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.nn import FullInference, GraphSAGE, compressed, infer
+from lightning_gnn.nn import FullInference, GraphSAGE, full_batch, infer
 from lightning_gnn.runtime import manifest
 
 NODES, EDGES = 60, 400
@@ -33,7 +33,7 @@ TICK = {"seconds": 0.0}
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(folder, "KEPT_FROM", 0)
-    monkeypatch.setattr(compressed, "KEPT_FROM", 0)
+    monkeypatch.setattr(full_batch, "KEPT_FROM", 0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here
     return tmp_path / "cache"
 
@@ -288,7 +288,7 @@ def test_compressed_graphs(cache, monkeypatch, remembered):
         return None if whole and fields == expected else "wrong"
 
     def load():
-        return compressed.compressed_graph(graph, num_chunks=4)
+        return full_batch.compressed_graph(graph, num_chunks=4)
 
     assert judge(load()) is None
     assert campaign(240, 2 + remembered, entry_files(cache, "graphs"), load, judge) == {}

@@ -10,9 +10,8 @@ from lightning_gnn.callbacks import StopOnSignal
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier, compressed
-from lightning_gnn.nn.compressed import compressed_graph
-from lightning_gnn.nn.full_batch import FullBatch
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier, full_batch
+from lightning_gnn.nn.full_batch import FullBatch, compressed_graph
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -181,7 +180,7 @@ def test_bad_options_are_named(kwargs, message):
 
 @pytest.fixture
 def keeps_all(monkeypatch):
-    monkeypatch.setattr(compressed, "KEPT_FROM", 0)
+    monkeypatch.setattr(full_batch, "KEPT_FROM", 0)
 
 
 def arrays(graph):
