@@ -263,7 +263,7 @@ def test_what_a_hub_leaves_is_shared_evenly():
     assert balance_ranges([100, *[1] * 30], 4) == ((0, 1), (1, 11), (11, 21), (21, 31))
 
 
-def test_bad_input_is_named():
+def test_bad_loads_are_named():
     with pytest.raises(ValueError, match="parts must be at least 1"):
         balance_ranges([1], 0)
     with pytest.raises(ValueError, match=r"loads\[2\] = -1"):
