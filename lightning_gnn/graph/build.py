@@ -12,6 +12,7 @@ import torch
 
 from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns, cut_rows
 from lightning_gnn.graph.csc import index_dtype, transpose
+from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.graph.partition import Progress, even_bounds, partition_rows
 
 Order = Literal["locality", "natural"]
@@ -77,7 +78,7 @@ def choose_limits(
     num_columns_hint: int,
     element_size: int,
     local_bytes: int | None,
-    num_workers: int | None,
+    settings: PlanSettings | None,
 ) -> Limits:
     """Size chunks for a local memory, of which each takes half (double buffer); see :meth:`CompressedGraph.from_graph`.
 
@@ -90,7 +91,7 @@ def choose_limits(
         raise ValueError(f"num_chunks must be 'auto' or a number of at least 1, but is {num_chunks!r}")
     if num_columns_hint < 1 or element_size < 1:
         raise ValueError(f"num_columns_hint={num_columns_hint} and element_size={element_size} must be at least 1")
-    multiple = num_workers or 1 if automatic else 1
+    multiple = settings.num_workers or 1 if settings is not None and automatic else 1
     if local_bytes is None and not automatic:
         return Limits(wanted, None, multiple)
     row_bytes = num_columns_hint * element_size

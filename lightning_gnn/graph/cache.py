@@ -106,26 +106,6 @@ class CachedAdjacency:
         lists = indices[moved.add_(torch.arange(moved.numel()))]
         return cls(indptr.to(device), indices, offset.to(device), lists.to(device))
 
-    def sources(self, targets: Tensor, positions: Tensor) -> Tensor:
-        """Look up sources of edges the way a kernel does; the reference for kernels.
-
-        Args:
-            targets: Nodes, int64 ``[n]``.
-            positions: Which in-edge of each, int64 ``[n]``, from 0.
-
-        Returns:
-            int64 ``[n]``, on the device of the targets.
-        """
-        device = self.offset.device
-        targets, positions = targets.to(device), positions.to(device)
-        offset = self.offset[targets]
-        cached = offset >= 0
-        out = torch.empty_like(targets, dtype=torch.int64)
-        out[cached] = self.cached_indices[offset[cached] + positions[cached]].to(torch.int64)
-        edges = self.indptr[targets[~cached]] + positions[~cached]
-        out[~cached] = self.indices[edges.to(self.indices.device)].to(device, torch.int64)
-        return out
-
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""

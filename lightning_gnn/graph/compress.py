@@ -161,8 +161,8 @@ class CompressedGraph:
             raise TypeError(
                 f"graph must be a CSCGraph, but is {type(graph).__name__}; use from_edge_index for a tensor"
             )
-        arguments = (num_chunks, order, num_columns_hint, element_size, local_bytes, settings, progress)
-        return cls._build(graph, graph.num_nodes, *arguments)
+        limits = choose_limits(num_chunks, num_columns_hint, element_size, local_bytes, settings)
+        return cls._build(graph, graph.num_nodes, order, limits, settings, progress)
 
     @classmethod
     def from_edge_index(cls, edge_index: Tensor, num_nodes: int | None = None, **options: Any) -> CompressedGraph:
@@ -206,24 +206,19 @@ class CompressedGraph:
         """
         check_csc(indptr, indices, edge_ids, num_sources)
         graph = CSCGraph(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
-        arguments = (num_chunks, order, num_columns_hint, element_size, local_bytes, settings, progress)
-        return cls._build(graph, num_sources, *arguments)
+        limits = choose_limits(num_chunks, num_columns_hint, element_size, local_bytes, settings)
+        return cls._build(graph, num_sources, order, limits, settings, progress)
 
     @classmethod
     def _build(
         cls,
         graph: CSCGraph,
         num_sources: int,
-        num_chunks: int | Literal["auto"],
         order: Order,
-        num_columns_hint: int,
-        element_size: int,
-        local_bytes: int | None,
+        limits: Limits,
         settings: PlanSettings | None,
         progress: Progress | None,
     ) -> CompressedGraph:
-        settings = settings or PlanSettings()
-        limits = choose_limits(num_chunks, num_columns_hint, element_size, local_bytes, settings.num_workers)
         if order not in ("locality", "natural"):
             raise ValueError(f"order must be 'locality' or 'natural', but is {order!r}")
         if max(num_sources, graph.num_nodes) > INT32_MAX:
@@ -242,6 +237,7 @@ class CompressedGraph:
                 edge_ids = None
             else:
                 edge_ids = places.to(forward.chunks.edge_dtype)
+        settings = settings or PlanSettings()
         return cls(
             forward.chunks, backward.chunks, edge_ids, settings, forward.order, backward.order, limits, graph.num_edges
         )

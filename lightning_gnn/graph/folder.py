@@ -25,7 +25,7 @@ from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 SPLITS = ("train", "val", "test")
-_LAYOUT = (
+_EXPECTED = (
     "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
     "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
 )
@@ -69,7 +69,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     """
     root = Path(root)
     if not root.is_dir():
-        raise FileNotFoundError(f"{root} is no folder; expected one with {_LAYOUT}")
+        raise FileNotFoundError(f"{root} is no folder; expected one with {_EXPECTED}")
     x = _features(root, mmap)
     data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
     path = root / "y.npy"
@@ -174,7 +174,7 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: 
 def _features(root: Path, mmap: bool) -> Tensor:
     path = root / "x.npy"
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
+        raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
     values = load_array(path, mmap)
     try:
         values = FeatureTable(values).values
@@ -195,7 +195,7 @@ def _topology(root: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
         return _sorted_edges(edge_index, num_nodes, mmap)
     for path in sorted_files:
         if not os.path.lexists(path):
-            raise FileNotFoundError(f"{path} does not exist; expected {_LAYOUT}")
+            raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
     graph = _load_csc(root, mmap, check)
     if graph.num_nodes != num_nodes:
         raise ValueError(

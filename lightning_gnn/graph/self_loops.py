@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -44,13 +43,26 @@ def add_self_loops(forward: Chunks, backward: Chunks, edge_ids: Tensor | None) -
     looped, kept = _with_loops(forward)
     back, back_kept = (looped, kept) if backward.local is forward.local else _with_loops(backward)
     assert backward.edge_ids is not None
-    ids = np.arange(forward.num_edges) if edge_ids is None else edge_ids.numpy()
+    user_edge = np.arange(forward.num_edges) if edge_ids is None else edge_ids.numpy()
     rows, columns = forward.entry_rows().numpy(), forward.entry_columns().numpy()
-    new_ids, weight_ids, back_ids = (
-        torch.from_numpy(ids).to(looped.edge_dtype)
-        for ids in _relink(kept, back_kept, ids, backward.edge_ids.numpy(), rows, columns, forward.num_rows)
-    )
-    return WithSelfLoops(looped, replace(back, edge_ids=back_ids), new_ids, weight_ids)
+    is_loop = kept < 0
+    place_of: _Array = np.empty(forward.num_edges, np.int64)  # where an entry that stays has come to lie
+    place_of[kept[~is_loop]] = np.flatnonzero(~is_loop)
+    loop_of: _Array = np.empty(forward.num_rows, np.int64)  # where the self-loop of a vertex lies
+    loop_of[-1 - kept[is_loop]] = np.flatnonzero(is_loop)
+
+    new_ids: _Array = np.full(kept.size, -1)
+    new_ids[~is_loop] = user_edge[kept[~is_loop]]
+    weight_ids = new_ids.copy()
+    old_loops = rows == columns
+    np.maximum.at(weight_ids, loop_of[rows[old_loops]], user_edge[old_loops])
+    # A self-loop is its own mate, whose place its vertex tells; the others are where their edge went.
+    is_loop = back_kept < 0
+    back_ids: _Array = np.empty(back_kept.size, np.int64)
+    back_ids[is_loop] = loop_of[-1 - back_kept[is_loop]]
+    back_ids[~is_loop] = place_of[backward.edge_ids.numpy()[back_kept[~is_loop]]]
+    new, weights, back_places = (torch.from_numpy(ids).to(looped.edge_dtype) for ids in (new_ids, weight_ids, back_ids))
+    return WithSelfLoops(looped, replace(back, edge_ids=back_places), new, weights)
 
 
 def symmetric_norm(chunks: Chunks, values: Tensor) -> Tensor:
@@ -79,76 +91,26 @@ def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
 
 
 def _with_loops(chunks: Chunks) -> tuple[Chunks, _Array]:
-    """Return the chunks, and for each entry its place before, or -1 - v for the self-loop of vertex v."""
+    """Return the chunks, and for each entry its place before, or -1 - v for the self-loop of vertex v.
+
+    The new self-loop lies behind the other entries of its vertex (of its last part).
+    """
     rows, row_ptr, indptr = chunks.rows.numpy(), chunks.row_ptr.numpy(), chunks.indptr.numpy()
-    columns, first, last, kept = _replace_loops(rows, indptr, chunks.entry_columns().numpy(), chunks.num_rows)
-    column_ptr = count_columns(columns, first, last, row_ptr, chunks.num_columns)
-    out, _ = compress_columns(columns, rows, first, last, row_ptr, column_ptr, chunks.num_rows, chunks.num_columns)
+    columns = chunks.entry_columns().numpy()
+    row_of = np.repeat(np.arange(rows.size), np.diff(indptr))
+    stays = columns != rows[row_of]
+    ends_vertex = np.append(rows[1:] != rows[:-1], rows[:1] >= 0)
+    lengths = np.bincount(row_of[stays], minlength=rows.size) + ends_vertex
+    last = np.cumsum(lengths)
+    kept: _Array = np.empty(lengths.sum(), np.int64)
+    is_loop = np.zeros(kept.size, bool)
+    is_loop[last[ends_vertex] - 1] = True
+    kept[is_loop] = -1 - rows[ends_vertex].astype(np.int64)
+    kept[~is_loop] = np.flatnonzero(stays)
+    looped: _Array = np.empty(kept.size, np.int32)
+    looped[is_loop] = rows[ends_vertex]
+    looped[~is_loop] = columns[stays]
+    first = last - lengths
+    column_ptr = count_columns(looped, first, last, row_ptr, chunks.num_columns)
+    out, _ = compress_columns(looped, rows, first, last, row_ptr, column_ptr, chunks.num_rows, chunks.num_columns)
     return out, kept
-
-
-@numba.njit(nogil=True, cache=True)
-def _replace_loops(
-    rows: _Array, indptr: _Array, columns: _Array, num_rows: int
-) -> tuple[_Array, _Array, _Array, _Array]:
-    """Drop the self-loops, and put a new one behind the entries of each vertex (of its last part)."""
-    loops = 0
-    for row in range(rows.size):
-        for e in range(indptr[row], indptr[row + 1]):
-            loops += columns[e] == rows[row]
-    size = columns.size - loops + num_rows
-    out = np.empty(size, np.int32)
-    kept = np.empty(size, np.int64)
-    first = np.empty(rows.size, np.int64)
-    last = np.empty(rows.size, np.int64)
-    at = 0
-    for row in range(rows.size):
-        vertex = rows[row]
-        first[row] = at
-        for e in range(indptr[row], indptr[row + 1]):
-            if columns[e] != vertex:
-                out[at] = columns[e]
-                kept[at] = e
-                at += 1
-        if row + 1 == rows.size or rows[row + 1] != vertex:
-            out[at] = vertex
-            kept[at] = -1 - vertex
-            at += 1
-        last[row] = at
-    return out, first, last, kept
-
-
-@numba.njit(nogil=True, cache=True)
-def _relink(
-    kept: _Array,
-    back_kept: _Array,
-    places: _Array,
-    old_back_ids: _Array,
-    rows: _Array,
-    columns: _Array,
-    num_vertices: int,
-) -> tuple[_Array, _Array, _Array]:
-    """Return the new ``edge_ids``, where weights come from, and the new ``edge_ids`` of the transpose."""
-    new_place = np.empty(places.size, np.int64)
-    loop_place = np.empty(num_vertices, np.int64)
-    edge_ids = np.empty(kept.size, np.int64)
-    for at in range(kept.size):
-        if kept[at] >= 0:
-            new_place[kept[at]] = at
-            edge_ids[at] = places[kept[at]]
-        else:
-            loop_place[-1 - kept[at]] = at
-            edge_ids[at] = -1
-    weight_ids = edge_ids.copy()
-    for e in range(places.size):
-        if rows[e] == columns[e]:
-            at = loop_place[rows[e]]
-            weight_ids[at] = max(weight_ids[at], places[e])
-    back_ids = np.empty(kept.size, np.int64)
-    for at in range(kept.size):
-        # A self-loop is its own mate, whose place its vertex tells; the others are where their edge went.
-        if back_kept[at] >= 0:
-            back_ids[at] = new_place[old_back_ids[back_kept[at]]]
-        else:
-            back_ids[at] = loop_place[-1 - back_kept[at]]
-    return edge_ids, weight_ids, back_ids
