@@ -1,4 +1,11 @@
-"""What is in memory: topology, features, caches on a device, synthetic graphs."""
+"""The ground of all systems: topology, features, what a device keeps of them, compressed graphs, data sets.
+
+Reading order: ``graph/csc.py`` (the topology), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what a
+device keeps of both), ``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
+(one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
+``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` (a graph on
+disk).
+"""
 
 from lightning_gnn.graph.cache import CachedAdjacency, DualCachePlan, RowCache, hottest, plan_dual_cache
 from lightning_gnn.graph.chunks import Chunks

@@ -167,11 +167,11 @@ def build_directions(
     by_source: _Transpose = transpose(indptr, indices, num_columns)
     offsets, targets, entries = by_source
     by_target: _Transpose = transpose(offsets, targets, indptr.size - 1)  # as given, but sorted
-    mates = _mates(indptr, by_source, by_target)
+    reverse = _reverse_edges(indptr, by_source, by_target)
     report("transpose", 1.0)
-    if mates is not None:
+    if reverse is not None:
         forward = backward = _direction(indptr, indices, by_source, "both directions", order, limits, report)
-        back = mates[forward.places]
+        back = reverse[forward.places]
     else:
         forward = _direction(indptr, indices, by_source, "the forward direction", order, limits, report)
         backward = _direction(offsets, targets, by_target, "the backward direction", order, limits, report)
@@ -219,17 +219,17 @@ def _direction(
     return Direction(chunks, places, chosen_order)
 
 
-def _mates(indptr: _Array, by_source: _Transpose, by_target: _Transpose) -> _Array | None:
+def _reverse_edges(indptr: _Array, by_source: _Transpose, by_target: _Transpose) -> _Array | None:
     """Return, for each edge (u, v) in CSC order, the place of (v, u), or None if the graph is not symmetric.
 
-    Both sorted forms of a symmetric graph hold the same numbers, so an edge and its mate have the same place there.
+    Both sorted forms of a symmetric graph hold the same numbers, so an edge and its reverse have the same place there.
     """
     offsets, targets, entries = by_source
     if not (np.array_equal(offsets, indptr) and np.array_equal(targets, by_target[1])):
         return None
-    mates = np.empty_like(entries)
-    mates[entries[by_target[2]]] = entries
-    return mates
+    reverse = np.empty_like(entries)
+    reverse[entries[by_target[2]]] = entries
+    return reverse
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def count_columns(
 
 
 @numba.njit(nogil=True, cache=True)
-def _grown(array: _Array, count: int) -> _Array:
+def _grow(array: _Array, count: int) -> _Array:
     if count + 1 < array.size:
         return array
     larger = np.empty(2 * array.size, array.dtype)
@@ -256,7 +256,11 @@ def cut_rows(
                     at += 1
                 whole = at == last[row] and vertices + added <= max_vertices
                 if whole or count == row_ptr[chunks]:
-                    cut, begins, ends = _grown(cut, count), _grown(begins, count), _grown(ends, count)
+                    cut, begins, ends = (
+                        _grow(cut, count),
+                        _grow(begins, count),
+                        _grow(ends, count),
+                    )
                     cut[count] = vertex
                     begins[count] = e
                     ends[count] = at
@@ -267,13 +271,13 @@ def cut_rows(
                     if whole:
                         break
                 # The row, or what is left of it, opens a chunk. The stamps of a row that did not fit become void.
-                row_ptr = _grown(row_ptr, chunks + 1)
+                row_ptr = _grow(row_ptr, chunks + 1)
                 chunks += 1
                 row_ptr[chunks] = count
                 stamp += 1
                 vertices = entries = 0
         if count > row_ptr[chunks] or bounds[bound] == bounds[bound + 1]:
-            row_ptr = _grown(row_ptr, chunks + 1)
+            row_ptr = _grow(row_ptr, chunks + 1)
             chunks += 1
             row_ptr[chunks] = count
         stamp += 1

@@ -129,8 +129,8 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         reduce = _check(self, edge_index, x, edge_weight)
         graph, weight = self._weighted(edge_index, edge_weight, x)
         first = _aggregates_first(graph, self.lin, x, reduce, default=False)
-        x = aggregate(graph, x, _as(weight, x), reduce) if first else self.lin(x)
-        x = self.lin(x) if first else aggregate(graph, x, _as(weight, x), reduce)
+        x = aggregate(graph, x, _cast(weight, x), reduce) if first else self.lin(x)
+        x = self.lin(x) if first else aggregate(graph, x, _cast(weight, x), reduce)
         return x if self.bias is None else x + self.bias
 
     def _weighted(self, graph: Any, edge_weight: Tensor | None, x: Tensor) -> tuple[Any, Tensor | None]:
@@ -318,7 +318,7 @@ def _aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: b
     return default if before == after else before < after
 
 
-def _as(weight: Tensor | None, x: Tensor) -> Tensor | None:
+def _cast(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return weight if weight is None or weight.dtype == x.dtype else weight.to(x.dtype)
 
 

@@ -101,10 +101,10 @@ def only_batch(batch: Data) -> DataLoader[Data]:
     # A sampler of this kind is left alone by Lightning, whose own would share the one batch out.
     sampler: DistributedSampler[Data] = DistributedSampler([batch], num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
     # A generator of its own: a loader draws from torch's whenever it is iterated over, which resuming does once more.
-    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_same, generator=torch.Generator())  # type: ignore[arg-type]
+    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=torch.Generator())  # type: ignore[arg-type]
 
 
-def _same(batch: Data) -> Data:
+def _unchanged(batch: Data) -> Data:
     return batch
 
 

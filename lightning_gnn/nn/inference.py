@@ -132,24 +132,24 @@ def infer(
         raise ValueError("outputs for all nodes are for evaluation; call model.eval() first")
     device = next((parameter.device for parameter in model.parameters()), x.device)
     layers = layers_of(model)
-    if layers is None or _bytes(layers, x, graph, device) <= settings.limit_on(device):
+    if layers is None or _whole_graph_bytes(layers, x, graph, device) <= settings.limit_on(device):
         named = {"edge_weight": edge_weight, "edge_attr": edge_attr}
         extra = {name: value.to(device) for name, value in named.items() if value is not None}
-        return _whole(model, x.to(device), graph.to(device), extra)
+        return _run_whole(model, x.to(device), graph.to(device), extra)
     for layer in layers:
         if layer.whole_norm is not None:
             raise ValueError(
                 f"{layer.whole_norm} averages over all nodes, so that outputs of layers must be in memory, which takes "
-                f"{_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
+                f"{_whole_graph_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
                 f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
             )
-    in_memory = _outputs(layers, x) <= settings.limit_on(torch.device("cpu"))
+    in_memory = _output_bytes(layers, x) <= settings.limit_on(torch.device("cpu"))
     return _stream(
         layers, x, graph, edge_weight, device,
         limit=settings.limit_on(device),
         folder=settings.folder,
         in_memory=in_memory,
-        identity=(model.state_dict(), _options(model)) if settings.resume else None,
+        identity=(model.state_dict(), _options_of(model)) if settings.resume else None,
         bar=bar if settings.progress else False,
         stop=stop,
     )  # fmt: skip
@@ -200,14 +200,14 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
     return layers
 
 
-def _whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[str, Tensor]) -> Tensor:
+def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[str, Tensor]) -> Tensor:
     ours = any(getattr(module, "takes_graph", False) for module in model.modules())
     edges: Any = graph if ours and not layers_without_graph(model) else graph.to_edge_index()
     out: Tensor = model(x, edges, **extra)
     return out
 
 
-def _options(model: nn.Module) -> list[Any]:
+def _options_of(model: nn.Module) -> list[Any]:
     """Return what decides on outputs beside the weights: classes, and options such as a slope or an activation."""
     options: list[Any] = []
     for name, module in model.named_modules():
@@ -220,17 +220,17 @@ def _options(model: nn.Module) -> list[Any]:
     return options
 
 
-def _outputs(layers: list[Layer], x: Tensor) -> int:
+def _output_bytes(layers: list[Layer], x: Tensor) -> int:
     """Bytes of the largest pair of layer outputs, one read and one written."""
     widths = [0, *(layer.widest for layer in layers)]
     return x.size(0) * x.element_size() * max(a + b for a, b in pairwise(widths))
 
 
-def _bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
+def _whole_graph_bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
     """Bytes that the whole graph takes at once beyond what is there: outputs, attention, and what must be moved."""
     heads = max((layer.conv.heads for layer in layers if isinstance(layer.conv, GATConv)), default=1)
     moved = 0 if x.device == device else x.nbytes + graph.num_bytes
-    return _outputs(layers, x) + 2 * graph.num_edges * heads * x.element_size() + moved
+    return _output_bytes(layers, x) + 2 * graph.num_edges * heads * x.element_size() + moved
 
 
 def _reads_rows_alone(norm: nn.Module) -> bool:
@@ -299,13 +299,13 @@ class GraphBlock:
         """Return the normalisation by the degrees in the whole graph."""
         if "gcn" not in self._memo:
             self._memo["gcn"] = self._user_graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
-        return self._mine(self._memo["gcn"])
+        return self._of_block(self._memo["gcn"])
 
     def edge_order(self, values: Tensor) -> Tensor:
         """Bring the values of this block's edges into its order."""
         if "order" not in self._memo:
             self._memo["order"] = self._user_graph.edge_order(values)
-        return self._mine(self._memo["order"])
+        return self._of_block(self._memo["order"])
 
     def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Any = "sum", **kwargs: Any) -> Tensor:
         """Aggregate ``x`` ``[num_sources, …]`` at the targets."""
@@ -315,7 +315,7 @@ class GraphBlock:
         """Return the attention of each edge."""
         return edge_softmax(self._graph, source, target, negative_slope, **kwargs)
 
-    def _mine(self, values: Tensor) -> Tensor:
+    def _of_block(self, values: Tensor) -> Tensor:
         return values[self._edges].to(self._graph.forward.local.device)
 
 
@@ -362,7 +362,7 @@ def _stream(
     with (
         read_in_order(x),
         layer_outputs(folder, in_memory, len(layers), parts) as files,
-        _shown(bar, total) as show,
+        _progress_shown(bar, total) as show,
     ):
         source = files.resumed(x, [order.rows for order in orders])
         files.prepare([(x.size(0), layer.width) for layer in layers], dtype)
@@ -415,7 +415,7 @@ def _blocks(
 
 
 @contextmanager
-def _shown(bar: Any, total: int) -> Iterator[Callable[[int, int], None]]:
+def _progress_shown(bar: Any, total: int) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that shows that so many more rows of a layer are done."""
     if bar is False:
         yield lambda layer, rows: None

@@ -99,13 +99,13 @@ class OutputFiles(Outputs):
             return x
         layer, rows = self._found["layer"], self._found["rows"]
         self._last = self._found["last"]
-        if layer > 0 and not self._holds(layer - 1, orders[layer - 1].numel(), self._last):
+        if layer > 0 and not self._is_intact(layer - 1, orders[layer - 1].numel(), self._last):
             rank_zero_warn(
                 f"{self.folder} lacks layer outputs of the interrupted run, or they were damaged; everything is "
                 "computed again"
             )
             layer, rows, self._last = 0, 0, 0
-        elif rows > 0 and not self._holds(layer, rows, self._found["running"]):
+        elif rows > 0 and not self._is_intact(layer, rows, self._found["running"]):
             rank_zero_warn(
                 f"{self.folder}: the outputs of layer {layer + 1} are missing or were damaged; the layer is computed "
                 "again"
@@ -123,7 +123,7 @@ class OutputFiles(Outputs):
         for layer in range(self.layer + (self.rows > 0), len(shapes)):
             # Of a run before. Whoever has mapped it keeps what is in it.
             discard(self._path(layer))
-            missing[layer] = math.prod(shapes[layer]) * _kept(dtype).itemsize
+            missing[layer] = math.prod(shapes[layer]) * _stored_dtype(dtype).itemsize
         for layer in range(self.layer, len(shapes)):
             check_room(self._path(layer), missing[layer] + (missing[layer - 1] if layer else 0))
 
@@ -131,8 +131,8 @@ class OutputFiles(Outputs):
         """Return what a layer writes to, its room on the disk reserved."""
         path = self._path(layer)
         if self.rows == 0:
-            self._map = create_array(path, str(_kept(dtype)).split(".")[1], shape)
-            self._running = zlib.crc32(_heading(self._map))
+            self._map = create_array(path, str(_stored_dtype(dtype)).split(".")[1], shape)
+            self._running = zlib.crc32(_description(self._map))
         else:
             self._map = np.lib.format.open_memmap(path, mode="r+")
         return torch.from_numpy(self._map)
@@ -144,7 +144,7 @@ class OutputFiles(Outputs):
     def finished(self, layer: int, rows: int) -> None:
         """Note it, once a second and at the end of a layer."""
         if rows > self.rows and self._map is not None and self.identity is not None:
-            self._running = _add(self._running, self._map, self._orders[layer][self.rows : rows])
+            self._running = _checksum_on(self._running, self._map, self._orders[layer][self.rows : rows])
         super().finished(layer, rows)
         if rows == 0:
             self._last = self._running
@@ -168,12 +168,12 @@ class OutputFiles(Outputs):
                 )
         self._noted = time.monotonic()
 
-    def _holds(self, layer: int, rows: int, expected: int) -> bool:
+    def _is_intact(self, layer: int, rows: int, expected: int) -> bool:
         """Tell whether the first rows of a layer are in its file as they were written; leaves their sum."""
         path = self._path(layer)
         try:
             found = load_array(path).numpy()
-            self._running = _add(zlib.crc32(_heading(found)), found, self._orders[layer][:rows])
+            self._running = _checksum_on(zlib.crc32(_description(found)), found, self._orders[layer][:rows])
         except (OSError, ValueError, TypeError, IndexError):
             return False
         return self._running == expected
@@ -272,11 +272,11 @@ def _place(stack: ExitStack, folder: str | Path | None, name: str | None) -> Pat
         return None
 
 
-def _heading(rows: np.ndarray) -> bytes:
+def _description(rows: np.ndarray) -> bytes:
     return f"{rows.dtype} {rows.shape} {rows.flags.c_contiguous};".encode()
 
 
-def _add(running: int, rows: np.ndarray, order: Tensor) -> int:
+def _checksum_on(running: int, rows: np.ndarray, order: Tensor) -> int:
     """Add rows to a checksum, in an order that does not depend on the blocks in which they were computed."""
     vertices = torch.unique_consecutive(order)
     step = max(1, _BLOCK // max(1, rows.dtype.itemsize * rows.shape[1]))
@@ -285,5 +285,5 @@ def _add(running: int, rows: np.ndarray, order: Tensor) -> int:
     return running
 
 
-def _kept(dtype: torch.dtype) -> torch.dtype:
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16
