@@ -189,6 +189,7 @@ def count_columns(
 
 @numba.njit(nogil=True, cache=True)
 def _grow(array: _Array, count: int) -> _Array:
+    """Return an array of twice the size where ``count`` entries fill this one."""
     if count + 1 < array.size:
         return array
     larger = np.empty(2 * array.size, array.dtype)
@@ -225,8 +226,8 @@ def cut_rows(
     Returns:
         ``rows``, ``first``, ``last``, with more rows where some were split, and ``row_ptr`` int64 ``[K + 1]``.
     """
-    stamps = np.zeros(num_columns, np.int64)
-    size = rows.size + bounds.size + 16
+    stamps = np.zeros(num_columns, np.int64)  # a column is in the chunk where this is the chunk's stamp
+    size = rows.size + bounds.size + 16  # without splits nothing has to grow
     cut = np.empty(size, np.int32)
     begins = np.empty(size, np.int64)
     ends = np.empty(size, np.int64)
@@ -240,7 +241,7 @@ def cut_rows(
             e = first[row]
             while True:
                 # Each turn takes what fits of the row: most rows need one turn, or two where they open a chunk.
-                added = 1
+                added = 1  # the row itself, then its columns that the chunk does not have yet
                 if vertex < num_columns and stamps[vertex] != stamp:
                     stamps[vertex] = stamp
                     added += 1
@@ -256,11 +257,7 @@ def cut_rows(
                     at += 1
                 whole = at == last[row] and vertices + added <= max_vertices
                 if whole or count == row_ptr[chunks]:
-                    cut, begins, ends = (
-                        _grow(cut, count),
-                        _grow(begins, count),
-                        _grow(ends, count),
-                    )
+                    cut, begins, ends = _grow(cut, count), _grow(begins, count), _grow(ends, count)
                     cut[count] = vertex
                     begins[count] = e
                     ends[count] = at
@@ -286,21 +283,18 @@ def cut_rows(
 
 @numba.njit(nogil=True, cache=True)
 def _compress(
-    indices: _Array,
-    first: _Array,
-    last: _Array,
-    row_ptr: _Array,
-    column_ptr: _Array,
-    num_columns: int,
-    indptr: _Array,
-    local: _Array,
-    columns: _Array,
-    places: _Array,
-) -> None:
-    stamps = np.full(num_columns, -1, np.int32)
-    slots = np.empty(num_columns, np.int32)
+    indices: _Array, first: _Array, last: _Array, row_ptr: _Array, column_ptr: _Array, num_columns: int
+) -> tuple[_Array, _Array, _Array, _Array]:
+    stamps = np.full(num_columns, -1, np.int32)  # the chunk that met the column last
+    slots = np.empty(num_columns, np.int32)  # its number in that chunk
+    num_entries = (last - first).sum()
+    indptr = np.empty(first.size + 1, np.int64)
+    local = np.empty(num_entries, np.int32)
+    columns = np.empty(column_ptr[-1], np.int32)
+    places = np.empty(num_entries, np.int64)
     entry = 0
     for chunk in range(row_ptr.size - 1):
+        # Collect the distinct columns, and number them in ascending order, so that their rows are read in order.
         begin = end = column_ptr[chunk]
         for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
             for e in range(first[row], last[row]):
@@ -312,6 +306,7 @@ def _compress(
         columns[begin:end].sort()
         for at in range(begin, end):
             slots[columns[at]] = at - begin
+        # Write the entries anew, by these numbers.
         for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
             indptr[row] = entry
             for e in range(first[row], last[row]):
@@ -319,6 +314,7 @@ def _compress(
                 places[entry] = e
                 entry += 1
     indptr[row_ptr[-1]] = entry
+    return indptr, local, columns, places
 
 
 def compress_columns(
@@ -346,12 +342,7 @@ def compress_columns(
     Returns:
         The chunks, without ``edge_ids``, and for each of their entries its place in ``indices``, int64 ``[E]``.
     """
-    num_entries = int((last - first).sum())
-    indptr = np.empty(rows.size + 1, np.int64)
-    local = np.empty(num_entries, np.int32)
-    columns = np.empty(int(column_ptr[-1]), np.int32)
-    places = np.empty(num_entries, np.int64)
-    _compress(indices, first, last, row_ptr, column_ptr, num_columns, indptr, local, columns, places)
+    indptr, local, columns, places = _compress(indices, first, last, row_ptr, column_ptr, num_columns)
     chunks = Chunks(
         rows=torch.from_numpy(rows),
         row_ptr=torch.from_numpy(row_ptr),

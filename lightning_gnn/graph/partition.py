@@ -154,6 +154,7 @@ def _choose_seeds(
     for chunk in range(num_chunks):
         begin = chunk * num_columns // num_chunks
         end = (chunk + 1) * num_columns // num_chunks
+        # How many in-neighbours each row has in the interval: one per list that names it.
         for column in range(begin, end):
             for at in range(offsets[column], ends[column]):
                 shared[lists[at]] += 1
@@ -165,6 +166,7 @@ def _choose_seeds(
                     seed < 0 or shared[row] > shared[seed] or (shared[row] == shared[seed] and row < seed)
                 ):
                     seed = row
+        # Zero what was counted, by the same lists: cheaper than all rows for each chunk.
         for column in range(begin, end):
             for at in range(offsets[column], ends[column]):
                 shared[lists[at]] = 0
@@ -194,6 +196,7 @@ def _fill(
             if expand == filled[chunk]:
                 if filled[chunk] == quota:
                     break
+                # Join the row that shares most: counts only fall by rows that join, so `most` sinks to it.
                 while most > 0 and head[most] < 0:
                     most -= 1
                 if most > 0:
@@ -215,6 +218,7 @@ def _fill(
             expand += 1
             if filled[chunk] == quota and expand == quota:
                 break
+            # Whoever reads an in-neighbour of the row that the chunk did not have shares one more with the chunk.
             for e in range(indptr[row], indptr[row + 1]):
                 column = indices[e]
                 if stamps[column] == mark:
@@ -233,6 +237,7 @@ def _fill(
                         lists[at] = lists[ends[column]]
                         continue
                     at += 1
+                    # Move it from the list of its count to the front of the next one: both are doubly linked.
                     count = shared[other]
                     if count == 0:
                         touched[num_touched] = other
@@ -253,6 +258,7 @@ def _fill(
                         preceding[head[count]] = other
                     head[count] = other
                     most = max(most, count)
+        # Empty the lists for the next chunk.
         for i in range(num_touched):
             head[shared[touched[i]]] = -1
             shared[touched[i]] = 0
