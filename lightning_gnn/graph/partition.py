@@ -196,7 +196,7 @@ def _fill(
             if expand == filled[chunk]:
                 if filled[chunk] == quota:
                     break
-                # Join the row that shares most: counts only fall by rows that join, so `most` sinks to it.
+                # The row that shares most joins: it is in the highest list that is not empty.
                 while most > 0 and head[most] < 0:
                     most -= 1
                 if most > 0:
