@@ -212,12 +212,23 @@ def plan_cores(
         check_groups(settings.num_groups, num_workers, num_columns)
         considered = [settings.num_groups]
 
+    def cost_of(num_groups: int, range_loads: list[int]) -> GroupingCost:
+        padded = padding(num_columns, num_groups)
+        others = num_workers // num_groups - 1
+        idle, saved = t_comp * (padded - 1), t_mem * (1 - 1 / (1 + others * (settings.bandwidth_ratio - 1)))
+        if settings.mode == "paper":
+            return GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved})
+        imbalance = max_over_mean(np.array(range_loads))
+        unbalanced = t_comp * (imbalance - 1)
+        note = "unbalanced" if padded * imbalance > TOLERATED * padding(num_columns, 1) else ""
+        terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
+        return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)
+
     plans = {}
     for num_groups in considered:
         ranges = balance_ranges(loads, num_workers // num_groups)
         range_loads = [int(loads[start:stop].sum()) for start, stop in ranges]
-        candidate = _cost(num_columns, num_workers, num_groups, range_loads, settings, t_comp, t_mem)
-        plans[num_groups] = candidate, ranges, range_loads
+        plans[num_groups] = cost_of(num_groups, range_loads), ranges, range_loads
     eligible = [candidate for candidate, _, _ in plans.values() if not candidate.note]
     best = min(eligible or [candidate for candidate, _, _ in plans.values()], key=lambda candidate: candidate.cost)
     _, ranges, range_loads = plans[best.num_groups]
@@ -231,28 +242,6 @@ def plan_cores(
         candidates=tuple(candidate for candidate, _, _ in plans.values()),
         unit="multiply-adds of one worker" if compute_time is None and memory_time is None else "the unit of the times",
     )
-
-
-def _cost(
-    num_columns: int,
-    num_workers: int,
-    num_groups: int,
-    range_loads: list[int],
-    settings: PlanSettings,
-    t_comp: float,
-    t_mem: float,
-) -> GroupingCost:
-    members = num_workers // num_groups
-    padded = padding(num_columns, num_groups)
-    idle = t_comp * (padded - 1)
-    saved = t_mem * (1 - 1 / (1 + (members - 1) * (settings.bandwidth_ratio - 1)))
-    if settings.mode == "paper":
-        return GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved})
-    imbalance = max_over_mean(np.array(range_loads))
-    unbalanced = t_comp * (imbalance - 1)
-    note = "unbalanced" if padded * imbalance > TOLERATED * padding(num_columns, 1) else ""
-    terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
-    return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)
 
 
 def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], ...]:
