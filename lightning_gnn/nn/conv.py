@@ -13,12 +13,12 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor
 
-from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
-_REDUCE = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
+_REDUCE: dict[str, Reduce] = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 _TENSOR = (
     "FullGraphDataModule(compress=False) (datamodule.compress=false) with another strategy than 'ascend_hybrid', which "
     "needs the compressed graph"
@@ -245,7 +245,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         return out if return_attention_weights is None else (out, (graph, weight))
 
 
-def _check(layer: Any, graph: Graph, x: Any, edge_weight: Tensor | None = None, target: Tensor | None = None) -> Any:
+def _check(layer: Any, graph: Graph, x: Any, edge_weight: Tensor | None = None, target: Tensor | None = None) -> Reduce:
     """Check what a layer got with a graph, and return how to reduce.
 
     Raises:
