@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -51,16 +51,16 @@ class Clock:
         elapsed = self._queued(call)
         return elapsed()
 
-    def launches(self, call: Callable[[], Any], module: ModuleType, timed: bool = True) -> list[Launch]:
-        """Note the launches that a call makes of the kernels in a module.
+    def launches(self, call: Callable[[], Any], modules: Sequence[ModuleType], timed: bool = True) -> list[Launch]:
+        """Note the launches that a call makes of the kernels in some modules.
 
         Args:
             call: What to run.
-            module: Where the kernels are looked up: its attributes named ``…_kernel``.
+            modules: Where the kernels are looked up: their attributes named ``…_kernel``.
             timed: Time each launch; the host's times then mean nothing.
         """
         noted: list[tuple[str, float, Callable[[], float]]] = []
-        with self._watched(module, noted, timed):
+        with self._watched(modules, noted, timed):
             call()
             self.now()
         return [Launch(kernel, at, elapsed()) for kernel, at, elapsed in noted]
@@ -82,8 +82,13 @@ class Clock:
         return elapsed
 
     @contextlib.contextmanager
-    def _watched(self, module: ModuleType, noted: list, timed: bool) -> Iterator[None]:
-        kernels = {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
+    def _watched(self, modules: Sequence[ModuleType], noted: list, timed: bool) -> Iterator[None]:
+        kernels = [
+            (module, name, kernel)
+            for module in modules
+            for name, kernel in vars(module).items()
+            if name.endswith("_kernel")
+        ]
 
         def launch(name: str, run: Callable[[], Any]) -> None:
             at = time.perf_counter() * 1e6
@@ -94,11 +99,11 @@ class Clock:
                 run()
 
         try:
-            for name, kernel in kernels.items():
+            for module, name, kernel in kernels:
                 setattr(module, name, _Watched(kernel, name, launch))
             yield
         finally:
-            for name, kernel in kernels.items():
+            for module, name, kernel in kernels:
                 setattr(module, name, kernel)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from benchmarks import sampling_baselines
 from benchmarks.device_clock import Clock, Launch, failure, rounds
+from benchmarks.sampling_baselines import MODES, BaselineSampler
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.triton_kernels import sample as kernels
-from lightning_gnn.triton_kernels.sample import MODES, TritonNeighborSampler
 
 
 class Bench:
@@ -37,8 +38,7 @@ class Bench:
         self.small: dict[str, Any] = {"num_programs": 1, "num_warps": 1} if args.interpret else {}
         modes = args.modes.split(",") if args.modes else MODES
         self.samplers = {
-            mode: TritonNeighborSampler(self.graph.indptr, self.graph.indices, mode=mode, **self.small)
-            for mode in modes
+            mode: BaselineSampler(self.graph.indptr, self.graph.indices, mode=mode, **self.small) for mode in modes
         }
         generator = torch.Generator().manual_seed(1)
         most = max(batch for _, _, batch in args.cells)
@@ -109,7 +109,7 @@ class Bench:
 
     def launches(self, mode: str, cell: tuple[int, int, int], turn: int, timed: bool = True) -> list[Launch]:
         """Return the launches of a sample; untimed, they tell when the host made them."""
-        made = self.clock.launches(lambda: self.sample(mode, cell, turn), kernels, timed)
+        made = self.clock.launches(lambda: self.sample(mode, cell, turn), (kernels, sampling_baselines), timed)
         # If the scratch memory had to grow, the launches before do not count.
         return made[-(3 * (cell[0] + 1) + 1) :] if mode in ("hop_by_hop", "launches") else made
 

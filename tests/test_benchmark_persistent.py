@@ -11,7 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
-from lightning_gnn.triton_kernels.sample import INTERPRETED, MODES
+from benchmarks.sampling_baselines import MODES
+from lightning_gnn.triton_kernels.sample import INTERPRETED
 
 ROOT = Path(__file__).parent.parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")

@@ -2,50 +2,62 @@
 
 A pick is a function of (key, node, j) alone, in a disjoint sample of the tree's position too, so any program may
 compute it, in any order, as often as it likes.
+
+The arguments of device functions are one of three things, all ``tl.tensor`` to Triton, which ignores the annotations:
+an ``Array`` is a pointer to the first element, a ``Scalar`` the same in all threads of a program, and ``Lanes`` are one
+value for each thread.
 """
+
+from typing import TypeAlias
 
 import triton
 import triton.language as tl
+
+Array: TypeAlias = tl.tensor
+Scalar: TypeAlias = tl.tensor
+Lanes: TypeAlias = tl.tensor
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 NODE_STEP = tl.constexpr(0xD1342543DE82EF95)
 
 
 @triton.jit
-def mix(z):
+def mix(z: Lanes) -> Lanes:
     """Finalise splitmix64; ``z`` is uint64 of any shape."""
+    # In uint64, where products wrap and shifts bring in zeros, as in the other backends: the bits must be the same.
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
 
 
 @triton.jit
-def node_key(key, node):
+def node_key(key: Lanes, node: Lanes) -> Lanes:
     """Return the uint64 streams of nodes ``[R]`` in the batch with the int64 scalar ``key``, or in their trees."""
     return mix(key.to(tl.uint64) ^ (node.to(tl.uint64) * NODE_STEP))
 
 
 @triton.jit
-def tree_key(key, position):
+def tree_key(key: Scalar, position: Lanes) -> Lanes:
     """Return the uint64 keys of trees, from that of their batch and the int64 positions ``[R]`` of their seeds."""
     return mix((key.to(tl.uint64) + GOLDEN) ^ (position.to(tl.uint64) * NODE_STEP))
 
 
 @triton.jit
-def bounded(counter, bound):
+def bounded(counter: Lanes, bound: Lanes) -> Lanes:
     """Draw an int32 in ``[0, bound)`` from the upper half of the hash of a uint64 counter; ``1 <= bound < 2**31``."""
+    # (h * bound) >> 32 instead of h % bound: one multiplication where a GPU has no instruction for a remainder.
     return tl.umulhi((mix(counter) >> 32).to(tl.uint32), bound.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
-def width(degree, fanout, replace):
+def width(degree: Lanes, fanout: Lanes, replace: Scalar) -> Lanes:
     """Return how many in-edges a node of int32 ``degree`` contributes; a fanout below zero takes them all."""
     limited = tl.where(replace != 0, tl.where(degree > 0, fanout, 0), tl.minimum(degree, fanout))
     return tl.where(fanout < 0, degree, limited)
 
 
 @triton.jit
-def pick_row(stream, degree, fanout, replace, K: tl.constexpr):
+def pick_row(stream: Lanes, degree: Lanes, fanout: Lanes, replace: Scalar, K: tl.constexpr) -> tuple[Lanes, ...]:
     """Pick in-edges for one row per thread, in registers.
 
     The value that forward Fisher-Yates meets at a position is found by walking the earlier draws backwards: if draw i
@@ -61,23 +73,26 @@ def pick_row(stream, degree, fanout, replace, K: tl.constexpr):
     Returns:
         K tensors int32 ``[R]`` of offsets from the first in-edge.
     """
+    # Tuples of K blocks, unrolled: each draw stays in a register of its own, where an array indexed at run time would
+    # go to local memory. The inner walk makes K^2 / 2 compares, cheap beside the gathers that follow.
     draws = ()
     picks = ()
-    in_order = (degree <= fanout) & (replace == 0)
+    in_order = (degree <= fanout) & (replace == 0)  # all of them are wanted: in CSC order, whatever was drawn
     for j in tl.static_range(K):
-        stream += GOLDEN
+        stream += GOLDEN  # splitmix64 in counter mode: draw j hashes stream + (j + 1) * GOLDEN
         start = tl.where(replace != 0, 0, j)
+        # Past the end of the row a draw is not used, but its bound must not be 0.
         r = bounded(stream, tl.maximum(degree - start, 1)) + start
         p = r
         for i in tl.static_range(j):
             p = tl.where((draws[j - 1 - i] == p) & (replace == 0), j - 1 - i, p)
-        draws = draws + (r,)  # noqa: RUF005 (Triton has no unpacking)
-        picks = picks + (tl.where(in_order, j, p),)  # noqa: RUF005
+        draws = draws + (r,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
+        picks = picks + (tl.where(in_order, j, p),)  # type: ignore[assignment]  # noqa: RUF005
     return picks
 
 
 @triton.jit
-def pick_one(stream, j, degree, fanout, replace, on):
+def pick_one(stream: Lanes, j: Lanes, degree: Lanes, fanout: Scalar, replace: Scalar, on: Lanes) -> Lanes:
     """Pick the j-th in-edge for one edge per thread, for fanouts too large for registers and for all neighbours.
 
     The earlier draws are hashed again: O(j) work where ``degree > fanout``, O(1) otherwise.
@@ -96,6 +111,7 @@ def pick_one(stream, j, degree, fanout, replace, on):
     drawn = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))
     start = tl.where(replace != 0, 0, j)
     p = start + bounded(stream + (j + 1).to(tl.uint64) * GOLDEN, tl.maximum(degree - start, 1))
+    # One loop for the whole tile, as long as its largest j needs; the other lanes wait in it.
     i = tl.max(tl.where(drawn & (replace == 0), j, 0), 0) - 1
     while i >= 0:
         r = i + bounded(stream + (i + 1).to(tl.uint64) * GOLDEN, tl.maximum(degree - i, 1))

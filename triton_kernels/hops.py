@@ -1,77 +1,548 @@
-"""Hop-by-hop sampling, as one cooperative launch or as a launch for each phase, and the output of a finished batch."""
+"""Sampling hop by hop in one cooperative launch: the phases of a hop, the kernel that runs them, and the output.
+
+Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)`` are
+the seeds, position B + x is edge x of the output. Each level runs three phases, a grid barrier after each: *expand*
+(the rows of the level before pick in-edges, and every edge bids for its source), *count* (which edges won their source,
+and how many edges those nodes will have), *assign* (local ids and edge offsets in the order of the winning edges).
+``queue.py`` runs the same phases after its own discovery.
+
+One 64-bit word per node both deduplicates and orders. It is only ever lowered within a batch and never cleared between
+batches::
+
+    word = (stamp << 38) | (code << 32) | low       the stamp counts down, so a word of an older batch is larger
+    code = 2 * level + 1: found, low = position of the lowest edge that bids for it
+    code = 2 * level:     assigned, low = local id
+
+so a relaxed atomic minimum is the whole protocol: whatever order the bids arrive in, the lowest position of the lowest
+level remains. A disjoint sample has one node per (tree, node), found through a hash table; its slot takes the place of
+the node id.
+
+Edge positions, local ids and nodes are int32, which halves what the random accesses move; offsets into the graph's
+edges are int64. Where a position is computed as ``program * share``, that is int64 too: it passes the end of the array
+before it is cut.
+"""
 
 import triton
 import triton.language as tl
 
-from lightning_gnn.triton_kernels.phases import BARRIER, grid_barrier, level_phase
+from lightning_gnn.triton_kernels.hashing import (
+    Array,
+    Lanes,
+    Scalar,
+    mix,
+    node_key,
+    pick_one,
+    pick_row,
+    tree_key,
+    width,
+)
+
+# Places in `control`, int64 [CONTROL_SIZE]: the scalars of a batch, and counters 128 bytes apart, so that no two of
+# them share a cache line that all programs hit.
+STAMP = tl.constexpr(0)
+NUM_SEEDS = tl.constexpr(1)
+KEY = tl.constexpr(2)
+REPLACE = tl.constexpr(3)
+NUM_HOPS = tl.constexpr(4)
+CAPACITY = tl.constexpr(5)  # edge positions there is room for
+FIRST_TREE = tl.constexpr(6)  # position of the first seed in the whole mini-batch
+BARRIER = tl.constexpr(16)
+HEAD = tl.constexpr(32)  # next queue slot to claim
+WORK = tl.constexpr(48)  # (slots reserved << HALF) | tasks outstanding
+FANOUT = tl.constexpr(64)  # fanouts of up to MAX_HOPS hops
+
+# Places in `sizes`, int64 [SIZES_SIZE].
+NODES = tl.constexpr(0)  # first local id of each level
+EDGES = tl.constexpr(40)  # first edge position of each level
+NEEDED = tl.constexpr(80)  # 0, or the capacity that a level would have needed: the levels from there on are missing
+
+MAX_HOPS = 30
+CONTROL_SIZE, SIZES_SIZE = 128, 96
+
+# Two numbers in one 64-bit word: a single atomic changes both, and a single load reads both of the same moment.
+HALF = tl.constexpr(32)
+LOW = tl.constexpr(0xFFFFFFFF)
+# Of the upper half of a node's word and of a task: the stamp of the batch above the code, or the hop.
+STAMP_SHIFT = tl.constexpr(38)
+CODE = tl.constexpr(63)
+
+# Phases of a level.
+EXPAND = tl.constexpr(0)
+COUNT = tl.constexpr(1)
+ASSIGN = tl.constexpr(2)
+PHASES = tl.constexpr(3)
 
 
-@triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
-def hop_kernel(
-    indptr,  # *int64 [num_nodes + 1], on the device or in pinned host memory
-    indices,  # *int32 or *int64 [num_edges], on the device or in pinned host memory
-    offset,  # *int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
-    hot,  # *(that of indices) [hot edges], copies of hot adjacency lists; read if CACHED
-    seeds,  # *int32 or *int64 [num_seeds]
-    control,  # *int64 [CONTROL_SIZE], see phases.py
-    state,  # *int64 [num_nodes], or [slots] if DISJOINT: a word each
-    nodes,  # *int32 [num_sampled], node of each local id
-    trees,  # *int32 [num_sampled], seed of each local id; touched if DISJOINT
-    rowptr,  # *int32 [num_sampled + 1], first edge position of each local id
-    src,  # *int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
-    eid,  # *int32 or *int64 [capacity], position in CSC order of each edge position
-    col,  # *int32 [capacity], local id of the target of each edge position
-    mark,  # *int32 [capacity], 0, or 1 + number of edges of the node that the edge position found
-    table,  # *int64 [slots], (tree << 32) | node or -1; touched if DISJOINT
-    slots,  # a power of two
-    sizes,  # *int64 [SIZES_SIZE], see phases.py
-    counts,  # *int64 [programs, 2], new nodes and new edges of each program
-    begin,  # first phase to run: phase 3 * level + what
-    end,  # phase to stop before
-    WHAT: tl.constexpr,  # 0, 1, 2: this launch runs only phases of that kind; -1: any, with a grid barrier between
-    DISJOINT: tl.constexpr,
-    CACHED: tl.constexpr,
+@triton.jit
+def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
+    """Pack the 64-bit word of a node."""
+    return (stamp << STAMP_SHIFT) | (code.to(tl.int64) << HALF) | low.to(tl.int64)
+
+
+@triton.jit
+def grid_barrier(bar: Array, target: Scalar) -> None:
+    """Wait until the counter reaches the target, the number of arrivals of all programs so far.
+
+    All programs must be resident at once, which is what a cooperative launch promises. The counter only rises: it is 0
+    when a batch begins, and nobody has to reset it between two barriers.
+    """
+    tl.debug_barrier()  # every thread's stores come before the release of one; Triton puts no barrier there
+    # Release: what this program wrote is visible to whoever acquires the sum. Acquire below: plain loads after the
+    # barrier see what the others released, not what a cache of this multiprocessor still holds.
+    tl.atomic_add(bar, 1, sem="release", scope="gpu")
+    while tl.atomic_add(bar, 0, sem="acquire", scope="gpu") < target:  # a plain load in a loop would be deleted
+        pass
+    tl.debug_barrier()  # one thread has waited; the others go on only now
+
+
+@triton.jit
+def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
+    """Return this program's contiguous share of the edge positions of a level, whole tiles of T but for the last.
+
+    Contiguous, not interleaved, so that the order of programs is the order of edges: `assign` needs only the totals of
+    the programs before its own.
+    """
+    low = tl.load(sizes + EDGES + level).to(tl.int32)
+    high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(high - low, programs), T) * T
+    # In 64 bits: the last programs may start past the end of an int32.
+    begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
+    return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
+
+
+@triton.jit
+def level_rows(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar) -> tuple[Scalar, Scalar]:
+    """Return this program's contiguous share of the rows that expand into a level."""
+    low = tl.load(sizes + NODES + level - 1).to(tl.int32)
+    high = tl.load(sizes + NODES + level).to(tl.int32)
+    share = tl.cdiv(high - low, programs)
+    begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
+    return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
+
+
+@triton.jit
+def find_slot(table: Array, slots: Scalar, tree: Lanes, node: Lanes, on: Lanes) -> Lanes:
+    """Find or insert (tree, node) in the open-addressing table int64 ``[slots]``, -1 where empty; return its slot."""
+    entry = (tree.to(tl.int64) << HALF) | node.to(tl.int64)
+    at = (mix(entry.to(tl.uint64)) & (slots - 1).to(tl.uint64)).to(tl.int32)
+    todo = on
+    # Linear probing; the table has at least twice as many slots as entries, so an empty one is always met.
+    while tl.sum(todo.to(tl.int32), 0) > 0:
+        # Triton's compare-and-swap has no mask: lanes that are done compare with a value that is never there.
+        # Relaxed, as an entry is one word: whoever sees it sees all of it.
+        old = tl.atomic_cas(table + at, tl.where(todo, -1, -2).to(tl.int64), entry, sem="relaxed")
+        todo = todo & (old != -1) & (old != entry)
+        at = tl.where(todo, (at + 1) & (slots - 1), at)
+    return at
+
+
+@triton.jit
+def place_seeds(
+    seeds: Array, state: Array, src: Array, sizes: Array, table: Array, stamp: Scalar, num_seeds: Scalar,
+    slots: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """Level 0: a seed's local id is its position, or the first one if it is given twice."""
+    t = pid.to(tl.int64) * T
+    while t < num_seeds:
+        i = (t + tl.arange(0, T)).to(tl.int32)
+        on = i < num_seeds
+        u = tl.load(seeds + i, mask=on, other=0).to(tl.int32)
+        if DISJOINT:
+            u = find_slot(table, slots, i, u, on)
+        tl.store(src + i, u, mask=on)
+        # Code 0 is assigned at level 0: no later bid is lower. Of a seed given twice the lower position stays.
+        tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
+        t += programs * T
+    if pid == 0:
+        tl.store(sizes + NODES, 0)
+        tl.store(sizes + EDGES, 0)
+        tl.store(sizes + EDGES + 1, num_seeds)
+        tl.store(sizes + NEEDED, 0)
+
+
+@triton.jit
+def bid(
+    u: Lanes, tree: Lanes, pos: Lanes, on: Lanes, state: Array, src: Array, table: Array, stamp: Scalar, level: Scalar,
+    slots: Scalar, DISJOINT: tl.constexpr,
+) -> None:  # fmt: skip
+    """Note the sources of edges and bid for them; the lowest position wins."""
+    if DISJOINT:
+        u = find_slot(table, slots, tree, u, on)
+    tl.store(src + pos, u, mask=on)
+    # The value before is not asked for, so no thread waits for an answer.
+    tl.atomic_min(state + u, word(stamp, pos * 0 + 2 * level + 1, pos), mask=on, sem="relaxed")
+
+
+@triton.jit
+def neighbor(indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: Lanes, CACHED: tl.constexpr) -> Lanes:
+    """Read the source of in-edge e of a node whose first is begin; if CACHED, a list that has a copy at ``hot + at``
+    (-1 if not) is read there.
+    """
+    if CACHED:
+        # Two loads under opposite masks: a lane whose list has a copy sends nothing over the bus.
+        is_hot = on & (at >= 0)
+        cold = tl.load(indices + e, mask=on & (at < 0), other=0).to(tl.int32)
+        u = tl.where(is_hot, tl.load(hot + at + (e - begin), mask=is_hot, other=0).to(tl.int32), cold)
+    else:
+        u = tl.load(indices + e, mask=on, other=0).to(tl.int32)
+    return u
+
+
+@triton.jit
+def expand_rows(
+    indptr: Array, indices: Array, offset: Array, hot: Array, state: Array, nodes: Array, trees: Array, rowptr: Array,
+    src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar, key: Scalar, first_tree: Scalar,
+    fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
+    low, high = level_rows(sizes, level, pid, programs)
+    # First the picks, a row to each thread: R rows at a time hide one another's loads of `indptr`.
+    t = low
+    while t < high:
+        i = t + tl.arange(0, R)
+        on = i < high
+        v = tl.load(nodes + i, mask=on, other=0)
+        begin = tl.load(indptr + v, mask=on, other=0)
+        degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
+        at = tl.load(rowptr + i, mask=on, other=0)
+        taken = tl.where(on, width(degree, fanout, replace), 0)
+        own_key = key
+        if DISJOINT:
+            own_key = tree_key(key, first_tree + tl.load(trees + i, mask=on, other=0))
+        picks = pick_row(node_key(own_key, v), degree, fanout, replace, K)
+        for j in tl.static_range(K):
+            tl.store(eid + at + j, begin + picks[j], mask=j < taken)
+            tl.store(col + at + j, i, mask=j < taken)
+        t += R
+    tl.debug_barrier()  # an edge id is written by one thread and read by another
+    # Then the random accesses, an edge to each thread: rows shorter than the fanout leave no thread idle, and the
+    # gathers of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
+    t = tl.load(rowptr + low)
+    end = tl.load(rowptr + high)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        e = tl.load(eid + pos, mask=on, other=0)
+        begin = e
+        copied = e
+        if CACHED:
+            v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+            begin = tl.load(indptr + v, mask=on, other=0)
+            copied = tl.load(offset + v, mask=on, other=-1)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
+        tree = pos
+        if DISJOINT:
+            tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
+        t += T
+
+
+@triton.jit
+def replay_rows(
+    indptr: Array, state: Array, nodes: Array, rowptr: Array, src: Array, eid: Array, col: Array, stage: Array,
+    ticket_of: Array, sizes: Array, stamp: Scalar, fanout: Scalar, replace: Scalar, level: Scalar, pid: Scalar,
+    programs: Scalar, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """Expand from what the queue sampled, int32 ``[tickets, 2, K]``: offsets and sources."""
+    low, high = level_rows(sizes, level, pid, programs)
+    t = low
+    while t < high:
+        i = t + tl.arange(0, R)
+        on = i < high
+        v = tl.load(nodes + i, mask=on, other=0)
+        begin = tl.load(indptr + v, mask=on, other=0)
+        degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
+        at = tl.load(rowptr + i, mask=on, other=0)
+        taken = tl.where(on, width(degree, fanout, replace), 0)
+        # int64: tickets * 2 * K may pass 2^31.
+        row = stage + tl.load(ticket_of + v, mask=on, other=0).to(tl.int64) * (2 * K)
+        most = tl.max(taken, 0)
+        j = 0
+        while j < most:
+            for c in tl.static_range(5):  # loads in flight
+                picked = j + c < taken
+                tl.store(eid + at + j + c, begin + tl.load(row + j + c, mask=picked, other=0), mask=picked)
+                tl.store(src + at + j + c, tl.load(row + K + j + c, mask=picked, other=0), mask=picked)
+                tl.store(col + at + j + c, i, mask=picked)
+            j += 5
+        t += R
+    tl.debug_barrier()  # a source is written by one thread and read by another
+    t = tl.load(rowptr + low)
+    end = tl.load(rowptr + high)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        bid(tl.load(src + pos, mask=on, other=0), pos, pos, on, state, src, src, stamp, level, 1, False)
+        t += T
+
+
+@triton.jit
+def expand_flat(
+    indptr: Array, indices: Array, offset: Array, hot: Array, state: Array, nodes: Array, trees: Array, rowptr: Array,
+    src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar, key: Scalar, first_tree: Scalar,
+    fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
+    t, end = level_edges(sizes, level, pid, programs, T)
+    first = tl.load(sizes + NODES + level - 1).to(tl.int32)
+    last = tl.load(sizes + NODES + level).to(tl.int32)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        # The last row that starts at or before the edge; rows without edges are passed over. A binary search over
+        # `rowptr` with as many steps for every lane; neighbouring edges take the same path, so its loads hit caches.
+        low = pos * 0 + first
+        high = pos * 0 + last
+        span = last - first
+        while span > 1:
+            middle = low + (high - low) // 2
+            right = tl.load(rowptr + middle, mask=on, other=0) <= pos
+            right = right & (middle > low)
+            low = tl.where(right, middle, low)
+            high = tl.where(right, high, tl.maximum(middle, low + 1))
+            span = (span + 1) // 2
+        v = tl.load(nodes + low, mask=on, other=0)
+        begin = tl.load(indptr + v, mask=on, other=0)
+        degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
+        j = pos - tl.load(rowptr + low, mask=on, other=0)
+        tree = pos
+        own_key = key
+        if DISJOINT:
+            tree = tl.load(trees + low, mask=on, other=0)
+            own_key = tree_key(key, first_tree + tree)
+        e = begin + pick_one(node_key(own_key, v), j, degree, fanout, replace, on)
+        tl.store(eid + pos, e, mask=on)
+        tl.store(col + pos, low, mask=on)
+        copied = e
+        if CACHED:
+            copied = tl.load(offset + v, mask=on, other=-1)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
+        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
+        t += T
+
+
+@triton.jit
+def count(
+    indptr: Array, state: Array, src: Array, mark: Array, table: Array, sizes: Array, counts: Array, stamp: Scalar,
+    next_fanout: Scalar, replace: Scalar, level: Scalar, num_hops: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """Mark the edges that won their source (1 + the edges it will have); total both for this program."""
+    t, end = level_edges(sizes, level, pid, programs, T)
+    new_nodes = tl.zeros([T], tl.int32)  # kept apart per lane, and added up once at the end
+    new_edges = tl.zeros([T], tl.int64)
+    while t < end:
+        pos = t + tl.arange(0, T)
+        on = pos < end
+        u = tl.load(src + pos, mask=on, other=0)
+        # The grid barrier lies between the bids and here, so a plain load sees the lowest of them: the edge whose own
+        # position stands there is the first one to its source. Every seed is a row, also one that is given twice.
+        won = on & ((level == 0) | (tl.load(state + u, mask=on, other=0) == word(stamp, pos * 0 + 2 * level + 1, pos)))
+        expands = won & (level < num_hops)  # nodes of the last hop have no edges: their degrees are not read
+        if DISJOINT:
+            u = tl.load(table + u, mask=on, other=0).to(tl.int32)  # the lower half is the node
+        begin = tl.load(indptr + u, mask=expands, other=0)
+        degree = (tl.load(indptr + u + 1, mask=expands, other=0) - begin).to(tl.int32)
+        edges = tl.where(expands, width(degree, next_fanout, replace), 0)
+        tl.store(mark + pos, tl.where(won, edges + 1, 0), mask=on)
+        new_nodes += won.to(tl.int32)
+        new_edges += edges
+        t += T
+    tl.store(counts + 2 * pid, tl.sum(new_nodes, 0).to(tl.int64))
+    tl.store(counts + 2 * pid + 1, tl.sum(new_edges, 0))
+
+
+@triton.jit
+def assign(
+    state: Array, nodes: Array, trees: Array, rowptr: Array, src: Array, mark: Array, table: Array, sizes: Array,
+    counts: Array, stamp: Scalar, capacity: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+) -> None:  # fmt: skip
+    """Give the winners local ids, and their edges positions, in the order of the winning edges."""
+    t, end = level_edges(sizes, level, pid, programs, T)
+    # Every program adds up the totals of those before it: P loads that all share, instead of one more barrier for a
+    # scan over programs.
+    program = tl.arange(0, P)
+    program_nodes = tl.load(counts + 2 * program, mask=program < programs, other=0)
+    program_edges = tl.load(counts + 2 * program + 1, mask=program < programs, other=0)
+    node_end = tl.load(sizes + NODES + level)
+    edge_end = tl.load(sizes + EDGES + 1 + level)
+    node_next = node_end + tl.sum(program_nodes, 0)
+    edge_next = edge_end + tl.sum(program_edges, 0)
+    fits = edge_next <= capacity  # the same in all programs
+    if fits:
+        i0 = (node_end + tl.sum(tl.where(program < pid, program_nodes, 0), 0)).to(tl.int32)
+        e0 = (edge_end + tl.sum(tl.where(program < pid, program_edges, 0), 0)).to(tl.int32)
+        while t < end:
+            pos = t + tl.arange(0, T)
+            on = pos < end
+            u = tl.load(src + pos, mask=on, other=0)
+            marked = tl.load(mark + pos, mask=on, other=0)
+            won = on & (marked > 0)
+            # One scan for both prefix sums: nodes in the upper half, edges in the lower.
+            both = (won.to(tl.int64) << HALF) + tl.where(won, marked - 1, 0)
+            before = tl.cumsum(both, 0) - both
+            total = tl.sum(both, 0)
+            i = i0 + (before >> HALF).to(tl.int32)
+            # A seed's word names its first place already. A plain store: a source has one winner.
+            tl.store(state + u, word(stamp, i * 0 + 2 * level, i), mask=won & (level > 0))
+            if DISJOINT:
+                entry = tl.load(table + u, mask=won, other=0)
+                tl.store(trees + i, (entry >> HALF).to(tl.int32), mask=won)
+                u = entry.to(tl.int32)
+            tl.store(nodes + i, u, mask=won)
+            tl.store(rowptr + i, e0 + (before & LOW).to(tl.int32), mask=won)
+            i0 += (total >> HALF).to(tl.int32)
+            e0 += (total & LOW).to(tl.int32)
+            t += T
+    if pid == 0:  # writes what the next level reads; nobody reads it in this phase
+        if fits:
+            tl.store(rowptr + node_next, edge_next.to(tl.int32))
+            tl.store(sizes + NODES + 1 + level, node_next)
+            tl.store(sizes + EDGES + 2 + level, edge_next)
+        else:  # stop here: no rows, so no edges from the next level on
+            tl.store(sizes + NODES + 1 + level, node_end)
+            tl.store(sizes + EDGES + 2 + level, edge_end)
+            tl.store(sizes + NEEDED, edge_next)
+
+
+@triton.jit
+def level_phase(
+    indptr: Array,  # int64 [num_nodes + 1], on the device or in pinned host memory
+    indices: Array,  # int32 or int64 [num_edges], on the device or in pinned host memory
+    offset: Array,  # int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
+    hot: Array,  # as indices [hot edges], copies of hot adjacency lists; read if CACHED
+    seeds: Array,  # int32 or int64 [num_seeds]
+    control: Array,  # int64 [CONTROL_SIZE], places above
+    state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: a word each
+    nodes: Array,  # int32 [num_sampled], node of each local id
+    trees: Array,  # int32 [num_sampled], seed of each local id; touched if DISJOINT
+    rowptr: Array,  # int32 [num_sampled + 1], first edge position of each local id
+    src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
+    eid: Array,  # int32 or int64 [capacity], position in CSC order of each edge position
+    col: Array,  # int32 [capacity], local id of the target of each edge position
+    mark: Array,  # int32 [capacity], 0, or 1 + number of edges of the node that the edge position found
+    table: Array,  # int64 [slots], (tree << HALF) | node or -1; touched if DISJOINT
+    slots: Scalar,  # int32, a power of two
+    stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that each task sampled; read if STAGED
+    ticket_of: Array,  # int32 [num_nodes], queue slot of the final task of a node; read if STAGED
+    sizes: Array,  # int64 [SIZES_SIZE], places above
+    counts: Array,  # int64 [programs, 2], new nodes and new edges of each program
+    level: Scalar,  # int32, 0 to num_hops
+    pid: Scalar,  # int32, this program
+    programs: Scalar,  # int32, how many there are
+    PHASE: tl.constexpr,  # EXPAND, COUNT or ASSIGN
+    DISJOINT: tl.constexpr,  # one tree per seed
+    CACHED: tl.constexpr,  # hot lists have copies
+    STAGED: tl.constexpr,  # the queue has sampled already
     K: tl.constexpr,  # largest fanout that is picked in registers
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
-    P: tl.constexpr,  # a power of two, at least the number of programs
-):
+    P: tl.constexpr,  # a power of two, at least programs
+) -> None:
+    """Run one phase of one level. What it reads, the phase before has written: a grid barrier must lie between."""
+    stamp = tl.load(control + STAMP)
+    replace = tl.load(control + REPLACE).to(tl.int32)
+    if PHASE == EXPAND:
+        key = tl.load(control + KEY)
+        first_tree = tl.load(control + FIRST_TREE)
+        if level == 0:
+            num_seeds = tl.load(control + NUM_SEEDS)
+            place_seeds(seeds, state, src, sizes, table, stamp, num_seeds, slots, pid, programs, DISJOINT, T)
+        else:
+            fanout = tl.load(control + FANOUT + level - 1).to(tl.int32)
+            if (fanout >= 0) & (fanout <= K):
+                if STAGED:
+                    replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, sizes, stamp, fanout,
+                                replace, level, pid, programs, K, R, T)  # fmt: skip
+                else:
+                    expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+                                stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
+                                DISJOINT, CACHED, K, R, T)  # fmt: skip
+            else:
+                expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
+                            stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
+                            DISJOINT, CACHED, T)  # fmt: skip
+    elif PHASE == COUNT:
+        num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
+        fanout = tl.load(control + FANOUT + level).to(tl.int32)
+        count(indptr, state, src, mark, table, sizes, counts, stamp, fanout, replace, level, num_hops, pid, programs,
+              DISJOINT, T)  # fmt: skip
+    else:
+        capacity = tl.load(control + CAPACITY)
+        assign(state, nodes, trees, rowptr, src, mark, table, sizes, counts, stamp, capacity, level, pid, programs,
+               DISJOINT, T, P)  # fmt: skip
+
+
+# Arguments that change from batch to batch are not specialised: otherwise the first batch whose seeds lie at an
+# address that is no multiple of 16, or a range that begins at 1, would compile the kernel once more.
+@triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
+def hop_kernel(
+    indptr: Array,  # the arrays are those of level_phase
+    indices: Array,
+    offset: Array,
+    hot: Array,
+    seeds: Array,
+    control: Array,
+    state: Array,
+    nodes: Array,
+    trees: Array,
+    rowptr: Array,
+    src: Array,
+    eid: Array,
+    col: Array,
+    mark: Array,
+    table: Array,
+    slots: Scalar,
+    sizes: Array,
+    counts: Array,
+    begin: Scalar,  # int32, first phase to run: PHASES * level + EXPAND, COUNT or ASSIGN
+    end: Scalar,  # int32, phase to stop before
+    DISJOINT: tl.constexpr,
+    CACHED: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
     """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
+    # One loop over phases, not over levels, so that there is one barrier in the code; the three tests are the same in
+    # all threads. Under the interpreter, which runs programs one after another, a launch is a range of one phase.
     while phase < end:
-        level = phase // 3
+        level = phase // PHASES
         for what in tl.static_range(3):
-            if WHAT == -1 or what == WHAT:  # noqa: SIM102 (the outer test is for the compiler, the inner for the run)
-                if phase % 3 == what:
-                    level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid,
-                                col, mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
-                                DISJOINT, CACHED, False, K, R, T, P)  # fmt: skip
+            if phase % PHASES == what:
+                level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
+                            mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
+                            DISJOINT, CACHED, False, K, R, T, P)  # fmt: skip
         phase += 1
-        if WHAT == -1:  # noqa: SIM102
-            if phase < end:
-                grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)
+        if phase < end:
+            grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)
 
 
 @triton.jit(do_not_specialize=["num_seeds", "num_nodes", "num_edges"])
 def emit_kernel(
-    state,  # *int64 [num_nodes of the graph] or [slots]
-    nodes,  # *int32 [num_sampled]
-    trees,  # *int32 [num_sampled]; read if DISJOINT
-    src,  # *int32 [capacity]
-    eid,  # *int32 or *int64 [capacity]
-    col,  # *int32 [capacity]
-    node_out,  # *int64 [num_nodes]
-    batch_out,  # *int64 [num_nodes]; written if DISJOINT
-    edge_index_out,  # *int64 [2, num_edges]
-    edge_out,  # *int64 [num_edges]
-    num_seeds,
-    num_nodes,
-    num_edges,
+    state: Array,  # int64 [num_nodes of the graph] or [slots]
+    nodes: Array,  # int32 [num_sampled]
+    trees: Array,  # int32 [num_sampled]; read if DISJOINT
+    src: Array,  # int32 [capacity]
+    eid: Array,  # int32 or int64 [capacity]
+    col: Array,  # int32 [capacity]
+    node_out: Array,  # int64 [num_nodes]
+    batch_out: Array,  # int64 [num_nodes]; written if DISJOINT
+    edge_index_out: Array,  # int64 [2, num_edges]
+    edge_out: Array,  # int64 [num_edges]
+    num_seeds: Scalar,
+    num_nodes: Scalar,
+    num_edges: Scalar,
     DISJOINT: tl.constexpr,
     T: tl.constexpr,
-):
+) -> None:
     """Relabel the edges of a finished batch and copy it out of the scratch memory."""
     i = tl.program_id(0) * T + tl.arange(0, T)
     on = i < num_nodes
@@ -81,6 +552,8 @@ def emit_kernel(
     on = i < num_edges
     pos = num_seeds + i
     u = tl.load(src + pos, mask=on, other=0)
-    tl.store(edge_index_out + i, tl.load(state + u, mask=on, other=0) & 0xFFFFFFFF, mask=on)
+    # By now the word of every source is assigned: its lower half is the local id. The one random access of an edge.
+    tl.store(edge_index_out + i, tl.load(state + u, mask=on, other=0) & LOW, mask=on)
+    # int64: the second row of edge_index begins at num_edges, and twice that may pass 2^31.
     tl.store(edge_index_out + num_edges.to(tl.int64) + i, tl.load(col + pos, mask=on, other=0).to(tl.int64), mask=on)
     tl.store(edge_out + i, tl.load(eid + pos, mask=on, other=0).to(tl.int64), mask=on)

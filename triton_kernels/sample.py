@@ -1,45 +1,52 @@
-"""Multi-hop neighbour sampling on a GPU, in four ways with one result.
+"""Multi-hop neighbour sampling on a GPU, in two ways with one result.
 
 - ``fused``: hop by hop in one cooperative launch, with grid barriers between the phases.
 - ``persistent``: a task queue without barriers between hops, then the ordering, in one launch (PGSampler).
-- ``no_queue``: the same discovery with a program per claim, as the hardware schedules them (the paper's figure 10).
-- ``hop_by_hop``: launches per hop and a host synchronisation after each, as frameworks do.
-- ``launches``: the same launches without the synchronisations; what a graph of launches would hold.
 
-The result is that of ``lightning_gnn.ops.sample.reference``, exactly. Apart from ``hop_by_hop`` there is one host
-synchronisation per batch, for the sizes of the output (and one more for each time the scratch memory has to grow).
+The result is that of ``lightning_gnn.ops.sample.reference``, exactly. There is one host synchronisation per batch, for
+the sizes of the output (and one more for each time the scratch memory has to grow).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
-from lightning_gnn.triton_kernels.phases import CONTROL_SIZE, MAX_HOPS, SIZES_SIZE, STAMP_BITS
-from lightning_gnn.triton_kernels.queue import QUEUE_PHASES, discover_kernel, queue_kernel
+from lightning_gnn.triton_kernels.hops import (
+    CONTROL_SIZE,
+    EDGES,
+    FANOUT,
+    MAX_HOPS,
+    NEEDED,
+    PHASES,
+    SIZES_SIZE,
+    STAMP_SHIFT,
+    WORK,
+    emit_kernel,
+    hop_kernel,
+)
+from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
 
-MODES = ("fused", "persistent", "no_queue", "hop_by_hop", "launches")
+MODES = ("fused", "persistent")
 INTERPRETED = not isinstance(hop_kernel, JITFunction)
 """Whether ``TRITON_INTERPRET`` was set when Triton was imported: programs then run one after another, on the CPU."""
 
 REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)
 """Kernels are compiled for the next of these; larger fanouts cost O(k^2) hashes per row instead of O(k)."""
 
-_CONTROL_FANOUT, _CONTROL_WORK, _SIZES_EDGES, _SIZES_NEEDED = 64, 48, 40, 80
 _UNTOUCHED = 2**63 - 1
-_FIRST_STAMP = 2**STAMP_BITS - 2
+_FIRST_STAMP = 2 ** (63 - STAMP_SHIFT.value) - 2
 _LARGEST = 2**31 - 2**16
 
-Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", "list[int]", "list[int]"]
+Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
 
 class CachedLists(Protocol):
@@ -57,17 +64,17 @@ class CachedLists(Protocol):
 class TritonNeighborSampler:
     """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
 
-    Scratch memory: 8 bytes per node of the graph (12 if ``persistent`` or ``no_queue``); 16 bytes per edge a batch may
-    have (20 in graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent`` or ``no_queue``, ``8 + 8 *
-    max(fanouts)`` per task; if disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch
-    may have are bounded by its fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more
-    when a batch has more. Calls take turns, and are ordered on the stream that is current; the output is the caller's.
+    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 16 bytes per edge a batch may have (20 in
+    graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
+    disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
+    fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
+    take turns, and are ordered on the stream that is current; the output is the caller's.
 
     Args:
         indptr: Offsets in CSC order, int64 ``[num_nodes + 1]``, on the device or in pinned host memory.
         indices: Source nodes, int32 or int64 ``[num_edges]``, on the device or in pinned host memory.
         mode: One of ``MODES``. Disjoint sampling, growing fanouts and fanouts above 32, which the queue cannot do, run
-            hop by hop in one launch if it is ``persistent`` or ``no_queue``.
+            hop by hop in one launch if it is ``persistent``.
         fetch_size: Tasks that a program claims at a time; at least 1.
         num_programs: Programs per launch; by default as many as are resident at once.
         num_warps: Warps per program.
@@ -78,6 +85,8 @@ class TritonNeighborSampler:
         ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
     """
 
+    MODES: tuple[str, ...] = MODES
+    QUEUE_MODES: tuple[str, ...] = ("persistent",)
     START_EDGES = 1 << 22
     PROGRAMS_PER_SM = 4
 
@@ -93,8 +102,8 @@ class TritonNeighborSampler:
         device: torch.device | str | None = None,
         cached: CachedLists | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
+        if mode not in self.MODES:
+            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
         if fetch_size < 1:
             raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
         if indptr.numel() > _LARGEST:
@@ -108,13 +117,13 @@ class TritonNeighborSampler:
         self._start = self.START_EDGES
         self._stamp = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
-        self._programs: dict[tuple, int] = {}
+        self._programs: dict[tuple[object, ...], int] = {}
         self._sms: int | None = None
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
         self._host_control = torch.zeros(CONTROL_SIZE, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a sampler on {self.device} cannot be copied or sent to another process: make it there, or use worker "
             "threads or num_workers=0"
@@ -161,17 +170,22 @@ class TritonNeighborSampler:
             return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self._lock, self._on_device():
             seeds = seeds.to(self.device).contiguous()
-            batch = _Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
+            batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
             sizes = batch.run()
-            while sizes[_SIZES_NEEDED]:
-                batch.grow(sizes[_SIZES_NEEDED])
+            while needed := sizes[NEEDED.value]:
+                batch.grow(needed)
                 sizes = batch.run()
             return batch.emit(sizes)
+
+    def _batch(
+        self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
+    ) -> Batch:
+        return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
     def _allocate(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)
 
-    def _scratch(self, name: str, size: int, dtype: torch.dtype, fill: int | None = None) -> Tensor:
+    def scratch(self, name: str, size: int, dtype: torch.dtype, fill: int | None = None) -> Tensor:
         """Return the buffer of a name, larger than before if need be; ``fill`` initialises what is allocated."""
         if name not in self._buffers or self._buffers[name].numel() < size:
             old = self._buffers.pop(name, None)
@@ -192,7 +206,7 @@ class TritonNeighborSampler:
         return self._stamp
 
     @contextlib.contextmanager
-    def _on_device(self):
+    def _on_device(self) -> Iterator[None]:
         """Launch on the sampler's device, after what an earlier call may still do on another stream."""
         if self.device.type != "cuda":
             yield
@@ -204,7 +218,8 @@ class TritonNeighborSampler:
             self._stream = stream
             yield
 
-    def _most_programs(self) -> int:
+    def most_programs(self) -> int:
+        """Return how many programs a launch has at most."""
         if self.num_programs is not None:
             return self.num_programs
         if INTERPRETED:
@@ -213,13 +228,13 @@ class TritonNeighborSampler:
 
     def _num_sms(self) -> int:
         if self._sms is None:
-            self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self._sms = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
         return self._sms
 
-    def _resident(self, kernel, variant: tuple, args: tuple, options: dict) -> int:
+    def resident(self, kernel: Any, variant: tuple[object, ...], args: tuple[Any, ...], options: dict[str, Any]) -> int:
         """Return how many programs a cooperative launch may have, from the registers of the compiled kernel."""
         if self.num_programs is not None or INTERPRETED:
-            return self._most_programs()
+            return self.most_programs()
         if variant not in self._programs:
             compiled = kernel.warmup(*args, grid=(1,), **options)
             compiled._init_handles()  # loads the binary: the driver tells the registers
@@ -230,20 +245,38 @@ class TritonNeighborSampler:
         return self._programs[variant]
 
 
-class _Batch:
-    """One mini-batch on its way through a sampler."""
+class Batch:
+    """One mini-batch on its way through a sampler.
 
-    def __init__(self, sampler, seeds, fanouts, key, replace, disjoint, first_tree):
+    Args:
+        sampler: Whose graph and scratch memory it uses.
+        seeds: On the sampler's device, contiguous, at least one; the rest as for :meth:`TritonNeighborSampler.sample`.
+        fanouts: A fanout per hop.
+        key: The batch key.
+        replace: Draw with replacement.
+        disjoint: One tree per seed.
+        first_tree: Position of the first seed in the whole mini-batch.
+    """
+
+    def __init__(
+        self,
+        sampler: TritonNeighborSampler,
+        seeds: Tensor,
+        fanouts: list[int],
+        key: int,
+        replace: bool,
+        disjoint: bool,
+        first_tree: int,
+    ) -> None:
         self.sampler, self.seeds, self.fanouts = sampler, seeds, fanouts
         self.key, self.replace, self.disjoint, self.first_tree = key, replace, disjoint, first_tree
         self.num_seeds, self.num_hops = seeds.numel(), len(fanouts)
         small = [fanout for fanout in fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
-        self.mode = sampler.mode
         self.bound, self.queue_slots = self._bounds()
-        queued = not disjoint and queue_can(fanouts) and self.queue_slots <= _LARGEST
-        if self.mode in ("persistent", "no_queue") and not queued:
-            self.mode = "fused"
+        possible = not disjoint and queue_can(fanouts) and self.queue_slots <= _LARGEST
+        self.fetch_size = min(sampler.fetch_size, self.queue_slots)
+        self.queued = possible and sampler.mode in sampler.QUEUE_MODES
         self.limit = _LARGEST >> 2 if disjoint else _LARGEST  # the hash table has two to four slots for each
         self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))
 
@@ -273,108 +306,96 @@ class _Batch:
         """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
         s = self.sampler
         most_nodes = self.capacity if self.disjoint else min(self.capacity, s.num_nodes + self.num_seeds)
-        self.src = s._scratch("src", self.capacity, torch.int32)
-        self.col = s._scratch("col", self.capacity, torch.int32)
-        self.mark = s._scratch("mark", self.capacity, torch.int32)
-        self.eid = s._scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
-        self.nodes = s._scratch("nodes", most_nodes, torch.int32)
-        self.rowptr = s._scratch("rowptr", most_nodes + 1, torch.int32)
-        self.sizes = s._scratch("sizes", SIZES_SIZE, torch.int64)
-        self.control = s._scratch("control", CONTROL_SIZE, torch.int64)
-        self.counts = s._scratch("counts", 2 * s._most_programs(), torch.int64)
+        self.src = s.scratch("src", self.capacity, torch.int32)
+        self.col = s.scratch("col", self.capacity, torch.int32)
+        self.mark = s.scratch("mark", self.capacity, torch.int32)
+        self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
+        self.nodes = s.scratch("nodes", most_nodes, torch.int32)
+        self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
+        self.sizes = s.scratch("sizes", SIZES_SIZE, torch.int64)
+        self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
+        self.counts = s.scratch("counts", 2 * s.most_programs(), torch.int64)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
         if self.disjoint:
             self.slots = triton.next_power_of_2(2 * self.capacity)
-            self.trees = s._scratch("trees", most_nodes, torch.int32)
-            self.table = s._scratch("table", self.slots, torch.int64)
+            self.trees = s.scratch("trees", most_nodes, torch.int32)
+            self.table = s.scratch("table", self.slots, torch.int64)
             self.table[: self.slots].fill_(-1)
-            self.state = s._scratch("slot_state", self.slots, torch.int64, _UNTOUCHED)
+            self.state = s.scratch("slot_state", self.slots, torch.int64, _UNTOUCHED)
         else:
-            self.state = s._scratch("state", s.num_nodes, torch.int64, _UNTOUCHED)
+            self.state = s.scratch("state", s.num_nodes, torch.int64, _UNTOUCHED)
+        if self.queued:
+            self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
+            self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
+            self.ticket_of = s.scratch("ticket_of", s.num_nodes, torch.int32)
         host = s._host_control  # not in use: the last batch ended with a synchronisation
         words = host.numpy()
-        words[:] = 0
+        words[:] = 0  # the counters too
         words[:6] = (s._next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
         words[6] = self.first_tree
-        words[_CONTROL_WORK] = (self.num_seeds << 32) | self.num_seeds
-        words[_CONTROL_FANOUT : _CONTROL_FANOUT + self.num_hops] = self.fanouts
+        words[WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
+        words[FANOUT.value : FANOUT.value + self.num_hops] = self.fanouts
         self.control.copy_(host, non_blocking=True)
-        if self.mode in ("persistent", "no_queue"):
-            self._run_queue()
-        elif self.mode == "fused":
-            self._run_hops(range(1), fused=True)
-        else:
-            self._run_hops(range(self.num_hops + 1), fused=False)
-        return self.sizes.tolist()
+        self.launch()
+        return [int(size) for size in self.sizes.tolist()]
 
-    def _run_hops(self, levels: range, fused: bool) -> None:
+    def launch(self) -> None:
+        """Launch what samples into the scratch memory."""
+        if self.queued:
+            self.launch_queue()
+        else:
+            self.launch_hops()
+
+    def hop_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a kernel that runs phases is launched with: the arrays, and the options."""
         s = self.sampler
-        tile = 64 * s.num_warps
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
             self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
         )  # fmt: skip
-        most = s._most_programs()
         options = {
-            "DISJOINT": self.disjoint, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": tile,
-            "P": triton.next_power_of_2(most), "num_warps": s.num_warps,
+            "DISJOINT": self.disjoint, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": 64 * s.num_warps,
+            "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
         }  # fmt: skip
-        end = 3 * (self.num_hops + 1)
-        if fused:
-            cooperative = {**options, "WHAT": -1, "launch_cooperative_grid": True}
-            variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
-            programs = s._resident(hop_kernel, variant, (*args, 0, end), cooperative)
-            # The interpreter runs programs one after another: several cannot meet at a barrier.
-            for begin, stop in [(0, end)] if programs == 1 or not INTERPRETED else [(i, i + 1) for i in range(end)]:
-                hop_kernel[(programs,)](*args, begin, stop, **cooperative)
-            return
-        edges = self.num_seeds
-        for level in levels:
-            programs = min(most, triton.cdiv(edges, tile)) or 1 if self.mode == "hop_by_hop" else most
-            for what in range(3):
-                begin = 3 * level + what
-                hop_kernel[(programs,)](*args, begin, begin + 1, WHAT=what, **options)
-            if self.mode == "hop_by_hop" and level < self.num_hops:
-                sizes = self.sizes.tolist()  # the host synchronisation of the baseline
-                if sizes[_SIZES_NEEDED]:
-                    return
-                edges = sizes[_SIZES_EDGES + level + 2] - sizes[_SIZES_EDGES + level + 1]
+        return args, options
 
-    def _run_queue(self) -> None:
+    def launch_hops(self) -> None:
+        """Launch all hops as one cooperative kernel."""
+        args, options = self.hop_arguments()
+        options["launch_cooperative_grid"] = True
+        end = PHASES.value * (self.num_hops + 1)
+        variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
+        programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
+        for begin, stop in self._ranges(0, end, programs):
+            hop_kernel[(programs,)](*args, begin, stop, **options)
+
+    def launch_queue(self, first: int = 0) -> None:
+        """Launch the queue and the ordering as one cooperative kernel, from phase ``first`` on."""
         s = self.sampler
-        fetch_size = min(s.fetch_size, self.queue_slots)
-        queue = s._scratch("queue", self.queue_slots, torch.int64, 0)
-        stage = s._scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
-        ticket_of = s._scratch("ticket_of", s.num_nodes, torch.int32)
-        tile = {
-            "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
-            "num_warps": s.num_warps,
-        }  # fmt: skip
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
-            self.mark, queue, stage, ticket_of, self.queue_slots, fetch_size, self.sizes, self.counts,
+            self.mark, self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes,
+            self.counts,
         )  # fmt: skip
         options = {
-            **tile, "FUSED": True, "T": 64 * s.num_warps, "P": triton.next_power_of_2(s._most_programs()),
+            "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
+            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
             "launch_cooperative_grid": True,
         }  # fmt: skip
-        first, end = 0, QUEUE_PHASES + 3 * (self.num_hops + 1)
-        if self.mode == "no_queue":
-            grid = (triton.cdiv(self.queue_slots, fetch_size),)
-            discover_kernel[grid](
-                *s.graph, self.seeds, self.control, self.state, queue, stage, self.queue_slots, fetch_size,
-                **tile,
-            )  # fmt: skip
-            first = 1
-        programs = s._resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
-        together = [(first, end)] if programs == 1 or not INTERPRETED else [(i, i + 1) for i in range(first, end)]
-        for begin, stop in together:
+        end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)
+        programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
+        for begin, stop in self._ranges(first, end, programs):
             queue_kernel[(programs,)](*args, begin, stop, **options)
+
+    def _ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
+        """Return the phases of each launch: all, but under the interpreter one."""
+        # The interpreter runs programs one after another: several cannot meet at a barrier.
+        return [(i, i + 1) for i in range(first, end)] if INTERPRETED and programs > 1 else [(first, end)]
 
     def emit(self, sizes: list[int]) -> Sample:
         """Copy the batch out of the scratch memory."""
         nodes_at = sizes[: self.num_hops + 2]
-        edges_at = sizes[_SIZES_EDGES + 1 : _SIZES_EDGES + 2 + self.num_hops]
+        edges_at = sizes[EDGES.value + 1 : EDGES.value + 2 + self.num_hops]
         num_nodes, num_edges = nodes_at[-1], edges_at[-1] - self.num_seeds
         made = {"dtype": torch.int64, "device": self.sampler.device}
         node, edge_index, edge = (torch.empty(shape, **made) for shape in (num_nodes, (2, num_edges), num_edges))

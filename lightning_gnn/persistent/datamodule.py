@@ -21,7 +21,7 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 _PRESAMPLED_BATCHES = 8
-_MODES = ("fused", "persistent", "no_queue", "hop_by_hop", "launches")
+_MODES = ("fused", "persistent")
 
 
 class PersistentSamplerDataModule(NeighborDataModule):

@@ -34,8 +34,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: Where to sample; by default the current GPU.
         topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` leaves it in page-locked host memory, which the
             kernel reads over PCIe; ``"auto"`` takes the first if at most half of the free memory is needed.
-        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal. See
-            ``lightning_gnn.triton_kernels.sample.MODES`` for the baselines.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal.
         fetch_size: Tasks that a program of the queue claims at a time.
         hot_nodes: Nodes whose adjacency lists are copied to the device where the topology is in pinned memory.
 

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.sampling_baselines import discover_kernel, phase_kernel
 from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
-from lightning_gnn.triton_kernels.queue import discover_kernel, queue_kernel
+from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -20,13 +24,14 @@ OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
 INTS = ("nodes", "trees", "rowptr", "src", "col", "mark", "stage", "ticket_of")
 TILES = {"R": 128, "T": 256}
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
-    *((hop_kernel, {"WHAT": what, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for what in (-1, 0, 1, 2)),
-    (hop_kernel, {"WHAT": -1, "DISJOINT": True, "K": 10, "P": 1024, **TILES}, "i64"),
-    (hop_kernel, {"WHAT": -1, "DISJOINT": False, "CACHED": True, "K": 10, "P": 1024, **TILES}, "i32"),
-    (queue_kernel, {"FUSED": True, "CACHED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
-    (hop_kernel, {"WHAT": -1, "DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
-    (queue_kernel, {"FUSED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
-    (queue_kernel, {"FUSED": True, "K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
+    (hop_kernel, {"DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32"),
+    *((phase_kernel, {"PHASE": phase, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for phase in range(3)),
+    (hop_kernel, {"DISJOINT": True, "K": 10, "P": 1024, **TILES}, "i64"),
+    (hop_kernel, {"DISJOINT": False, "CACHED": True, "K": 10, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
+    (hop_kernel, {"DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
+    (queue_kernel, {"K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
     (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
     (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
 ]

@@ -21,6 +21,7 @@ import triton.runtime.interpreter as interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import sampling_baselines
 from lightning_gnn.triton_kernels import sample as module
 from tests.patience import PATIENCE
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
@@ -84,7 +85,7 @@ class Forked:
         executor.fn(**bound)
 
 
-class SharedSampler(module.TritonNeighborSampler):
+class SharedSampler(sampling_baselines.BaselineSampler):
     """Allocates scratch memory that forked programs share."""
 
     def _allocate(self, size, dtype):
@@ -93,8 +94,8 @@ class SharedSampler(module.TritonNeighborSampler):
 
 def main():
     torch.set_num_threads(1)
-    for name in ("hop_kernel", "queue_kernel", "discover_kernel"):
-        setattr(module, name, Forked(getattr(module, name)))
+    module.hop_kernel, module.queue_kernel = Forked(module.hop_kernel), Forked(module.queue_kernel)
+    sampling_baselines.discover_kernel = Forked(sampling_baselines.discover_kernel)
     module.INTERPRETED = False  # programs can meet at a barrier now
     for name, mode, seeds, fanouts in (
         ("random", "fused", [3, 0, 40], [4, 3]),

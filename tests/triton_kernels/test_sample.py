@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 import triton.runtime.interpreter as interpreter
 
+from benchmarks.sampling_baselines import MODES, BaselineSampler
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample as module
-from lightning_gnn.triton_kernels.sample import MODES, TritonNeighborSampler, queue_can
+from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_can
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, random_graph, sampled
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
@@ -21,10 +22,14 @@ QUEUE_MODES = ("persistent", "no_queue")
 KINDS = ("fused", "persistent", "no_queue", "hop_by_hop")  # launches are those of hop_by_hop
 
 
+def class_of(mode):
+    return TritonNeighborSampler if mode in module.MODES else BaselineSampler
+
+
 def sampler_of(graph, dtype=torch.int32, **options):
     indptr, indices = graph
     options = {"num_warps": 1, "num_programs": 2, **options}
-    return TritonNeighborSampler(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
+    return class_of(options.get("mode", "fused"))(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
 
 
 @pytest.mark.parametrize("mode", KINDS)
@@ -95,9 +100,7 @@ def test_equals_numba_on_a_larger_graph():
     seeds = torch.randint(0, 3000, (60,), generator=torch.Generator().manual_seed(0))
     wanted = sample_neighbors(graph, seeds, [8, 5], key=7, backend="numba")
     for mode in MODES:
-        sampler = TritonNeighborSampler(
-            graph.indptr, graph.indices, mode=mode, num_programs=3, num_warps=16, fetch_size=50
-        )
+        sampler = class_of(mode)(graph.indptr, graph.indices, mode=mode, num_programs=3, num_warps=16, fetch_size=50)
         out = sampler.sample(seeds, [8, 5], 7)
         assert all(torch.equal(a, b) for a, b in zip(out[:3], wanted[:3], strict=True)), mode
         assert out[3] is None
@@ -213,7 +216,7 @@ class Watched:
         return tensor
 
 
-class WatchedSampler(TritonNeighborSampler):
+class WatchedSampler(BaselineSampler):
     """Allocates scratch memory that the watch knows, with rubbish in it."""
 
     def _allocate(self, size, dtype):
@@ -268,7 +271,7 @@ def test_which_fanouts_the_queue_takes():
 
 def test_errors():
     indptr, indices = torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32)
-    with pytest.raises(ValueError, match="unknown sampling mode 'bsp'; choose one of fused, persistent"):
+    with pytest.raises(ValueError, match=r"unknown sampling mode 'bsp'; choose one of fused, persistent$"):
         TritonNeighborSampler(indptr, indices, mode="bsp")
     with pytest.raises(ValueError, match="fetch_size is 0"):
         TritonNeighborSampler(indptr, indices, fetch_size=0)
