@@ -151,7 +151,8 @@ def _cuda() -> Finding:
 
 
 def _triton() -> Finding:
-    return _package("Triton", "triton", "the GPU kernels", "pip install triton (Linux only)")
+    advice = "only for a GPU: pip install 'lightning-gnn[gpu]' (Linux only); CUDA builds of torch bring it along"
+    return _package("Triton", "triton", "the GPU kernels", advice)
 
 
 def _pyg_lib() -> Finding:

@@ -3,8 +3,8 @@
 Source: "PGSampler: Accelerating GPU-based Graph Sampling in GNN Systems via Workload Fusion". One kernel samples,
 removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal the CPU's.
 
-Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.py`` (hop by hop, fused),
-``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/phases.py`` (order and edges),
+Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.py`` (hop by hop, fused; order and
+edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/hashing.py`` (the picks),
 ``persistent/sampler.py`` (PyG's sampler interface), ``persistent/hotness.py`` (what to cache),
 ``persistent/datamodule.py``.
 """

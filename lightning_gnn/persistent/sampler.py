@@ -14,6 +14,7 @@ from torch_geometric.sampler.base import NumNeighbors
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
+from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
 from lightning_gnn.sampling.neighbor import NeighborSampler
@@ -121,8 +122,16 @@ def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
 
     Args:
         device: What the user asked for; ``"cpu"`` runs kernels only under Triton's interpreter.
+
+    Raises:
+        ValueError: There is a GPU, but no Triton.
     """
+    there = torch.cuda.is_available()
     if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        if not there:
+            return None
+        device = torch.device("cuda", torch.cuda.current_device())
     device = torch.device(device)
+    if device.type == "cuda" and there:
+        require_triton(f"sampling on {device}")  # before anything is copied there, and not on the CPU without a word
     return device if runs_on(device) else None

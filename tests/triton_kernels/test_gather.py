@@ -160,7 +160,7 @@ def test_tiles_cover_the_columns():
 @pytest.mark.parametrize("shape", [(30,), (30, 5), (30, 2, 3), (30, 0)])
 def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monkeypatch):
     if not with_kernel:
-        monkeypatch.setattr(gather_triton, "_kernel", lambda: None)
+        monkeypatch.setattr(gather_triton, "triton_installed", lambda: False)
     table = torch.randn(shape)
     index = torch.randint(30, (17,), dtype=torch.int32)
     out = torch.empty(17, *shape[1:])
@@ -173,7 +173,7 @@ def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monk
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypatch):
     if not with_kernel:
-        monkeypatch.setattr(gather_triton, "_kernel", lambda: None)
+        monkeypatch.setattr(gather_triton, "triton_installed", lambda: False)
     table = FeatureTable(torch.randn(30, 12).to(torch.float16 if kind == "float16" else torch.float32))
     table = table.quantized() if kind == "int8" else table
     cached = table.cached(hottest(torch.rand(30), cache_rows), "cpu")
@@ -203,9 +203,11 @@ def test_cuda_arguments_are_checked():
 
 def test_without_triton_torch_gathers():
     code = (
-        "import sys; sys.modules['triton'] = None; from lightning_gnn.ops import gather_triton as g; print(g._kernel())"
+        "import sys; sys.modules['triton'] = None; import torch; from lightning_gnn.ops import gather_triton as g;"
+        "out = torch.empty(2, 3); g.gather_cuda(torch.arange(12.0).view(4, 3), torch.tensor([3, 0]), out);"
+        "print(out.int().tolist())"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "None"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[[9, 10, 11], [0, 1, 2]]"
 
 
 def test_compiles_for_a100_and_h100_without_spills():

@@ -7,7 +7,6 @@ every entry, parts of rows, and the tiles of dense chunks. After that no call wa
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import library, triton_installed
 from lightning_gnn.ops.sample.triton import runs_on
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ def _register(ours: Callable) -> None:
     torchs = getattr(aggregate_reference, ours.__name__)
 
     def on_cuda(*arguments):
-        return (ours if _installed() else torchs)(*arguments)
+        return (ours if triton_installed() else torchs)(*arguments)
 
     library.impl(ours.__name__, on_cuda, "CUDA")
 
@@ -294,23 +293,11 @@ for _function in (
     _register(_function)
 
 
-@functools.cache
-def _installed() -> bool:
-    """Tell whether Triton is there; without it torch's own operators aggregate."""
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return False
-    return True
-
-
 def _check(tensor: Tensor) -> None:
     if not runs_on(tensor.device):
         raise ValueError(
-            f"backend='triton' needs a CUDA device and the package triton, but the tensors are on {tensor.device}; "
-            "leave the backend out"
+            "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but the "
+            f"tensors are on {tensor.device}; leave the backend out"
         )
 
 

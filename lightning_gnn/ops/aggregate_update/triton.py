@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.triton import _installed, _on, _tf32
+from lightning_gnn.ops.aggregate.triton import _on, _tf32
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import library, triton_installed
 
 
 def aggregate_update(
@@ -25,7 +25,7 @@ def aggregate_update(
     aggregate_first: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the function of this name in ``aggregate_update_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     if not aggregate_first or not _fused(x):
         out, aggregated = reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first)
         return out, aggregated if keep and aggregated is not None else x.new_empty(0)
@@ -59,14 +59,14 @@ def aggregate_update_backward(
     aggregate_first: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Do what the function of this name in ``aggregate_update_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     return reference.update_backward(
         sums, edges, grad, x, weight, self_weight, aggregated, mean, aggregate_first, wanted
     )
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
-    """Do what the function of this name in ``aggregate_update_reference.py`` does, without autograd."""
+    """Do what the function of this name in ``reference.py`` does, without autograd."""
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
     out = x.new_empty((edges[0].numel() - 1, x.size(1)))
@@ -83,9 +83,9 @@ def _fused(x: Tensor) -> bool:
 
 @torch.library.impl(library, "aggregate_update", "CUDA")
 def _update_cuda(*arguments) -> tuple[Tensor, Tensor]:
-    return (aggregate_update if _installed() else reference.aggregate_update)(*arguments)
+    return (aggregate_update if triton_installed() else reference.aggregate_update)(*arguments)
 
 
 @torch.library.impl(library, "aggregate_update_backward", "CUDA")
 def _backward_cuda(*arguments) -> list[Tensor]:
-    return (aggregate_update_backward if _installed() else reference.aggregate_update_backward)(*arguments)
+    return (aggregate_update_backward if triton_installed() else reference.aggregate_update_backward)(*arguments)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lightning_gnn.ops.gather.definition import check_arguments, check_index, gather_torch
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import library, triton_installed
 
 
 # A call with a pinned table and a CUDA index comes here too: among the devices of its tensors, the dispatcher takes the
@@ -42,13 +39,14 @@ def gather_cuda(
         return
     if check:
         check_index(index, table.size(0))
-    kernel = _kernel()
-    if kernel is None:
+    if not triton_installed():
         gather_torch(table, index, out, scales, slot, cache)
         return
+    from lightning_gnn.triton_kernels.gather import gather
+
     rows = _as_matrix(table)
     with torch.cuda.device_of(out):
-        kernel(
+        gather(
             rows,
             index.contiguous(),
             _as_matrix(out),
@@ -56,17 +54,6 @@ def gather_cuda(
             None if slot is None else slot.contiguous(),
             None if cache is None else _as_matrix(cache),
         )
-
-
-@functools.cache
-def _kernel() -> Callable | None:
-    try:
-        from lightning_gnn.triton_kernels.gather import gather
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "triton":
-            raise  # of this package something is missing: running slowly instead would hide it
-        return None
-    return gather
 
 
 def _as_matrix(table: Tensor) -> Tensor:
