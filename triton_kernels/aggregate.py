@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan, Slots
 
-_TILE = 1024  # values that a program has in flight; a quarter of that in float64, which takes twice the registers
-_MAX_ENTRIES = 32
+TILE = 1024  # values that a program has in flight; a quarter of that in float64, which takes twice the registers
+MAX_ENTRIES = 32
 _WIDTHS = (128, 64, 32)
 _CACHE_BYTES = 32 * 2**20  # of L2 where the device does not say
 _CACHE_SHARE = 0.6
@@ -29,18 +29,18 @@ NUM_WARPS = 1
 
 @triton.jit
 def rows_kernel(
-    out,  # x's type [num_rows, HEADS * CHANNELS]
-    scratch,  # *ACC [num_slots, HEADS * CHANNELS]
-    x,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
-    indices,  # *int32 [E]; read if GATHER, else entry e stands for row e of x
-    weight,  # any float [E, HEADS]; read if WEIGHTED
-    starts,  # *int64 [P]
-    stops,  # *int64 [P]
-    places,  # *int32 [P]: vertex, or -1 - slot
-    degrees,  # *int32 [num_rows]; read if MEAN
-    vertices,  # *int32 [P]: vertex; read if MATCH
-    own,  # x's type [num_rows, HEADS * CHANNELS]: what the rows send; read if MATCH
-    best,  # x's type [num_columns, HEADS * CHANNELS]: the largest that a column received; read if MATCH
+    out: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]
+    scratch: tl.tensor,  # *ACC [num_slots, HEADS * CHANNELS]
+    x: tl.tensor,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
+    indices: tl.tensor,  # *int32 [E]; read if GATHER, else entry e stands for row e of x
+    weight: tl.tensor,  # any float [E, HEADS]; read if WEIGHTED
+    starts: tl.tensor,  # *int64 [P]
+    stops: tl.tensor,  # *int64 [P]
+    places: tl.tensor,  # *int32 [P]: vertex, or -1 - slot
+    degrees: tl.tensor,  # *int32 [num_rows]; read if MEAN
+    vertices: tl.tensor,  # *int32 [P]: vertex; read if MATCH
+    own: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]: what the rows send; read if MATCH
+    best: tl.tensor,  # x's type [num_columns, HEADS * CHANNELS]: the largest that a column received; read if MATCH
     x_stride: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -52,7 +52,7 @@ def rows_kernel(
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     """Add up a block of columns of ``weight[e] * x[indices[e]]`` over the entries of one part.
 
     If MATCH, x is the gradient of a maximum, and only entries count whose message ``weight[e] * own[row]`` attained it.
@@ -65,11 +65,14 @@ def rows_kernel(
     if MATCH:
         row = tl.load(vertices + part).to(tl.int64)
         sent = tl.load(own + row * (HEADS * CHANNELS) + offset, mask=inside, other=0.0).to(ACC)[None, :, :]
+    # One sum for each of the ENTRIES that are read together, put together after the loop: the loads of a round are
+    # independent, and so are its additions. The order is fixed, so the same call gives the same bits.
     total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
     for first in range(start, stop, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         valid = entry < stop
-        # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
+        # The random access: whose row of x comes next is known only from `indices`, so the loads of ENTRIES rows are
+        # what hides its latency. 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
         column = entry
         if GATHER:
             column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
@@ -79,6 +82,7 @@ def rows_kernel(
             factor = load_weight(weight, entry, valid, head, HEADS).to(ACC)[:, :, None]
             values = values * factor
         if MATCH:
+            # Computed as in the forward pass, from the same values in the same order: so equality means "this one".
             at = (column * (HEADS * CHANNELS))[:, None, None] + offset[None, :, :]
             most = tl.load(best + at, mask=valid[:, None, None] & inside[None, :, :], other=0.0).to(ACC)
             if WEIGHTED:
@@ -87,6 +91,7 @@ def rows_kernel(
                 values = tl.where(same(sent, most), values, 0.0)
         total += values
     result = tl.sum(total, axis=0)
+    # A row of one part is finished. The parts of a split row keep the accumulator's type: rounding comes at the end.
     if place >= 0:
         if MEAN:
             # A vertex without entries has the sum 0.
@@ -98,16 +103,16 @@ def rows_kernel(
 
 @triton.jit
 def max_kernel(
-    out,  # x's type [num_rows, HEADS * CHANNELS]
-    ties,  # x's type [num_rows, HEADS * CHANNELS]
-    scratch,  # x's type [num_slots, HEADS * CHANNELS]
-    scratch_ties,  # x's type [num_slots, HEADS * CHANNELS]
-    x,  # *float32 or *float64 [num_columns, HEADS * CHANNELS], rows x_stride apart; scratch itself unless GATHER
-    indices,  # *int32 [E]; read if GATHER
-    weight,  # x's type [E, HEADS]; read if WEIGHTED
-    starts,  # *int64 [P]
-    stops,  # *int64 [P]
-    places,  # *int32 [P]: vertex, or -1 - slot
+    out: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]
+    ties: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]
+    scratch: tl.tensor,  # x's type [num_slots, HEADS * CHANNELS]
+    scratch_ties: tl.tensor,  # x's type [num_slots, HEADS * CHANNELS]
+    x: tl.tensor,  # *float32 or *float64 [num_columns, HEADS * CHANNELS], rows x_stride apart; scratch unless GATHER
+    indices: tl.tensor,  # *int32 [E]; read if GATHER
+    weight: tl.tensor,  # x's type [E, HEADS]; read if WEIGHTED
+    starts: tl.tensor,  # *int64 [P]
+    stops: tl.tensor,  # *int64 [P]
+    places: tl.tensor,  # *int32 [P]: vertex, or -1 - slot
     x_stride: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -116,13 +121,15 @@ def max_kernel(
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     """Find the largest ``weight[e] * x[indices[e]]`` of one part, where NaN is the largest, and how many attain it."""
     part = tl.program_id(0)
     head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
     start = tl.load(starts + part)
     stop = tl.load(stops + part)
     place = tl.load(places + part).to(tl.int64)
+    # A maximum, and the number of entries that attain it, for each of the ENTRIES read together, as in the sum. The
+    # second pass over a split row reads maxima of parts (GATHER is off), whose numbers stand in `scratch_ties`.
     best = tl.full([ENTRIES, HEAD_TILE, WIDTH], float("-inf"), x.dtype.element_ty)
     count = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], x.dtype.element_ty)
     for first in range(start, stop, ENTRIES):
@@ -138,9 +145,11 @@ def max_kernel(
             values = values * load_weight(weight, entry, valid, head, HEADS)[:, :, None]
         found = wanted.to(count.dtype) if GATHER else tl.load(scratch_ties + at, mask=wanted, other=0.0)
         values = tl.where(wanted, values, float("-inf"))
+        # NaN compares false with everything: it is let in once, and then counts as equal to itself (`same`).
         higher = (values > best) | ((values != values) & (best == best))
         count = tl.where(higher, found, tl.where(same(values, best), count + found, count))
         best = tl.where(higher, values, best)
+    # What tl.max makes of NaN is not defined: NaN is taken out first and put back.
     some_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
     result = tl.max(tl.where(best == best, best, float("-inf")), axis=0)
     result = tl.where(some_nan, float("nan"), result)
@@ -157,8 +166,12 @@ def max_kernel(
 
 
 @triton.jit
-def head_block(HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH: tl.constexpr):
+def head_block(
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Heads ``[HEAD_TILE]`` of this program, offsets in a row ``[HEAD_TILE, WIDTH]``, and which of them exist."""
+    # Blocks of columns are the second axis of the grid, which varies slowest: all rows of one slice of the features
+    # come before the next slice.
     blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     block = tl.program_id(1)
     head = (block // blocks) * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -168,14 +181,16 @@ def head_block(HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.conste
 
 
 @triton.jit
-def load_weight(weight, entry, valid, head, HEADS: tl.constexpr):
+def load_weight(
+    weight: tl.tensor, entry: tl.tensor, valid: tl.tensor, head: tl.tensor, HEADS: tl.constexpr
+) -> tl.tensor:
     """Weights ``[entries, heads]``."""
     at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
     return tl.load(weight + at, mask=valid[:, None] & (head < HEADS)[None, :], other=0.0)
 
 
 @triton.jit
-def same(left, right):
+def same(left: tl.tensor, right: tl.tensor) -> tl.tensor:
     """Tell where two values are equal or both NaN."""
     return (left == right) | ((left != left) & (right != right))
 
@@ -189,7 +204,7 @@ class Block(NamedTuple):
 
     def grid(self, heads: int, channels: int) -> int:
         """Count the blocks of a row."""
-        return triton.cdiv(heads, self.heads) * triton.cdiv(channels, self.width)
+        return int(triton.cdiv(heads, self.heads) * triton.cdiv(channels, self.width))
 
 
 def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype, cache_bytes: int) -> Block:
@@ -198,14 +213,24 @@ def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype,
     The widest slice of the features that stays in the L2 cache while all rows are read; the widest of all where even
     the narrowest does not. Narrow heads are taken several at a time.
     """
-    tile = _TILE if dtype.itemsize <= 4 else _TILE // 4
+    tile = TILE if dtype.itemsize <= 4 else TILE // 4
     fitting = [width for width in _WIDTHS if num_columns * width * dtype.itemsize <= _CACHE_SHARE * cache_bytes]
     width = min(fitting[0] if fitting else _WIDTHS[0], triton.next_power_of_2(channels))
-    # Least padding: 130 columns are three blocks of 64 rather than two of 128.
+    width = least_padding(width, channels)
+    together = 1 if heads == 1 else min(triton.next_power_of_2(heads), max(1, 128 // width))
+    return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
+
+
+def least_padding(width: int, channels: int) -> int:
+    """Halve a width, down to 64, while that pads less: 130 columns are three blocks of 64 rather than two of 128."""
     while width > 64 and triton.cdiv(channels, width // 2) * (width // 2) < triton.cdiv(channels, width) * width:
         width //= 2
-    together = 1 if heads == 1 else min(triton.next_power_of_2(heads), max(1, 128 // width))
-    return Block(max(1, min(_MAX_ENTRIES, tile // (width * together))), together, width)
+    return width
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """Return the type in which values of a dtype are added up: float64 in itself, all others in float32."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def aggregate_sum(
@@ -223,8 +248,8 @@ def aggregate_sum(
     Args:
         x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None.
-        base: Of the matrix.
-        plan: Of the matrix.
+        base: Columns and degrees of the matrix.
+        plan: Its parts; tiles are not looked at.
         mean: Divide by the entries of the vertex, where a part is all of a vertex.
         out: ``[num_rows, H, C]``, contiguous.
         scratch: ``[num_slots, H, C]`` of the accumulator's dtype, contiguous.
@@ -238,7 +263,15 @@ def aggregate_sum(
 
 
 def combine_sum(base: Base, slots: Slots, mean: bool, out: Tensor, scratch: Tensor) -> None:
-    """Add up the slots of each split vertex, in order; the arguments are those of :func:`aggregate_sum`."""
+    """Add up the slots of each split vertex, in order.
+
+    Args:
+        base: Columns and degrees of the matrix.
+        slots: Which slots belong to which vertex.
+        mean: Divide by the entries of the vertex.
+        out: ``[num_rows, ...]``, contiguous.
+        scratch: ``[num_slots, ...]`` of the accumulator's dtype, contiguous, written by all parts.
+    """
     if slots.count == 0:
         return
     flat = scratch.view(slots.count, 1, -1)
@@ -252,8 +285,8 @@ def edge_sums(values: Tensor, edge_ids: Tensor | None, base: Base, plan: Plan, o
     Args:
         values: float ``[E, H]``, contiguous.
         edge_ids: int32 or int64 ``[E]``, or None.
-        base: Of the matrix.
-        plan: Of the matrix, without tiles.
+        base: Columns and degrees of the matrix.
+        plan: Its plan without tiles.
         out: ``[num_rows, H]``, contiguous.
         scratch: ``[num_slots, H]`` of the accumulator's dtype, contiguous.
     """
@@ -262,7 +295,18 @@ def edge_sums(values: Tensor, edge_ids: Tensor | None, base: Base, plan: Plan, o
     combine_sum(base, plan.slots, False, out, scratch)
 
 
-def _launch_sum(x, indices, weight, parts, base, mean, out, scratch, block, match=None):
+def _launch_sum(
+    x: Tensor,
+    indices: Tensor | None,
+    weight: Tensor | None,
+    parts: Parts,
+    base: Base,
+    mean: bool,
+    out: Tensor,
+    scratch: Tensor,
+    block: Block,
+    match: tuple[Tensor, Tensor] | None = None,
+) -> None:
     heads, channels = x.shape[1:]
     if parts.starts.numel() == 0 or heads * channels == 0:
         return
@@ -287,7 +331,7 @@ def _launch_sum(x, indices, weight, parts, base, mean, out, scratch, block, matc
         WEIGHTED=weight is not None,
         MEAN=mean,
         MATCH=match is not None,
-        ACC=tl.float64 if scratch.dtype == torch.float64 else tl.float32,
+        ACC=accumulator(scratch.dtype),
         ENTRIES=block.entries,
         HEAD_TILE=block.heads,
         WIDTH=block.width,
@@ -301,8 +345,8 @@ def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out:
     Args:
         x: float32 or float64 ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: ``[E, H]`` of the same dtype, contiguous, or None.
-        base: Of the matrix.
-        plan: Of the matrix, without tiles.
+        base: Columns and degrees of the matrix.
+        plan: Its plan without tiles.
         out: ``[num_rows, H, C]``, contiguous; 0 for a vertex without entries.
         ties: How many entries attain the maximum, ``[num_rows, H, C]`` of the same dtype, contiguous.
     """
@@ -313,7 +357,7 @@ def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out:
     block = block._replace(entries=max(1, block.entries // 2))  # two numbers are kept of each value
     scratch = torch.empty((2, plan.slots.count, heads, channels), dtype=x.dtype, device=x.device)
 
-    def launch(x, indices, weight, parts):
+    def launch(x: Tensor, indices: Tensor | None, weight: Tensor | None, parts: Parts) -> None:
         max_kernel[parts.starts.numel(), block.grid(heads, channels)](
             out,
             ties,

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, TILE_COLUMNS, Base, Tiles
+from lightning_gnn.triton_kernels.aggregate import accumulator, least_padding
+from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, NOWHERE, TILE_COLUMNS, Base, Tiles
 
+_NOWHERE = tl.constexpr(NOWHERE)  # a kernel reads no other globals
 _CELLS = 256  # per program that writes tiles
 NUM_WARPS = 4
 NUM_STAGES = 5  # the feature rows of the next tile are in flight during a dot, as are the columns of the one after it
@@ -22,20 +24,22 @@ NUM_STAGES = 5  # the feature rows of the next tile are in flight during a dot, 
 
 @triton.jit(do_not_specialize=["num_cells", "num_tiles"])
 def densify_kernel(
-    tiles,  # x's type [HEADS, num_tiles, HEIGHT, TILE_COLUMNS], zeros
-    weight,  # any float [E, HEADS]; read if WEIGHTED
-    entries,  # *int32 or *int64 [n]
-    cells,  # *int64 [num_cells]
-    cell_ptr,  # *int64 [num_cells + 1]
-    num_cells,
-    num_tiles,
+    tiles: tl.tensor,  # x's type [HEADS, num_tiles, HEIGHT, TILE_COLUMNS], zeros
+    weight: tl.tensor,  # any float [E, HEADS]; read if WEIGHTED
+    entries: tl.tensor,  # *int32 or *int64 [n]
+    cells: tl.tensor,  # *int64 [num_cells]
+    cell_ptr: tl.tensor,  # *int64 [num_cells + 1]
+    num_cells: tl.tensor,
+    num_tiles: tl.tensor,
     HEADS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ACC: tl.constexpr,
     TILE_CELLS: tl.constexpr,
     CELLS: tl.constexpr,
-):
+) -> None:
     """Write the sum of the weights of the entries of each cell, or their number."""
+    # One thread per cell that is not empty; the tiles were filled with zeros before, so nobody writes a cell twice and
+    # no atomic is needed.
     at = tl.program_id(0).to(tl.int64) * CELLS + tl.arange(0, CELLS)
     head = tl.program_id(1).to(tl.int64)
     wanted = at < num_cells
@@ -55,15 +59,15 @@ def densify_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tiles_kernel(
-    out,  # x's type [num_rows, HEADS * CHANNELS]
-    scratch,  # *float32 [num_slots, HEADS * CHANNELS]
-    x,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
-    tiles,  # x's type [HEADS, num_tiles, HEIGHT, TILE_COLUMNS]
-    tile_ptr,  # *int64 [num_windows + 1]
-    columns,  # *int32 [num_tiles * TILE_COLUMNS], -1 for padding
-    places,  # *int32 [num_windows * HEIGHT]: vertex, -1 - slot, or NOWHERE
-    degrees,  # *int32 [num_rows]; read if MEAN
-    num_tiles,
+    out: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]
+    scratch: tl.tensor,  # *float32 [num_slots, HEADS * CHANNELS]
+    x: tl.tensor,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
+    tiles: tl.tensor,  # x's type [HEADS, num_tiles, HEIGHT, TILE_COLUMNS]
+    tile_ptr: tl.tensor,  # *int64 [num_windows + 1]
+    columns: tl.tensor,  # *int32 [num_tiles * TILE_COLUMNS], -1 for padding
+    places: tl.tensor,  # *int32 [num_windows * HEIGHT]: vertex, -1 - slot, or NOWHERE
+    degrees: tl.tensor,  # *int32 [num_rows]; read if MEAN
+    num_tiles: tl.tensor,
     x_stride: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -72,7 +76,7 @@ def tiles_kernel(
     HEIGHT: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     """Multiply the tiles of a window with a block of feature columns."""
     blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     window = tl.program_id(0).to(tl.int64)
@@ -83,17 +87,20 @@ def tiles_kernel(
     row = tl.arange(0, HEIGHT)
     slot = tl.arange(0, TILE_COLUMNS)
     within = row[:, None] * TILE_COLUMNS + slot[None, :]
-    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    total = tl.zeros([HEIGHT, WIDTH], tl.float32)  # stays in registers over all tiles of the window
     first = tl.load(tile_ptr + window)
     last = tl.load(tile_ptr + window + 1)
     for tile in range(first, last):
         dense = tl.load(tiles + (head * num_tiles + tile) * (HEIGHT * TILE_COLUMNS) + within)
+        # Each row of x is read once for the window, where rows_kernel reads it once per entry: that is what tiles save,
+        # and what the zeros that they multiply must not cost.
         column = tl.load(columns + tile * TILE_COLUMNS + slot).to(tl.int64)
         # Padding is read as 0, not as some row: 0 times its values would be NaN if they are infinite.
         values = tl.load(
             x + column[:, None] * x_stride + offset[None, :], mask=(column >= 0)[:, None] & in_row[None, :], other=0.0
         )
         total = tl.dot(dense, values, total, input_precision=PRECISION)
+    # The rows of a window are HEIGHT different vertices, each with a place of its own: two masked stores.
     place = tl.load(places + window * HEIGHT + row).to(tl.int64)
     if MEAN:
         degree = tl.load(degrees + place, mask=place >= 0, other=1)
@@ -101,7 +108,7 @@ def tiles_kernel(
     stride: tl.constexpr = HEADS * CHANNELS
     to_out = (place >= 0)[:, None] & in_row[None, :]
     tl.store(out + place[:, None] * stride + offset[None, :], total.to(out.dtype.element_ty), mask=to_out)
-    in_slot = ((place < 0) & (place > -(2**31)))[:, None] & in_row[None, :]
+    in_slot = ((place < 0) & (place > _NOWHERE))[:, None] & in_row[None, :]
     tl.store(scratch + (-1 - place)[:, None] * stride + offset[None, :], total, mask=in_slot)
 
 
@@ -120,8 +127,8 @@ def multiply_tiles(
     Args:
         x: float32, float16 or bfloat16 ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None; rounded to the dtype of ``x``.
-        base: Of the matrix.
-        tiles: Of the matrix.
+        base: Columns and degrees of the matrix.
+        tiles: The windows of its dense chunks.
         mean: Divide by the entries of the vertex.
         tf32: float32 may be rounded to TF32.
         out: ``[num_rows, H, C]``, contiguous.
@@ -143,7 +150,7 @@ def multiply_tiles(
             tiles.num_tiles,
             HEADS=heads,
             WEIGHTED=weight is not None,
-            ACC=tl.float32,
+            ACC=accumulator(x.dtype),
             TILE_CELLS=cells,
             CELLS=_CELLS,
             num_warps=NUM_WARPS,
@@ -174,7 +181,4 @@ def multiply_tiles(
 
 def tile_width(channels: int) -> int:
     """Choose the feature columns of a program: a power of 2 from 16, the least of a dot, to 128."""
-    width = max(16, min(128, triton.next_power_of_2(channels)))
-    while width > 64 and triton.cdiv(channels, width // 2) * (width // 2) < triton.cdiv(channels, width) * width:
-        width //= 2
-    return width
+    return int(least_padding(max(16, min(128, triton.next_power_of_2(channels))), channels))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gnn.triton_kernels.aggregate import NUM_WARPS as ROW_WARPS
-from lightning_gnn.triton_kernels.aggregate import block_shape, cache_bytes, rows_kernel
+from lightning_gnn.triton_kernels.aggregate import accumulator, block_shape, cache_bytes, rows_kernel
 
 ROWS = 32
 DEPTH = 64
@@ -25,16 +25,16 @@ NUM_STAGES = 2
 
 @triton.jit(do_not_specialize=["num_targets"])
 def update_kernel(
-    out,  # x's type [num_targets, OUT]
-    aggregated,  # x's type [num_targets, IN]; written if KEEP
-    x,  # [num_sources, IN], contiguous
-    indptr,  # *int64 [num_targets + 1]
-    indices,  # *int32 [E]
-    edge_weight,  # any float [E]; read if WEIGHTED
-    weight,  # x's type [OUT, IN]
-    self_weight,  # x's type [OUT, IN]; read if SELF
-    bias,  # x's type [OUT]; read if BIAS
-    num_targets,
+    out: tl.tensor,  # x's type [num_targets, OUT]
+    aggregated: tl.tensor,  # x's type [num_targets, IN]; written if KEEP
+    x: tl.tensor,  # [num_sources, IN], contiguous
+    indptr: tl.tensor,  # *int64 [num_targets + 1]
+    indices: tl.tensor,  # *int32 [E]
+    edge_weight: tl.tensor,  # any float [E]; read if WEIGHTED
+    weight: tl.tensor,  # x's type [OUT, IN]
+    self_weight: tl.tensor,  # x's type [OUT, IN]; read if SELF
+    bias: tl.tensor,  # x's type [OUT]; read if BIAS
+    num_targets: tl.tensor,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     MEAN: tl.constexpr,
@@ -46,7 +46,7 @@ def update_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     """Write a block of ``reduce of x[indices[e]] @ weight.T + x[row] @ self_weight.T + bias``."""
     # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -56,10 +56,11 @@ def update_kernel(
     start = tl.load(indptr + row, mask=inside, other=0)
     stop = tl.load(indptr + row + 1, mask=inside, other=0)
     longest = tl.max(stop - start, axis=0)
-    result = tl.zeros([ROWS, WIDTH], tl.float32)
+    result = tl.zeros([ROWS, WIDTH], tl.float32)  # in registers until the end: `aggregated` need not exist in memory
     for first in range(0, IN, DEPTH):
         depth = first + tl.arange(0, DEPTH)
         in_row = depth < IN
+        # Aggregate DEPTH feature columns: edge i of every target of the tile at a time, ROWS gathers in flight.
         total = tl.zeros([ROWS, DEPTH], tl.float32)
         for i in range(longest):
             entry = start + i
@@ -75,11 +76,13 @@ def update_kernel(
         if MEAN:
             # A target without edges has the sum 0.
             total = total / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
+        # Rounded to the type of x, as if it had been written and read again: the gradient uses what was multiplied.
         tile = total.to(x.dtype.element_ty)
         at = row[:, None] * IN + depth[None, :]
         within = inside[:, None] & in_row[None, :]
-        if KEEP and tl.program_id(1) == 0:
+        if KEEP and tl.program_id(1) == 0:  # programs of further output columns aggregate the same once more
             tl.store(aggregated + at, tile, mask=within)
+        # Update: the slice times the same slice of the weights, which are [OUT, IN] and so are read transposed.
         turned = column[None, :] * IN + depth[:, None]
         there = wanted[None, :] & in_row[:, None]
         by = tl.load(weight + turned, mask=there, other=0.0)
@@ -191,7 +194,7 @@ def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
         WEIGHTED=bool(weight),
         MEAN=mean,
         MATCH=False,
-        ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        ACC=accumulator(x.dtype),
         ENTRIES=block.entries,
         HEAD_TILE=block.heads,
         WIDTH=block.width,

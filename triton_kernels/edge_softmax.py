@@ -7,39 +7,39 @@ in order and handed back to the slots, and a second launch over these parts alon
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gnn.triton_kernels.aggregate import Block, load_weight, same
+from lightning_gnn.triton_kernels.aggregate import MAX_ENTRIES, NUM_WARPS, TILE, Block, accumulator, load_weight, same
 from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan
 
-_TILE = 256  # scores of a program
-_PRODUCT_TILE = 1024  # values of a program, a quarter of that in float64
-_MAX_ENTRIES = 64
-NUM_WARPS = 1
+_SCORES = 256  # of a program
+_SCORE_ENTRIES = 64  # at most
 
 
 @triton.jit(do_not_specialize=["negative_slope"])
 def softmax_kernel(
-    out,  # the scores' type [E, HEADS]
-    stats,  # *ACC [num_slots, 2, HEADS]: maximum, sum of exponentials
-    source,  # [num_columns, HEADS]
-    target,  # [num_rows, HEADS]
-    indices,  # *int32 [E]
-    starts,  # *int64 [P]
-    stops,  # *int64 [P]
-    vertices,  # *int32 [P]
-    places,  # *int32 [P]: vertex, or -1 - slot
-    shared,  # *int32 [programs]: the parts, if FINISH
-    negative_slope,
+    out: tl.tensor,  # the scores' type [E, HEADS]
+    stats: tl.tensor,  # *ACC [num_slots, 2, HEADS]: maximum, sum of exponentials
+    source: tl.tensor,  # [num_columns, HEADS]
+    target: tl.tensor,  # [num_rows, HEADS]
+    indices: tl.tensor,  # *int32 [E]
+    starts: tl.tensor,  # *int64 [P]
+    stops: tl.tensor,  # *int64 [P]
+    vertices: tl.tensor,  # *int32 [P]
+    places: tl.tensor,  # *int32 [P]: vertex, or -1 - slot
+    shared: tl.tensor,  # *int32 [programs]: the parts, if FINISH
+    negative_slope: tl.tensor,
     HEADS: tl.constexpr,
     FINISH: tl.constexpr,
     ACC: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):
+) -> None:
     """Write ``softmax(leaky_relu(source[column] + target[row]))`` over a part that is a row, else its statistics."""
     part = tl.program_id(0)
     if FINISH:
@@ -51,10 +51,13 @@ def softmax_kernel(
     inside = head < HEADS
     row_score = tl.load(target + tl.load(vertices + part).to(tl.int64) * HEADS + head, mask=inside, other=0.0).to(ACC)
     slot = stats + (-1 - place) * (2 * HEADS) + head
+    # First the maximum and the sum of exponentials; if FINISH, they are in the slots by now.
     if FINISH:
         highest = tl.load(slot, mask=inside, other=0.0)
         total = tl.load(slot + HEADS, mask=inside, other=1.0)
     else:
+        # Both in one pass ("online softmax"): where a larger score comes, the sum so far is scaled down to it. One
+        # maximum and one sum for each of the ENTRIES read together, put together after the loop.
         top = tl.full([ENTRIES, HEAD_TILE], float("-inf"), ACC)
         sums = tl.zeros([ENTRIES, HEAD_TILE], ACC)
         for first in range(start, stop, ENTRIES):
@@ -69,6 +72,7 @@ def softmax_kernel(
         highest = tl.max(top, axis=0)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(sums * tl.exp(top - shift[None, :]), axis=0)
+    # Then the weights. The scores are computed once more instead of kept: a row may be longer than registers hold.
     if FINISH or place >= 0:
         for first in range(start, stop, ENTRIES):
             entry = first + tl.arange(0, ENTRIES)
@@ -85,8 +89,17 @@ def softmax_kernel(
 
 @triton.jit
 def _score(
-    source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS: tl.constexpr, ACC: tl.constexpr
-):
+    source: tl.tensor,  # [num_columns, HEADS]
+    row_score: tl.tensor,  # ACC [HEAD_TILE], the score of the row
+    indices: tl.tensor,  # *int32 [E]
+    entry: tl.tensor,  # [ENTRIES]
+    stop: tl.tensor,
+    head: tl.tensor,  # int32 [HEAD_TILE]
+    wanted: tl.tensor,  # mask [ENTRIES, HEAD_TILE]
+    negative_slope: tl.tensor,
+    HEADS: tl.constexpr,
+    ACC: tl.constexpr,
+) -> tl.tensor:
     column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
     score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
     score = score + row_score[None, :]
@@ -95,13 +108,13 @@ def _score(
 
 @triton.jit
 def combine_kernel(
-    stats,  # *ACC [num_slots, 2, HEADS], or if not SOFTMAX [num_slots, HEADS]
-    slot_ptr,  # *int64 [S + 1]
+    stats: tl.tensor,  # *ACC [num_slots, 2, HEADS], or if not SOFTMAX [num_slots, HEADS]
+    slot_ptr: tl.tensor,  # *int64 [S + 1]
     HEADS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     ACC: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):
+) -> None:
     """Put the statistics of the parts of one row together, and give them to all of its slots."""
     start = tl.load(slot_ptr + tl.program_id(0))
     stop = tl.load(slot_ptr + tl.program_id(0) + 1)
@@ -110,6 +123,7 @@ def combine_kernel(
     stride: tl.constexpr = 2 * HEADS if SOFTMAX else HEADS
     top = tl.full([HEAD_TILE], float("-inf"), ACC)
     total = tl.zeros([HEAD_TILE], ACC)
+    # In the order of the slots, by one program per row: no atomics, the same bits each time.
     for slot in range(start, stop):
         at = stats + slot * stride + head
         if SOFTMAX:
@@ -121,6 +135,7 @@ def combine_kernel(
             top = higher
         else:
             total += tl.load(at, mask=inside, other=0.0)
+    # All slots get the result, so that each part finds it in its own.
     for slot in range(start, stop):
         at = stats + slot * stride + head
         if SOFTMAX:
@@ -132,25 +147,25 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["negative_slope"])
 def softmax_backward_kernel(
-    out,  # the scores' type [E, HEADS]
-    stats,  # *ACC [num_slots, HEADS]: sum of weight * grad
-    weight,  # the scores' type [E, HEADS]
-    grad,  # any float [E, HEADS]
-    source,  # [num_columns, HEADS]
-    target,  # [num_rows, HEADS]
-    indices,  # *int32 [E]
-    starts,  # *int64 [P]
-    stops,  # *int64 [P]
-    vertices,  # *int32 [P]
-    places,  # *int32 [P]
-    shared,  # *int32 [programs]: the parts, if FINISH
-    negative_slope,
+    out: tl.tensor,  # the scores' type [E, HEADS]
+    stats: tl.tensor,  # *ACC [num_slots, HEADS]: sum of weight * grad
+    weight: tl.tensor,  # the scores' type [E, HEADS]
+    grad: tl.tensor,  # any float [E, HEADS]
+    source: tl.tensor,  # [num_columns, HEADS]
+    target: tl.tensor,  # [num_rows, HEADS]
+    indices: tl.tensor,  # *int32 [E]
+    starts: tl.tensor,  # *int64 [P]
+    stops: tl.tensor,  # *int64 [P]
+    vertices: tl.tensor,  # *int32 [P]
+    places: tl.tensor,  # *int32 [P]
+    shared: tl.tensor,  # *int32 [programs]: the parts, if FINISH
+    negative_slope: tl.tensor,
     HEADS: tl.constexpr,
     FINISH: tl.constexpr,
     ACC: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):
+) -> None:
     """Write the gradient of ``source[column] + target[row]`` per entry of a part that is a row, else its statistics."""
     part = tl.program_id(0)
     if FINISH:
@@ -161,6 +176,7 @@ def softmax_backward_kernel(
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     inside = head < HEADS
     slot = stats + (-1 - place) * HEADS + head
+    # The gradient of softmax is weight * (grad - sum of weight * grad over the row); first that sum.
     if FINISH:
         total = tl.load(slot, mask=inside, other=0.0)
     else:
@@ -183,6 +199,7 @@ def softmax_backward_kernel(
             value = value * (tl.load(grad + at, mask=wanted, other=0.0).to(ACC) - total[None, :])
             column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
             score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
+            # Through the leaky ReLU, whose sign is that of the score before it.
             value = tl.where(score + row_score[None, :] > 0, value, value * negative_slope)
             tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
     else:
@@ -191,15 +208,15 @@ def softmax_backward_kernel(
 
 @triton.jit
 def products_kernel(
-    out,  # any float [E, HEADS]
-    row_values,  # [num_rows, HEADS * CHANNELS], rows row_stride apart
-    column_values,  # [num_columns, HEADS * CHANNELS], rows column_stride apart
-    indices,  # *int32 [E]
-    best,  # [num_rows, HEADS * CHANNELS]: the largest that a row received; read if MATCH
-    weight,  # [E, HEADS]; read if MATCH
-    starts,  # *int64 [P]
-    stops,  # *int64 [P]
-    vertices,  # *int32 [P]
+    out: tl.tensor,  # any float [E, HEADS]
+    row_values: tl.tensor,  # [num_rows, HEADS * CHANNELS], rows row_stride apart
+    column_values: tl.tensor,  # [num_columns, HEADS * CHANNELS], rows column_stride apart
+    indices: tl.tensor,  # *int32 [E]
+    best: tl.tensor,  # [num_rows, HEADS * CHANNELS]: the largest that a row received; read if MATCH
+    weight: tl.tensor,  # [E, HEADS]; read if MATCH
+    starts: tl.tensor,  # *int64 [P]
+    stops: tl.tensor,  # *int64 [P]
+    vertices: tl.tensor,  # *int32 [P]
     row_stride: tl.constexpr,
     column_stride: tl.constexpr,
     HEADS: tl.constexpr,
@@ -209,7 +226,7 @@ def products_kernel(
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     """Write the dot product of both ends, per entry of a part and head.
 
     If MATCH, over the channels alone whose message ``weight[e] * column_values[column]`` is the largest of the row.
@@ -223,6 +240,7 @@ def products_kernel(
         entry = first + tl.arange(0, ENTRIES).to(tl.int64)
         valid = entry < stop
         column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
+        # The columns of a head, a block at a time; the row's own values come from a cache after the first entries.
         total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
         for block in range(0, CHANNELS, WIDTH):
             channel = block + tl.arange(0, WIDTH)
@@ -245,15 +263,15 @@ def products_kernel(
 def score_block(heads: int) -> Block:
     """Choose the entries and heads of a program of the softmax."""
     together = min(triton.next_power_of_2(heads), 32)
-    return Block(min(_MAX_ENTRIES, _TILE // together), together, 1)
+    return Block(min(_SCORE_ENTRIES, _SCORES // together), together, 1)
 
 
 def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
     """Choose the entries, heads and feature columns of a program of the products."""
-    tile = _PRODUCT_TILE if dtype.itemsize <= 4 else _PRODUCT_TILE // 4
+    tile = TILE if dtype.itemsize <= 4 else TILE // 4
     width = min(triton.next_power_of_2(channels), 128)
     together = min(triton.next_power_of_2(heads), max(1, 128 // width))
-    return Block(max(1, min(32, tile // (width * together))), together, width)
+    return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
 
 
 def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, base: Base, plan: Plan, out: Tensor) -> None:
@@ -263,8 +281,8 @@ def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, base: Ba
         source: float ``[num_columns, H]``, contiguous.
         target: ``[num_rows, H]`` of the same dtype, contiguous.
         negative_slope: Of the leaky ReLU.
-        base: Of the matrix.
-        plan: Of the matrix, without tiles.
+        base: Columns of the matrix.
+        plan: Its plan without tiles.
         out: ``[E, H]`` of the same dtype, contiguous.
     """
     _finish(softmax_kernel, True, (source, target), negative_slope, base, plan, out)
@@ -285,17 +303,26 @@ def edge_softmax_backward(
     Args:
         grad: Of the weights, float ``[E, H]``, contiguous.
         weight: What :func:`edge_softmax` wrote, ``[E, H]``, contiguous.
-        source: As there.
-        target: As there.
-        negative_slope: As there.
-        base: Of the matrix.
-        plan: Of the matrix, without tiles.
+        source: Scores of the columns ``[num_columns, H]``, contiguous.
+        target: Scores of the rows ``[num_rows, H]``, contiguous.
+        negative_slope: Of the leaky ReLU.
+        base: Columns of the matrix.
+        plan: Its plan without tiles.
         out: ``[E, H]`` of the dtype of the scores, contiguous.
     """
     _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, base, plan, out)
 
 
-def _finish(kernel, softmax, arrays, negative_slope, base, plan, out) -> None:
+def _finish(
+    kernel: Any,
+    softmax: bool,
+    arrays: tuple[Tensor, ...],
+    negative_slope: float,
+    base: Base,
+    plan: Plan,
+    out: Tensor,
+) -> None:
+    """Launch a kernel over all parts, put the statistics of split rows together, and finish their parts."""
     parts, slots = plan.parts, plan.slots
     num_parts, heads = parts.starts.numel(), out.size(1)
     if num_parts == 0 or out.numel() == 0:
@@ -304,9 +331,9 @@ def _finish(kernel, softmax, arrays, negative_slope, base, plan, out) -> None:
     stats = torch.empty((slots.count, 2 if softmax else 1, heads), dtype=acc, device=out.device)
     block = score_block(heads)
     groups = triton.cdiv(heads, block.heads)
-    kind = tl.float64 if acc == torch.float64 else tl.float32
+    kind = accumulator(acc)
 
-    def launch(programs, finish):
+    def launch(programs: int, finish: bool) -> None:
         kernel[programs, groups](
             out,
             stats,
@@ -347,8 +374,8 @@ def edge_products(
     Args:
         row_values: float ``[num_rows, H, C]``, the last two dimensions adjacent.
         column_values: float ``[num_columns, H, C]``, the last two dimensions adjacent.
-        base: Of the matrix.
-        parts: Of a plan without tiles.
+        base: Columns of the matrix.
+        parts: Those of a plan without tiles.
         out: float ``[E, H]``, contiguous.
         match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only
             channels count that attain it.
@@ -377,7 +404,7 @@ def edge_products(
         HEADS=heads,
         CHANNELS=channels,
         MATCH=match is not None,
-        ACC=tl.float64 if double else tl.float32,
+        ACC=accumulator(torch.float64 if double else torch.float32),
         ENTRIES=block.entries,
         HEAD_TILE=block.heads,
         WIDTH=block.width,

@@ -20,23 +20,23 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit(do_not_specialize=["num_out", "num_rows"])
 def gather_kernel(
-    out,  # *float32 or *float16, or if COPY of the table's type [num_out, num_columns], contiguous
-    index,  # *int64 or *int32 [num_out]
-    table,  # *float32, *float16, *int8, or if COPY any integer [num_rows, num_columns], rows row_stride apart
-    scales,  # *float32 [num_rows]; read if QUANTISED
-    slot,  # *int32 [num_rows], row of the cache or -1; read if CACHED
-    cache,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED
-    num_out,
-    num_rows,
+    out: tl.tensor,  # *float32 or *float16, or if COPY of the table's type [num_out, num_columns], contiguous
+    index: tl.tensor,  # *int64 or *int32 [num_out]
+    table: tl.tensor,  # *float32, *float16, *int8, or if COPY any integer [num_rows, num_columns]
+    scales: tl.tensor,  # *float32 [num_rows]; read if QUANTISED
+    slot: tl.tensor,  # *int32 [num_rows], row of the cache or -1; read if CACHED
+    cache: tl.tensor,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED
+    num_out: tl.tensor,
+    num_rows: tl.tensor,
     num_columns: tl.constexpr,  # known when compiling, so that 100 columns are read four at a time
-    row_stride: tl.constexpr,
+    row_stride: tl.constexpr,  # values from one row of the table to the next
     COPY: tl.constexpr,
     BAD: tl.constexpr,
     QUANTISED: tl.constexpr,
     CACHED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+) -> None:
     """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; a bad index gives BAD (if COPY) or NaN."""
     # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -45,6 +45,7 @@ def gather_kernel(
     in_row = column < num_columns
     row = tl.load(index + at, mask=wanted, other=0).to(tl.int64)
     valid = wanted & (row >= 0) & (row < num_rows)
+    # A bad index leaves an address outside the table here; the mask keeps it from being read.
     start = table + row * row_stride
     if CACHED:
         place = tl.load(slot + row, mask=valid, other=-1).to(tl.int64)
@@ -52,6 +53,7 @@ def gather_kernel(
         start = tl.where(place >= 0, cache + place * num_columns, start)
     values = tl.load(start[:, None] + column[None, :], mask=valid[:, None] & in_row[None, :], other=BAD)
     if not COPY:
+        # Arithmetic in float32 whatever the table holds: int8 times its scale, or float16 as it is.
         values = values.to(tl.float32)
         if QUANTISED:
             values = values * tl.load(scales + row, mask=valid, other=0.0)[:, None]

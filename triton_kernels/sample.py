@@ -115,7 +115,7 @@ class TritonNeighborSampler:
         self.mode, self.fetch_size, self.num_programs, self.num_warps = mode, fetch_size, num_programs, num_warps
         self.device = torch.device(device) if device is not None else _device_of(indices)
         self._start = self.START_EDGES
-        self._stamp = _FIRST_STAMP + 1
+        self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple[object, ...], int] = {}
         self._sms: int | None = None
@@ -397,9 +397,11 @@ class Batch:
         nodes_at = sizes[: self.num_hops + 2]
         edges_at = sizes[EDGES.value + 1 : EDGES.value + 2 + self.num_hops]
         num_nodes, num_edges = nodes_at[-1], edges_at[-1] - self.num_seeds
-        made = {"dtype": torch.int64, "device": self.sampler.device}
-        node, edge_index, edge = (torch.empty(shape, **made) for shape in (num_nodes, (2, num_edges), num_edges))
-        batch = torch.empty(num_nodes, **made) if self.disjoint else None
+        device = self.sampler.device
+        node = torch.empty(num_nodes, dtype=torch.int64, device=device)
+        edge_index = torch.empty(2, num_edges, dtype=torch.int64, device=device)
+        edge = torch.empty(num_edges, dtype=torch.int64, device=device)
+        batch = torch.empty(num_nodes, dtype=torch.int64, device=device) if self.disjoint else None
         emit_kernel[(triton.cdiv(max(num_nodes, num_edges), 1024),)](
             self.state, self.nodes, self.trees, self.src, self.eid, self.col, node, node if batch is None else batch,
             edge_index, edge, self.num_seeds, num_nodes, num_edges, DISJOINT=self.disjoint, T=1024,
@@ -418,7 +420,7 @@ def queue_can(fanouts: Sequence[int]) -> bool:
 
 def chunk_size(K: int) -> int:
     """Return how many of K in-edges the queue gathers at a time: all, or even chunks of at most 10."""
-    return triton.cdiv(K, triton.cdiv(K, 10))
+    return int(triton.cdiv(K, triton.cdiv(K, 10)))
 
 
 def _device_of(indices: Tensor) -> torch.device:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Prepared:
     by_threshold: dict[float, Plan] = field(default_factory=dict)
 
 
-_prepared = WeakIdKeyDictionary()
+_prepared: MutableMapping[Tensor, Prepared] = WeakIdKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -273,13 +273,13 @@ def edge_sums(
     return out
 
 
-def _register(ours: Callable) -> None:
+def _register(ours: Callable[..., Any]) -> None:
     torchs = getattr(aggregate_reference, ours.__name__)
 
-    def on_cuda(*arguments):
+    def on_cuda(*arguments: Any) -> Any:
         return (ours if triton_installed() else torchs)(*arguments)
 
-    library.impl(ours.__name__, on_cuda, "CUDA")
+    library.impl(ours.__name__, on_cuda, "CUDA")  # type: ignore[no-untyped-call]
 
 
 for _function in (
@@ -323,7 +323,7 @@ def _scratch(plan: Plan, x: Tensor) -> Tensor:
     return torch.empty((plan.slots.count, *x.shape[1:]), dtype=dtype, device=x.device)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

@@ -7,6 +7,8 @@ and the exact float32, whose products in a fused kernel do not fit into register
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -82,10 +84,10 @@ def _fused(x: Tensor) -> bool:
 
 
 @torch.library.impl(library, "aggregate_update", "CUDA")
-def _update_cuda(*arguments) -> tuple[Tensor, Tensor]:
+def _update_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     return (aggregate_update if triton_installed() else reference.aggregate_update)(*arguments)
 
 
 @torch.library.impl(library, "aggregate_update_backward", "CUDA")
-def _backward_cuda(*arguments) -> list[Tensor]:
+def _backward_cuda(*arguments: Any) -> list[Tensor]:
     return (aggregate_update_backward if triton_installed() else reference.aggregate_update_backward)(*arguments)

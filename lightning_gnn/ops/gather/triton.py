@@ -45,7 +45,7 @@ def gather_cuda(
     from lightning_gnn.triton_kernels.gather import gather
 
     rows = _as_matrix(table)
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
         gather(
             rows,
             index.contiguous(),

@@ -51,7 +51,7 @@ def runs_on(device: torch.device) -> bool:
         return device.type == "cuda" and torch.cuda.is_available()
     from lightning_gnn.triton_kernels.sample import INTERPRETED
 
-    return INTERPRETED
+    return bool(INTERPRETED)
 
 
 @torch.library.impl(library, "sample_neighbors", "CUDA")
