@@ -23,33 +23,11 @@ MODES = (*sample.MODES, "no_queue", "hop_by_hop", "launches")
 
 @triton.jit(do_not_specialize=["seeds", "slots", "level"])
 def phase_kernel(
-    indptr: Array,  # arguments as for level_phase
-    indices: Array,
-    offset: Array,
-    hot: Array,
-    seeds: Array,
-    control: Array,
-    state: Array,
-    nodes: Array,
-    trees: Array,
-    rowptr: Array,
-    src: Array,
-    eid: Array,
-    col: Array,
-    mark: Array,
-    table: Array,
-    slots: Scalar,
-    sizes: Array,
-    counts: Array,
-    level: Scalar,
-    PHASE: tl.constexpr,
-    DISJOINT: tl.constexpr,
-    CACHED: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    T: tl.constexpr,
-    P: tl.constexpr,
-) -> None:
+    indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
+    sizes: Array, counts: Array, level: Scalar, PHASE: tl.constexpr, DISJOINT: tl.constexpr, CACHED: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+) -> None:  # fmt: skip
     """Run one phase of one level: between two launches of a stream lies a barrier."""
     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, mark, table,
                 slots, src, src, sizes, counts, level, tl.program_id(0), tl.num_programs(0), PHASE,
@@ -58,22 +36,10 @@ def phase_kernel(
 
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size"])
 def discover_kernel(
-    indptr: Array,  # arguments as for queue_kernel
-    indices: Array,
-    offset: Array,
-    hot: Array,
-    seeds: Array,
-    control: Array,
-    state: Array,
-    queue: Array,
-    stage: Array,
-    queue_slots: Scalar,
-    fetch_size: Scalar,
-    CACHED: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    R: tl.constexpr,
-) -> None:
+    indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, queue: Array,
+    stage: Array, queue_slots: Scalar, fetch_size: Scalar,
+    CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+) -> None:  # fmt: skip
     """Discover without the queue's balancing: one claim per program, a program for each claim.
 
     Claims are numbered as programs start, so that a program only ever waits for programs that run already, in whatever

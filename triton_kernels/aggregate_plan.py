@@ -231,6 +231,7 @@ def _cut(start: Tensor, stop: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tens
 def _place(vertices: Tensor, num_rows: int) -> tuple[Tensor, Slots]:
     """Give the parts of a vertex that has several neighbouring slots, in the order of the list."""
     counts = torch.bincount(vertices, minlength=num_rows)
+    # A stable sort keeps the parts of a vertex in the order in which they are to be added up.
     order = torch.argsort(vertices, stable=True)
     shared = order[(counts > 1)[vertices[order].long()]]
     places = vertices.clone()
@@ -248,6 +249,7 @@ def _build_tiles(matrix: Matrix, base: Base, dense: Tensor) -> Tiles:
         if not bool(chosen.any()):
             continue
         windows = _windows(matrix, base, first, last, chosen)
+        # The distinct columns of a window, numbered by rank, lie TILE_COLUMNS to a tile; the last tile is padded.
         tiles = _ceil(windows.widths, TILE_COLUMNS)
         tile_of = num_tiles + tiles.cumsum(0) - tiles
         window = torch.repeat_interleave(windows.widths)  # of each distinct column
@@ -257,6 +259,7 @@ def _build_tiles(matrix: Matrix, base: Base, dense: Tensor) -> Tiles:
         padded = torch.full((width * TILE_COLUMNS,), -1, dtype=torch.int32, device=window.device)
         padded[(tile - num_tiles) * TILE_COLUMNS + column] = windows.columns
         columns.append(padded)
+        # The cell of each entry, sorted: edges given twice share a cell, where their weights are added up.
         cell = (tile[windows.inverse] * HEIGHT + windows.row_in_window) * TILE_COLUMNS + column[windows.inverse]
         cell, order = torch.sort(cell, stable=True)
         cell, count = torch.unique_consecutive(cell, return_counts=True)
@@ -266,6 +269,7 @@ def _build_tiles(matrix: Matrix, base: Base, dense: Tensor) -> Tiles:
         window_tiles.append(tiles)
         places.append(windows.vertices)
         num_tiles += width
+    # Windows wider than MAX_TILES are cut into pieces, which go to slots as the parts of a long row do.
     tiles, vertices = torch.cat(window_tiles), torch.cat(places)
     starts, pieces = tiles.cumsum(0) - tiles, _ceil(tiles, MAX_TILES).clamp(min=1)
     which = torch.repeat_interleave(pieces)
@@ -303,11 +307,13 @@ def _windows(matrix: Matrix, base: Base, first: int, last: int, chosen: Tensor |
     chunks = torch.repeat_interleave(per_chunk)
     in_chunk = torch.arange(chunks.numel(), device=device) - first_window[chunks]
     slots = (in_chunk * HEIGHT)[:, None] + torch.arange(HEIGHT, device=device)
+    # The rows of each window, and their vertices; a chunk whose rows are no multiple of HEIGHT ends with NOWHERE.
     row = row_ptr[:-1][chunks][:, None] + slots
     inside = slots < heights[chunks][:, None]
     vertices = torch.full(row.shape, NOWHERE, dtype=torch.int32, device=device)
     vertices[inside] = matrix.rows[row[inside]]
 
+    # The window of each entry.
     counts = matrix.indptr[row_ptr[0] : row_ptr[-1] + 1].diff()
     of_row = torch.repeat_interleave(row_ptr.diff())  # chunk of each row
     start = int(matrix.indptr[row_ptr[0]])
@@ -319,6 +325,7 @@ def _windows(matrix: Matrix, base: Base, first: int, last: int, chosen: Tensor |
     chunk = of_row[entry_row]
     row_in_chunk = entry_row - (row_ptr[:-1] - row_ptr[0])[chunk]
     window = first_window[chunk] + row_in_chunk // HEIGHT
+    # One sort of (window, column) in a single int64 finds the distinct columns of all windows, ascending in each.
     num_columns = max(matrix.num_columns, 1)
     keys, inverse = torch.unique(window * num_columns + base.indices[entries], return_inverse=True)
     widths = torch.bincount(keys // num_columns, minlength=chunks.numel())

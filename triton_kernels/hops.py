@@ -480,34 +480,15 @@ def level_phase(
 # address that is no multiple of 16, or a range that begins at 1, would compile the kernel once more.
 @triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
 def hop_kernel(
-    indptr: Array,  # the arrays are those of level_phase
-    indices: Array,
-    offset: Array,
-    hot: Array,
-    seeds: Array,
-    control: Array,
-    state: Array,
-    nodes: Array,
-    trees: Array,
-    rowptr: Array,
-    src: Array,
-    eid: Array,
-    col: Array,
-    mark: Array,
-    table: Array,
-    slots: Scalar,
-    sizes: Array,
-    counts: Array,
-    begin: Scalar,  # int32, first phase to run: PHASES * level + EXPAND, COUNT or ASSIGN
-    end: Scalar,  # int32, phase to stop before
-    DISJOINT: tl.constexpr,
-    CACHED: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    T: tl.constexpr,
-    P: tl.constexpr,
-) -> None:
-    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``."""
+    indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
+    sizes: Array, counts: Array, begin: Scalar, end: Scalar,
+    DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``.
+
+    Phase ``3 * level + EXPAND``, ``COUNT`` or ``ASSIGN``; the other arguments are those of :func:`level_phase`.
+    """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol
 
@@ -245,6 +246,7 @@ class TritonNeighborSampler:
         return self._programs[variant]
 
 
+@dataclass(eq=False)
 class Batch:
     """One mini-batch on its way through a sampler.
 
@@ -258,26 +260,24 @@ class Batch:
         first_tree: Position of the first seed in the whole mini-batch.
     """
 
-    def __init__(
-        self,
-        sampler: TritonNeighborSampler,
-        seeds: Tensor,
-        fanouts: list[int],
-        key: int,
-        replace: bool,
-        disjoint: bool,
-        first_tree: int,
-    ) -> None:
-        self.sampler, self.seeds, self.fanouts = sampler, seeds, fanouts
-        self.key, self.replace, self.disjoint, self.first_tree = key, replace, disjoint, first_tree
-        self.num_seeds, self.num_hops = seeds.numel(), len(fanouts)
-        small = [fanout for fanout in fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
+    sampler: TritonNeighborSampler
+    seeds: Tensor
+    fanouts: list[int]
+    key: int
+    replace: bool
+    disjoint: bool
+    first_tree: int
+
+    def __post_init__(self) -> None:
+        sampler = self.sampler
+        self.num_seeds, self.num_hops = self.seeds.numel(), len(self.fanouts)
+        small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
-        possible = not disjoint and queue_can(fanouts) and self.queue_slots <= _LARGEST
+        possible = not self.disjoint and queue_can(self.fanouts) and self.queue_slots <= _LARGEST
         self.fetch_size = min(sampler.fetch_size, self.queue_slots)
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
-        self.limit = _LARGEST >> 2 if disjoint else _LARGEST  # the hash table has two to four slots for each
+        self.limit = _LARGEST >> 2 if self.disjoint else _LARGEST  # the hash table has two to four slots for each
         self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))
 
     def _bounds(self) -> tuple[int, int]:
