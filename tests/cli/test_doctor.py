@@ -44,6 +44,13 @@ def test_json_holds_the_same(capsys):
         assert bool(finding["advice"]) == (finding["state"] != "present")
 
 
+def test_without_triton_it_says_who_needs_it(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "triton" else "1.0")
+    finding = by_name(doctor.examine())["Triton"]
+    assert (finding.state, finding.needed_for) == ("missing", "the GPU kernels")
+    assert "only for a GPU: pip install 'lightning-gnn[gpu]'" in finding.advice
+
+
 def test_a_compiler_is_looked_for_on_the_path(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert by_name(doctor.examine())["g++"].state == "missing"
