@@ -90,7 +90,7 @@ class Tiles:
     Args:
         ptr: First tile of each window, int64 ``[W + 1]``.
         columns: Vertex of each column of each tile, -1 for padding, int32 ``[T * TILE_COLUMNS]``.
-        places: As in :class:`Parts`, or ``NOWHERE``, int32 ``[W * HEIGHT]``.
+        places: Where the sum of each row goes: its vertex, ``-1 - slot``, or ``NOWHERE``, int32 ``[W * HEIGHT]``.
         cells: Cell ``(tile * HEIGHT + row) * TILE_COLUMNS + column`` of each entry, duplicates once, int64 ``[U]``.
         cell_ptr: First of the entries of each cell, int64 ``[U + 1]``.
         entries: Entries in the order of their cells, int32 or int64 ``[n]``.

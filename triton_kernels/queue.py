@@ -101,7 +101,8 @@ def discover(
             v = tl.where(ready, v, 0)
             hop = tl.where(is_seed | (ready == 0), 0, (task >> HALF) & CODE).to(tl.int32)
             tl.atomic_min(state + v, word(stamp, hop * 0, slot), mask=is_seed, sem="relaxed")
-            # A late value is a higher one: then the node is expanded once too often, and its bids change nothing.
+            # A late value is a higher one: then the node is expanded once too often, and all that this finds is found
+            # from its lower hop too.
             now = tl.load(state + v, mask=ready, other=0, volatile=True)
             live = ready & (is_seed | (now >= word(stamp, 2 * hop + 1, hop * 0)))  # else a lower hop has the node
             fanout = tl.load(control + FANOUT + hop, mask=live, other=0).to(tl.int32)
