@@ -14,8 +14,8 @@ from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.stages import Item, StagePipeline, Step
 from lightning_gnn.ops import batch_key
+from lightning_gnn.runtime.pipeline import Item, StagePipeline, Step
 from lightning_gnn.runtime.transfer import Transfer, converted
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
@@ -368,7 +368,7 @@ class _HybridIterator:
         self._number = first
         if owner.settings.prefetch:
             self._pipeline = StagePipeline(
-                owner.stages(), owner.stage_threads(), stall_timeout=owner.settings.stall_timeout
+                owner.stages(), owner.stage_threads(), stall_timeout=owner.settings.stall_timeout, name="hybrid"
             )
 
     def _seeds(self, first: int) -> Iterator[list[int]]:
