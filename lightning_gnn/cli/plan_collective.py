@@ -56,7 +56,7 @@ class CollectiveForecast:
             with reporting(folder / "timeline.json"):
                 save_trace({"predicted": self.timeline}, folder / "timeline.json")
             with reporting(folder / "timeline.png"):
-                from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be broken
+                from lightning_gnn.report.figure import save_timeline  # matplotlib may be broken
 
                 save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
 

@@ -343,7 +343,7 @@ class CollectiveEpoch:
             loader.profiler.epochs += 1
             if loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
                 loader.plan_from_measurements(self._num_batches)
-        recorder.profiler = loader.profiler if loader.measures else None
+        recorder.on_stage = loader.profiler.add if loader.measures else None
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
@@ -376,7 +376,7 @@ class CollectiveEpoch:
                 self._reschedule(workers, self._changed)
             if loader.measures and not workers.schedule.gpu_buffer and loader.profiler.enough():
                 loader.plan_from_measurements(self._num_batches)
-                loader.routes.recorder.profiler = None
+                loader.routes.recorder.on_stage = None
                 self._reschedule(workers, loader.buffers(self._num_batches))
             step = workers.next()
             self._note_phase(step.phase, time.perf_counter())

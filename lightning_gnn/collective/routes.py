@@ -10,8 +10,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnn.collective.host_ring import HostRing, HostSlot
-from lightning_gnn.collective.profile import Recorder
-from lightning_gnn.runtime.clock import Clock
+from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
 from lightning_gnn.runtime.transfer import used_on, works
 from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
 
@@ -75,15 +74,15 @@ class DeviceRoutes:
         if self._last_transfer is not None:
             self._current().wait_event(self._last_transfer)
             self._last_transfer = None
-        moments: list[Any] = []
-        prepared = self.route.prepare(task, lambda: moments.append(self._moment()))
-        if None not in moments:
-            self.recorder.add("GPU", "gpu_batching", task[1], moments[0], moments[1])
-            self.recorder.add("GPU", "uva", task[1], moments[1], moments[2])
+        ends: list[Timestamp | None] = []
+        prepared = self.route.prepare(task, lambda: ends.append(self.recorder.now()))
+        for stage, start, end in zip(("gpu_batching", "uva"), ends, ends[1:], strict=False):
+            self.recorder.add(("GPU", "PCIe"), stage, task[1], start, end)  # both occupy the bus (equation 1)
         if self._stream is not None:
             self._last_read = self._current().record_event()
         return DeviceBatch(prepared)
 
+    @profiled("transfer")
     def transfer(self, number: int, source: HostBatch) -> DeviceBatch:
         """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
         slot, ring = source.slot, self.ring
@@ -93,18 +92,18 @@ class DeviceRoutes:
         # A batch of PyG changes in place, and this one is still needed if the device has no room.
         batch = copy.copy(source.prepared.batch)
         if self._stream is None:
-            start = self._moment()
+            start = self.recorder.now()
             batch = self._moved(batch, slot, non_blocking=False)
-            self._record(number, start, self._moment())
+            self.recorder.add("PCIe", "dma", number, start, self.recorder.now())
             ring.give_back(slot)
             return DeviceBatch(replace(source.prepared, batch=batch))
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
         with self._stream:
-            start = self._moment(self._stream)
+            start = self.recorder.now(self._stream)
             batch = self._moved(batch, slot, non_blocking=True)
-            self._record(number, start, self._moment(self._stream))
+            self.recorder.add("PCIe", "dma", number, start, self.recorder.now(self._stream))
             arrival = self._stream.record_event()
         self._last_transfer = arrival
         ring.give_back(slot, arrival)
@@ -126,10 +125,3 @@ class DeviceRoutes:
 
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self.device)
-
-    def _moment(self, stream: Any = None) -> Any:
-        return self.recorder.clock.now(stream) if self.recorder.active else None
-
-    def _record(self, number: int, start: Any, end: Any) -> None:
-        if start is not None and end is not None:
-            self.recorder.add("PCIe", "dma", number, start, end)

@@ -18,8 +18,8 @@ from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
-from lightning_gnn.report.timeline_figure import save_timeline
+from lightning_gnn.report.figure import save_timeline
+from lightning_gnn.report.timeline import Counter, Mark, save_trace
 from lightning_gnn.runtime.timeline import Interval, Timeline
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
@@ -127,7 +127,7 @@ def test_a_picture_names_what_the_cpu_plays(tmp_path, monkeypatch):
         shown["lanes"] = [label.get_text() for label in axes.get_yticklabels()]
         shown["legend"] = {text.get_text() for text in figure.legends[0].get_texts()}
 
-    monkeypatch.setattr("lightning_gnn.report.timeline_figure.save", look)
+    monkeypatch.setattr("lightning_gnn.report.figure.save", look)
     stages = [("PCIe", "dma"), ("PCIe", "uva"), ("GPU", "gpu_batching"), ("GPU", "model")]
     intervals = [Interval(resource, stage, 0, i, i + 1.0) for i, (resource, stage) in enumerate(stages)]
     datamodule = CollectiveDataModule(DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu")
@@ -192,7 +192,7 @@ def test_files_of_any_timeline(tmp_path):
     assert times["flushing"] == times["own stage 3"] == times["note"] == 2e6
     assert times["c"] == times["model 0"] == 3e6
     assert all(isinstance(event["pid"], int) for event in events)
-    assert [item.batch for item in first_batches(one, 7).intervals] == list(range(7))
-    assert first_batches(one, 7).phases == [("flushing", 9.0, 16.5)]
+    assert [item.batch for item in one.first(7).intervals] == list(range(7))
+    assert one.first(7).phases == [("flushing", 9.0, 16.5)]
     with pytest.raises(ValueError, match="no timeline"):
         save_timeline({}, "title", tmp_path / "b.png")

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Interval, Timeline
+
+
+def trace(folder, **timelines):
+    def refuse(number):
+        raise AssertionError(f"{number} is no JSON")
+
+    text = save_trace(timelines, folder / "trace.json").read_text()
+    return json.loads(text, parse_constant=refuse)["traceEvents"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))
@@ -20,20 +29,21 @@ def test_busy_counts_overlapping_lanes_once(spans):
     assert timeline.lanes("CPU") == sorted({lane for *_, lane in spans})
 
 
-def test_an_empty_timeline_takes_no_time():
+def test_an_empty_timeline_takes_no_time(tmp_path):
     timeline = Timeline()
     assert (timeline.start, timeline.end, timeline.makespan, timeline.busy("GPU")) == (0, 0, 0, 0)
-    assert [event["ph"] for event in timeline.chrome_trace()["traceEvents"]] == ["M", "M"]
+    assert {event["ph"] for event in trace(tmp_path, empty=timeline)} == {"M"}
 
 
-def test_chrome_trace_of_a_simulation():
+def test_chrome_trace_of_a_simulation(tmp_path):
     times = StageTimes(Duration(0.04), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 4)
     timeline = simulate_dual_buffer(times, CollectivePlan("collective", 4, 3), 20).timeline
-    trace = json.loads(json.dumps(timeline.chrome_trace("simulated"), allow_nan=False))
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    events = trace(tmp_path, simulated=timeline)
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"phases", "CPU 0", "CPU 1", "CPU 2", "CPU 3", "PCIe", "GPU"}
-    assert {event["pid"] for event in trace["traceEvents"]} == {"simulated"}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["simulated"]
+    assert {event["pid"] for event in events} == {1}
     stages = [event for event in spans if names[event["tid"]] != "phases"]
     assert len(stages) == len(timeline.intervals)
     expected = sorted(
@@ -52,9 +62,9 @@ def test_chrome_trace_of_a_simulation():
     assert phases == [(name, 1e6 * start, 1e6 * (end - start)) for name, start, end in timeline.phases]
 
 
-def test_chrome_trace_begins_at_zero():
+def test_chrome_trace_begins_at_zero(tmp_path):
     timeline = Timeline([Interval("GPU", "model", 3, 105.0, 106.0)], [("", 104.0, 106.0)])
-    spans = {event["tid"]: event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"}
+    spans = {event["tid"]: event for event in trace(tmp_path, one=timeline) if event["ph"] == "X"}
     assert [(event["ts"], event["dur"]) for event in spans.values()] == [(0, 2e6), (1e6, 1e6)]
 
 
