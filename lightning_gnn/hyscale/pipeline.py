@@ -16,6 +16,7 @@ from torch_geometric.loader import NodeLoader
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.pipeline import Item, StagePipeline, Step
+from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.runtime.transfer import Transfer, converted
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
@@ -275,6 +276,7 @@ class HybridLoader:
             item.seconds["sample_accelerator"] = sum(note.sampled)  # without waiting for a turn
         return HybridBatch(item.parts, note.seeds, note.total, note.number, item.seconds, there)
 
+    @profiled("accelerator_sampling")
     def _sample_there(self, part: int, index: list[int], note: _Note) -> Any:
         place = None if note.places is None else note.places[part]
         if self.sampling is None or place is None:
@@ -302,6 +304,7 @@ class HybridLoader:
         batch = out if self.loader.filter_per_worker else self.loader.filter_fn(out)
         return converted(batch, self.settings.dtype)
 
+    @profiled("transfer")
     def _transfer(self, part: int, batch: Any, note: _Note) -> Any:
         transfer = self._transfers[part]
         return batch if transfer is None else transfer(batch)

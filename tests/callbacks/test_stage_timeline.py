@@ -50,6 +50,28 @@ def numbers(timeline, stage):
     return [item.batch for item in timeline.intervals if item.stage == stage]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_own_profile_names_the_stages(num_workers):
+    everything = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    options = {"experimental_config": everything} if num_workers else {}  # else the calling thread's, as torch does
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
+        trained(neighbours(num_workers=num_workers), epochs=1)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["lightning_gnn::sampling"] == counts["lightning_gnn::feature_loading"] >= 5
+
+
+def test_a_users_own_profile_names_the_transfers(tmp_path):
+    plan = CollectivePlan("collective", 2, 1, times=TIMES)
+    datamodule = CollectiveDataModule(
+        DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu", plan=plan, cache_plan=False
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trained(datamodule, epochs=1)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["lightning_gnn::transfer"] == 2  # of 5 mini-batches the CPU prepares 2, in another thread
+    assert counts["lightning_gnn::sampling"] >= 3
+
+
 def test_waiting_and_training_of_any_loader(tmp_path):
     recorded = StageTimeline(tmp_path / "deep/timeline")
     _, with_it = trained(neighbours(num_workers=1), recorded, epochs=3)
