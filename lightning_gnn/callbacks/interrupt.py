@@ -1,4 +1,4 @@
-"""Stopping a run by Ctrl-C or SIGTERM so that it can be resumed as if it had not been stopped."""
+"""Runs that are stopped, by Ctrl-C or SIGTERM, and resumed as if they had not been."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
@@ -154,3 +155,16 @@ class StopOnSignal(pl.Callback):
         path = Path(directory) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
         self.checkpoint = path
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ``ModelCheckpoint``, which keeps its best score when a run is resumed in another directory.
+
+    Lightning starts anew there, so that a resumed run could end with a worse checkpoint than an uninterrupted one.
+    Takes the same arguments.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the best score as long as the file that reached it is still there."""
+        if Path(state_dict["best_model_path"]).is_file():
+            super().load_state_dict({**state_dict, "dirpath": self.dirpath})

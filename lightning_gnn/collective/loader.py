@@ -19,10 +19,9 @@ from torch_geometric.data import Data
 
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.collective.host_ring import HostRing
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, Task
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing, Task
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline

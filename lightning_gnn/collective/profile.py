@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median, pstdev
 
-from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")

@@ -9,11 +9,10 @@ from functools import partial
 import torch
 
 from lightning_gnn.collective.dual_buffer import DualBuffer, Step
-from lightning_gnn.collective.host_ring import HostMemoryError
-from lightning_gnn.collective.routes import DeviceBatch, HostBatch, Task
+from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, Task
+from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
 from lightning_gnn.runtime.timeline import Recorder
-from lightning_gnn.runtime.transfer import works
 
 THREAD_NAME = "lightning-gnn-collective"
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.hyscale.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.pipeline import Item, StagePipeline, Step
 from lightning_gnn.runtime.timeline import profiled
-from lightning_gnn.runtime.transfer import Transfer, converted
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
 
@@ -102,7 +102,7 @@ class PipelineSettings:
             one stage; 2 makes two stages of them (section V-B).
         threads: Threads of Sampling and of Feature Loading.
         stall_timeout: Seconds without progress after which it gives up.
-        transfer_dtype: None, ``"float16"`` or ``"int8"``; see :class:`~lightning_gnn.runtime.transfer.Transfer`.
+        transfer_dtype: None, ``"float16"`` or ``"int8"``; see :class:`~lightning_gnn.hyscale.transfer.Transfer`.
         dtype: What floating attributes are converted to.
     """
 

@@ -4,8 +4,6 @@ The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.figure`;
 Hydra, is in :mod:`~lightning_gnn.report.comparison`.
 """
 
-from lightning_gnn.report.failures import reporting
-from lightning_gnn.report.metrics import collect_metrics, write_metrics
-from lightning_gnn.report.table import print_table
+from lightning_gnn.report.metrics import collect_metrics, print_table, reporting, write_metrics
 
 __all__ = ["collect_metrics", "print_table", "reporting", "write_metrics"]

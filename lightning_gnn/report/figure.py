@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lightning_gnn.report.timeline import Mark
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.runtime.whole_files import write_whole
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#3b6fb6", "#e08a2e", "#4a9b6e", "#c3c7cd", "#b8473d", "#30343b"
 STYLE: Any = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.runtime.whole_files import write_whole
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_gnn.runtime.whole_files import flush, whole_file
+from lightning_gnn.runtime.files import flush, whole_file
 
 _CHUNK = 1 << 22
 

@@ -16,7 +16,7 @@ from typing import Literal, ParamSpec, TypeVar
 import torch
 from torch.profiler import record_function
 
-from lightning_gnn.runtime.transfer import works
+from lightning_gnn.runtime.devices import works
 
 Resource = Literal["CPU", "PCIe", "GPU"]
 RESOURCES: tuple[Resource, ...] = ("CPU", "PCIe", "GPU")

@@ -25,8 +25,8 @@ from torch_geometric.typing import TensorFrame
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.options import checked_options, keywords_of
 from lightning_gnn.ops import batch_key, gather_rows
-from lightning_gnn.runtime.keyed_random import keyed_random
 from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 

@@ -10,9 +10,8 @@ import torch
 
 from lightning_gnn.callbacks import StageTimeline
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import Mapping

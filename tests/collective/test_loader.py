@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.collective import loader as collective_loader
-from lightning_gnn.collective.host_ring import HostMemoryError
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.routes import HostMemoryError
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.collective.workers import THREAD_NAME, Workers
 from lightning_gnn.runtime import pipeline
 from lightning_gnn.runtime.timeline import Timeline

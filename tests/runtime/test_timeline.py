@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Interval, Timeline
 
