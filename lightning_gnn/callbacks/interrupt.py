@@ -59,7 +59,7 @@ class StopOnSignal(pl.Callback):
             self._end(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise after a validation in between."""
+        """Stop after a validation in mid-epoch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fit_loop._should_accumulate():
             return
         if not self._must_stop(trainer):
@@ -82,32 +82,16 @@ class StopOnSignal(pl.Callback):
             self._stop_if_told(trainer)
 
     def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Stop at once: there is nothing to resume."""
         self._stop_if_told(trainer)
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
-        self._stop_if_told(trainer)
+    on_predict_batch_end = on_test_batch_end
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen; earlier, Lightning would replace the handler of SIGTERM by its own."""
         self._listen()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
+    on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the signals back to whoever handled them before."""

@@ -39,7 +39,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     testing and prediction are those of :class:`PersistentSamplerDataModule`.
 
     Args:
-        *args: As for :class:`NeighborDataModule`.
+        *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
         num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
             quarter of them where the model needs them too.
         plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
@@ -50,14 +50,28 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             each once per epoch, in the order in which they are ready.
         cache_plan: Keep plans on disk, and use those that are there.
         gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
-        **kwargs: As for :class:`PersistentSamplerDataModule`.
+        **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
+            them.
 
     Raises:
-        ValueError: As for :class:`PersistentSamplerDataModule`; a buffer without a place, no measurement, no plan, an
-            unknown route.
+        ValueError: A buffer without a place, no measurement, no plan, an unknown route, or an option that
+            :class:`PersistentSamplerDataModule` refuses.
         FileNotFoundError: There is no such plan.
 
     Source: MorphGL, section 4.
+
+    Examples:
+        >>> from lightning_gnn import CollectiveDataModule
+        >>> from lightning_gnn.collective import CollectivePlan
+        >>> from lightning_gnn.graph.synthetic import planted_power_law
+        >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8, split=(0.5, 0.2, 0.2))
+        >>> plan = CollectivePlan("collective", gpu_buffer_size=2, cpu_buffer_size=1)  # else it is measured
+        >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
+        >>> datamodule = CollectiveDataModule(data, **options, plan=plan)
+        >>> [batch.batch_size for batch in datamodule.train_dataloader()]
+        [50, 50, 50]
+        >>> str(datamodule.plan).splitlines()[0]
+        'collective batching: of every 3 mini-batches the GPU prepares 2, the CPU 1 (33%)'
     """
 
     def __init__(
@@ -106,7 +120,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Likewise, when training ends before its time."""
+        """Stop preparing, and free the host memory, when training ends before its time."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class CollectiveLoader(ThreadedNodeLoader):
     It iterates once at a time: a new iterator takes the place of one that has not come to its end.
 
     Args:
-        *args: As for :class:`ThreadedNodeLoader`.
+        *args: The graph and its sampler, as :class:`ThreadedNodeLoader` takes them.
         route: Prepares the same mini-batches on the device, in the training thread; None where it cannot.
         device: Where mini-batches are trained; by default the CPU.
         plan: Who prepares which; None to measure and plan.
@@ -50,11 +50,12 @@ class CollectiveLoader(ThreadedNodeLoader):
         order: Is filled with the numbers of the epoch's mini-batches as they are handed out; in a resumed epoch without
             ``deterministic`` it says which ones were.
         on_plan: Called with a plan that has been made; returns what to keep.
-        **kwargs: As for :class:`ThreadedNodeLoader`; ``num_workers`` are the threads of the CPU. With 0 and no
+        **kwargs: What :class:`ThreadedNodeLoader` takes; ``num_workers`` are the threads of the CPU. With 0 and no
             ``route`` mini-batches are prepared when they are asked for.
 
     Raises:
-        ValueError: As for :class:`ThreadedNodeLoader`; ``gpu_buffer_size`` or ``profile_batches`` is below 1.
+        ValueError: ``gpu_buffer_size`` or ``profile_batches`` is below 1, or :class:`ThreadedNodeLoader` refuses an
+            option.
 
     Source: MorphGL, section 4.2, algorithms 1 to 4. In each the model trains where this one yields.
     """

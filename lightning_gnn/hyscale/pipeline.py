@@ -102,7 +102,7 @@ class PipelineSettings:
             one stage; 2 makes two stages of them (section V-B).
         threads: Threads of Sampling and of Feature Loading.
         stall_timeout: Seconds without progress after which it gives up.
-        transfer_dtype: None, ``"float16"`` or ``"int8"``; see :class:`~lightning_gnn.hyscale.transfer.Transfer`.
+        transfer_dtype: ``"float16"`` or ``"int8"``: features travel to accelerators so; None: as they are.
         dtype: What floating attributes are converted to.
     """
 

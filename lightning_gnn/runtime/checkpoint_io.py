@@ -59,8 +59,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: Of the file.
-            map_location: As for ``torch.load``.
-            weights_only: Likewise.
+            map_location: Device, or a mapping of devices, that tensors are read to, as ``torch.load`` takes it.
+            weights_only: Whether to refuse all but tensors and plain types; None leaves that to torch.
 
         Returns:
             What was saved.

@@ -155,12 +155,12 @@ def kept(
 
     Args:
         kind: One of :data:`KINDS`.
-        key: 32 hexadecimal digits, see :func:`checksum`.
+        key: 32 hexadecimal digits, such as :func:`checksum` returns.
         make: Writes the files of the entry into an empty folder.
         read: Reads them; never returns None. What it raises for wrong content counts as damage.
         title: What the entry is for, as the user knows it.
         sources: Files that the entry is made from: it is made anew when their content changes.
-        given: See :func:`~lightning_gnn.runtime.store.cache_root`.
+        given: The folder that the user chose to keep cached files in, or None.
 
     Returns:
         What ``read`` returns, or None where nothing can be kept.
