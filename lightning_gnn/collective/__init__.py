@@ -5,7 +5,7 @@ the first epoch, the dispatcher finds how many mini-batches each processor prepa
 preparation, transfer and training.
 
 Reading order: ``collective/plan.py`` (what is measured and decided), ``collective/dispatcher.py`` (equation 6,
-repaired), ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (without a device),
+repaired), ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (no device),
 ``collective/loader.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
 ``collective/routes.py`` (streams and page-locked memory), ``collective/datamodule.py``. Durations come from
 ``collective/profile.py``; what lies below are ``sampling/loader.py`` and ``runtime/pipeline.py``.

@@ -277,6 +277,20 @@ class StagePipeline:
                 del error  # which holds this frame
         return item
 
+    def fill(self, items: Iterator[Item]) -> None:
+        """Send items on their way while there is room."""
+        while self.in_flight < self.capacity and (item := next(items, None)) is not None:
+            self.submit(item)
+
+    def pull(self, items: Iterator[Item]) -> Item | None:
+        """Keep the stages filled with items, and take the first one; None where there are no more."""
+        self.fill(items)
+        if not self._items:
+            return None
+        item = self.take()
+        self.fill(items)
+        return item
+
     def close(self, patience: float = 3.0) -> list[str]:
         """Stop, drop what is under way, and return the names of threads that have not ended in time, in seconds."""
         left = self._crew.close(patience)
@@ -348,35 +362,27 @@ class OrderedPipeline(Generic[Task, Made]):
             bound = max(ahead - num_threads, 0)
             self._stages = StagePipeline([[("batch", step)]], [num_threads], bound, inf, begin=lambda: None)
             weakref.finalize(self, self._stages.close, inf)  # at the interpreter's end too
-            self._fill(self._stages)
+            self._items = (Item([()], task) for task in self._tasks)
+            self._stages.fill(self._items)
 
     def __iter__(self) -> Iterator[Made]:
         return self
 
     def __next__(self) -> Made:
-        stages = self._stages
-        if stages is None:
+        if self._stages is None:
             return self._prepare(next(self._tasks))
         try:
-            if not stages.in_flight:
+            if (item := self._stages.pull(self._items)) is None:
                 raise StopIteration
-            made: Made = stages.take().parts[0]
         except BaseException:
             self.close()
             raise
-        self._fill(stages)
+        made: Made = item.parts[0]
         return made
 
     def close(self) -> None:
         """Cancel what has not begun and wait for the threads to end."""
         self._tasks = iter(())
         if self._stages is not None:
+            self._items = (Item([()], task) for task in self._tasks)
             self._stages.close(inf)
-
-    def _fill(self, stages: StagePipeline) -> None:
-        while stages.in_flight < stages.capacity:
-            try:
-                task = next(self._tasks)
-            except StopIteration:
-                return
-            stages.submit(Item([()], task))
