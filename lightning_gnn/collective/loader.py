@@ -92,7 +92,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.ring = HostRing(self.device) if moves and self.num_threads else None
         in_thread = self if route is None and not self.num_threads else route
         self.routes = DeviceRoutes(self.device, in_thread, self.ring)
-        self.most: tuple[int, int] | None = None
+        self.buffer_limit: tuple[int, int] | None = None
         """What memory has room for, once it did not suffice."""
         self._slot = threading.local()
         self._epoch: weakref.ReferenceType[CollectiveEpoch] | None = None
@@ -147,7 +147,11 @@ class CollectiveLoader(ThreadedNodeLoader):
             on_gpu, on_cpu = self.plan.buffers
         else:
             on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 2))
-        return (on_gpu, on_cpu) if self.most is None else (min(on_gpu, self.most[0]), min(on_cpu, self.most[1]))
+        return (
+            (on_gpu, on_cpu)
+            if self.buffer_limit is None
+            else (min(on_gpu, self.buffer_limit[0]), min(on_cpu, self.buffer_limit[1]))
+        )
 
     def plan_from_measurements(self, num_batches: int) -> None:
         """Turn what has been measured into the plan in force.
@@ -204,11 +208,11 @@ class CollectiveLoader(ThreadedNodeLoader):
                 f"collective batching: too little {where} for buffers of {buffers[0]} mini-batches on the device and "
                 f"{buffers[1]} on the host; going on with {on_gpu} and {on_cpu} ({reason})"
             )
-        self.most = on_gpu, on_cpu
+        self.buffer_limit = on_gpu, on_cpu
         self.gpu_buffer_size = max(1, on_gpu)
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
-        return self.most
+        return self.buffer_limit
 
     def prepare_on_host(self, task: Task) -> HostBatch:
         """Route 0: make a mini-batch in memory that the device can fetch; safe in any thread.
@@ -359,7 +363,7 @@ class CollectiveEpoch:
         loader = self._loader
         self._buffers = buffers
         workers = max(1, loader.num_threads)
-        if loader.most is not None:
+        if loader.buffer_limit is not None:
             workers = max(1, min(workers, buffers[1]))
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.

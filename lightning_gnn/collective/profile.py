@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median, pstdev
 
-from lightning_gnn.collective.plan import Duration, StageTimes
+from lightning_gnn.collective.plan import STAGES, Duration, StageTimes
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
-STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
 _OUTLIER = 3.0
 """What takes so many times the median was something else as well: compiling, a validation, a checkpoint."""
 _LEAST = 3

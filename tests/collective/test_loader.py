@@ -472,7 +472,7 @@ def test_too_little_host_memory_halves_the_buffers(mode, deterministic):
     for number, batch in zip(range(len(PLAIN)) if deterministic else loader.order, batches, strict=False):
         assert not deterministic or assert_same(batch, PLAIN[number]) is None
     assert sum("too little page-locked host memory" in str(w.message) for w in warned) <= 2
-    assert loader.most is None or 1 <= loader.most[1] <= 4
+    assert loader.buffer_limit is None or 1 <= loader.buffer_limit[1] <= 4
     assert_all_free(loader)
 
 

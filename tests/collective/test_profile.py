@@ -3,7 +3,8 @@ import time
 import pytest
 import torch
 
-from lightning_gnn.collective.profile import STAGES, Profiler
+from lightning_gnn.collective.plan import STAGES
+from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.runtime.timeline import Clock, Recorder, Timeline, is_reached, seconds_between
 
 

@@ -1,13 +1,15 @@
 import json
+from itertools import count
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.report.timeline import save_trace
-from lightning_gnn.runtime.timeline import Interval, Timeline
+from lightning_gnn.runtime.timeline import Interval, StepTimer, Timeline
 
 
 def trace(folder, **timelines):
@@ -81,3 +83,36 @@ def test_stage_times_of_all_workers_and_of_the_gpu():
         StageTimes(one, one, one, one, one, 0)
     with pytest.raises(ValueError, match="the model must take some time"):
         StageTimes(one, one, one, one, Duration(0.0))
+
+
+def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
+    class Event:
+        """The device reaches it at a second; it is done with the first two steps."""
+
+        def __init__(self, second):
+            self.second = second
+
+        def query(self):
+            return self.second < 40
+
+        def elapsed_time(self, other):
+            assert other.query(), "it would wait"
+            return 1e3 * (other.second - self.second)
+
+    timer, seconds = StepTimer(torch.device("cuda")), count(step=10)
+    timer._clock.has_events, timer._clock._event = True, lambda stream=None: Event(next(seconds) + 0.5)
+    assert timer.read(3.0) == 3.0  # the thread's own time, for want of a better one
+    timer.stop()  # nothing has begun
+    for _ in range(3):
+        timer.start()
+        timer.stop()
+    assert timer.read(3.0) == 10.0
+    assert timer.read(7.0) == 10.0
+    assert len(timer._steps) == 1
+
+
+def test_a_device_without_events_has_the_time_of_the_thread():
+    timer = StepTimer(torch.device("meta"))
+    timer.start()
+    timer.stop()
+    assert timer.read(3.0) == 3.0
