@@ -147,11 +147,8 @@ class CollectiveLoader(ThreadedNodeLoader):
             on_gpu, on_cpu = self.plan.buffers
         else:
             on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 2))
-        return (
-            (on_gpu, on_cpu)
-            if self.buffer_limit is None
-            else (min(on_gpu, self.buffer_limit[0]), min(on_cpu, self.buffer_limit[1]))
-        )
+        most = self.buffer_limit or (on_gpu, on_cpu)
+        return min(on_gpu, most[0]), min(on_cpu, most[1])
 
     def plan_from_measurements(self, num_batches: int) -> None:
         """Turn what has been measured into the plan in force.
