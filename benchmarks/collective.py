@@ -32,8 +32,8 @@ from benchmarks.machine import machine
 from benchmarks.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule

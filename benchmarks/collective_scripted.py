@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.collective.plan import StageTimes
 from lightning_gnn.collective.simulate import drawn_durations
-from lightning_gnn.collective.stage_times import StageTimes
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 

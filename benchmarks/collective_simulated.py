@@ -20,9 +20,8 @@ from torch import Tensor
 from benchmarks.collective_scripted import SleepingMachine
 from benchmarks.harness import Rows, measure
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.graph.cache import hottest
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.synthetic import power_law_graph

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_gnn.accelerators.npu import NPUAccelerator, check_available
-from lightning_gnn.runtime.precision import match_device
+from lightning_gnn.runtime.devices import match_device
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):

@@ -1,4 +1,4 @@
-"""Stopping a run by Ctrl-C or SIGTERM so that it can be resumed as if it had not been stopped."""
+"""Runs that are stopped, by Ctrl-C or SIGTERM, and resumed as if they had not been."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
@@ -58,7 +59,7 @@ class StopOnSignal(pl.Callback):
             self._end(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise after a validation in between."""
+        """Stop after a validation in mid-epoch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fit_loop._should_accumulate():
             return
         if not self._must_stop(trainer):
@@ -81,32 +82,16 @@ class StopOnSignal(pl.Callback):
             self._stop_if_told(trainer)
 
     def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Stop at once: there is nothing to resume."""
         self._stop_if_told(trainer)
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
-        self._stop_if_told(trainer)
+    on_predict_batch_end = on_test_batch_end
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen; earlier, Lightning would replace the handler of SIGTERM by its own."""
         self._listen()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise."""
-        self._listen()
+    on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the signals back to whoever handled them before."""
@@ -154,3 +139,16 @@ class StopOnSignal(pl.Callback):
         path = Path(directory) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
         self.checkpoint = path
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ``ModelCheckpoint``, which keeps its best score when a run is resumed in another directory.
+
+    Lightning starts anew there, so that a resumed run could end with a worse checkpoint than an uninterrupted one.
+    Takes the same arguments.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the best score as long as the file that reached it is still there."""
+        if Path(state_dict["best_model_path"]).is_file():
+            super().load_state_dict({**state_dict, "dirpath": self.dirpath})

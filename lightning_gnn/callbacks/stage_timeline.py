@@ -18,9 +18,8 @@ from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import IterationTimes
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.report import reporting
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
-from lightning_gnn.runtime.clock import Clock, Moment
-from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
+from lightning_gnn.report.timeline import Counter, Mark, save_trace
+from lightning_gnn.runtime.timeline import Clock, Recorder, Timeline
 
 
 class StageTimeline(pl.Callback):
@@ -58,12 +57,10 @@ class StageTimeline(pl.Callback):
         """Of the resource manager, in seconds of ``time.perf_counter()``."""
         self.counters: list[Counter] = []
         """Stage times of each recorded iteration under ``hyscale``, in milliseconds."""
-        self._timeline: Timeline | None = None
-        self._clock: Clock | None = None
+        self._recorder: Recorder | None = None  # while it records
+        self._recorded = 0  # mini-batches
         self._title = ""
-        self._moments: list[tuple[int, Moment, Moment]] = []
         self._mark = 0.0
-        self._start: Moment = None
         self._last: tuple[IterationTimes, Decision | None] | None = None
         self._written = 0
 
@@ -71,8 +68,8 @@ class StageTimeline(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget what another run has left."""
-        self.timelines, self.decisions, self.counters, self._moments = {}, [], [], []
-        self._timeline, self._last, self._written = None, None, 0
+        self.timelines, self.decisions, self.counters = {}, [], []
+        self._recorder, self._recorded, self._last, self._written = None, 0, None, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what a resource manager begins with, and begin in a run that is resumed in mid-epoch."""
@@ -93,28 +90,28 @@ class StageTimeline(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note that a mini-batch has come."""
-        if self._timeline is not None and self._clock is not None:
-            self._timeline.intervals.append(Interval("CPU", "wait", batch_idx, self._mark, time.perf_counter()))
-            self._start = self._clock.now()
+        if self._recorder is not None:
+            self._recorder.add("CPU", "wait", batch_idx, self._mark, time.perf_counter())
+            self._recorder.begin_model(batch_idx)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note that it has been trained, and what has been decided."""
-        end = None if self._timeline is None or self._clock is None else self._clock.now()
+        if self._recorder is not None:
+            self._recorder.end_model()
         self._mark = now = time.perf_counter()
         self._observe(trainer, now)
-        if end is None or self._start is None:
+        if self._recorder is None:
             return
-        self._moments.append((batch_idx, self._start, end))
-        self._start = None
-        if self.max_batches is not None and len(self._moments) >= self.max_batches:
-            self._finish(trainer)
+        self._recorded += 1
+        if self.max_batches is not None and self._recorded >= self.max_batches:
+            self._finish(trainer, self._recorder)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finish, and write the files."""
-        if self._timeline is not None and self._moments:
-            self._finish(trainer)
+        if self._recorder is not None and self._recorded:
+            self._finish(trainer, self._recorder)
         if self.timelines and not self._written:
             self._write()
 
@@ -125,7 +122,7 @@ class StageTimeline(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Forget an epoch that did not end."""
-        self._timeline = None
+        self._recorder = None
         for loader in _loaders(trainer):
             loader.timeline = None
 
@@ -134,11 +131,12 @@ class StageTimeline(pl.Callback):
     def _begin(self, trainer: pl.Trainer) -> None:
         self._mark = time.perf_counter()
         begun = trainer.current_epoch >= min(self.epoch, _last_epoch(trainer))
-        if not trainer.is_global_zero or self.timelines or self._moments or not begun:
+        if not trainer.is_global_zero or self.timelines or self._recorded or not begun:
             return
-        self._timeline = Timeline()
-        self._clock = Clock(trainer.strategy.root_device)
-        self._clock.anchor()
+        device = trainer.strategy.root_device
+        self._recorder = Recorder(Clock(device), "CPU" if device.type == "cpu" else "GPU")
+        self._recorder.timeline = Timeline()
+        self._recorder.begin()
         self._title = f"{type(trainer.datamodule).__name__}, epoch {trainer.current_epoch}"  # type: ignore[attr-defined]
         for loader in _loaders(trainer):
             loader.timeline = Timeline()
@@ -151,9 +149,9 @@ class StageTimeline(pl.Callback):
             return
         self._last = balance.history[-1]
         times, decision = self._last
-        if self._timeline is not None:
+        if self._recorder is not None:
             self.counters += _curves(times, balance.threads, now)
-        if decision is not None and (decision.changed or self._timeline is not None):
+        if decision is not None and (decision.changed or self._recorder is not None):
             self._decided(decision, now)
 
     def _decided(self, decision: Decision, now: float) -> None:
@@ -161,34 +159,29 @@ class StageTimeline(pl.Callback):
         values = {"observation": decision.observation, "mapping": str(decision.mapping)}
         self.decisions.append(Mark(decision.action, now, decision.explanation, weight, values))
 
-    def _finish(self, trainer: pl.Trainer) -> None:
-        timeline, clock = self._timeline, self._clock
-        self._timeline = None
-        assert timeline is not None
-        assert clock is not None
-        resource: Resource = "CPU" if clock.device.type == "cpu" else "GPU"
-        for number, start, end in self._moments:
-            seconds = clock.host_seconds(start), clock.host_seconds(end)
-            timeline.intervals.append(Interval(resource, "model", number, *seconds))
+    def _finish(self, trainer: pl.Trainer, recorder: Recorder) -> None:
+        self._recorder = None
+        recorder.write()
+        timeline = recorder.timeline or Timeline()
         loaders = _loaders(trainer)
         told = [loader.timeline for loader in loaders]
         for loader in loaders:
             loader.timeline = None
         if told and told[0] is not None and told[0].intervals:
-            timeline = _with_bus(told[0])  # tells the model itself
+            timeline = told[0]  # which tells the model itself
         most = self.max_batches if self.max_batches is not None else len(timeline.intervals)
         predicted = _predicted(loaders[0], int(trainer.num_training_batches)) if loaders else None
         names = getattr(loaders[0], "names", {}) if loaders else {}
         if predicted is not None:
-            self.timelines["predicted"] = replace(first_batches(predicted, most), names=names)
-        self.timelines["measured"] = replace(first_batches(timeline, most), names=names)
+            self.timelines["predicted"] = replace(predicted.first(most), names=names)
+        self.timelines["measured"] = replace(timeline.first(most), names=names)
 
     def _write(self) -> None:
         self._written = len(self.decisions)
         with reporting(f"{self.path}.json"):
             save_trace(self.timelines, f"{self.path}.json", self.decisions, self.counters)
         with reporting(f"{self.path}.png"):
-            from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be missing or broken
+            from lightning_gnn.report.figure import save_timeline  # matplotlib may be missing or broken
 
             save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
 
@@ -208,14 +201,6 @@ def _loaders(trainer: pl.Trainer) -> list[Any]:
         return []
     found: Iterable[Any] = CombinedLoader(trainer.train_dataloader).flattened
     return [loader for loader in found if hasattr(type(loader), "timeline")]
-
-
-def _with_bus(timeline: Timeline) -> Timeline:
-    """Let the GPU's batching occupy PCIe too, as predicted timelines do: it reads host memory."""
-    on_bus = {(item.stage, item.batch) for item in timeline.intervals if item.resource == "PCIe"}
-    found = [item for item in timeline.intervals if item.resource == "GPU" and item.stage in ("gpu_batching", "uva")]
-    more = [replace(item, resource="PCIe") for item in found if (item.stage, item.batch) not in on_bus]
-    return Timeline([*timeline.intervals, *more], timeline.phases)
 
 
 def _balance(trainer: pl.Trainer) -> Any:

@@ -11,10 +11,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
-from lightning_gnn.runtime.place import cache_root
-from lightning_gnn.runtime.store import KINDS, entries, is_held, locked, remove, sweep
+from lightning_gnn.runtime.store import KINDS, cache_root, entries, is_held, locked, remove, sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.profile import STAGES
+from lightning_gnn.collective.plan import STAGES, CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.report import reporting
 from lightning_gnn.report.timeline import save_trace
@@ -56,7 +55,7 @@ class CollectiveForecast:
             with reporting(folder / "timeline.json"):
                 save_trace({"predicted": self.timeline}, folder / "timeline.json")
             with reporting(folder / "timeline.png"):
-                from lightning_gnn.report.timeline_figure import save_timeline  # matplotlib may be broken
+                from lightning_gnn.report.figure import save_timeline  # matplotlib may be broken
 
                 save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
 

@@ -4,10 +4,11 @@ Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Sch
 the first epoch, the dispatcher finds how many mini-batches each processor prepares, dual-buffer scheduling overlaps
 preparation, transfer and training.
 
-Reading order: ``collective/plan.py`` (what is decided), ``collective/dispatcher.py`` (equation 6, repaired),
-``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (an epoch without a device),
-``collective/profile.py`` (measured stage times), ``collective/loader.py`` (the training thread),
-``collective/datamodule.py``.
+Reading order: ``collective/plan.py`` (what is measured and decided), ``collective/dispatcher.py`` (equation 6,
+repaired), ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (no device),
+``collective/loader.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
+``collective/routes.py`` (streams and page-locked memory), ``collective/datamodule.py``. Durations come from
+``collective/profile.py``; what lies below are ``sampling/loader.py`` and ``runtime/pipeline.py``.
 """
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch_geometric.data import Data
 
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.plan_files import configuration_name, cores_of_process, keep_plan, kept_plan, machine_name
+from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.options import true_or_false, whole_number
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.runtime.store import checksum
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 ROUTES = ("auto", "cpu")
@@ -33,7 +39,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     testing and prediction are those of :class:`PersistentSamplerDataModule`.
 
     Args:
-        *args: As for :class:`NeighborDataModule`.
+        *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
         num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
             quarter of them where the model needs them too.
         plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
@@ -44,14 +50,28 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             each once per epoch, in the order in which they are ready.
         cache_plan: Keep plans on disk, and use those that are there.
         gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
-        **kwargs: As for :class:`PersistentSamplerDataModule`.
+        **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
+            them.
 
     Raises:
-        ValueError: As for :class:`PersistentSamplerDataModule`; a buffer without a place, no measurement, no plan, an
-            unknown route.
+        ValueError: A buffer without a place, no measurement, no plan, an unknown route, or an option that
+            :class:`PersistentSamplerDataModule` refuses.
         FileNotFoundError: There is no such plan.
 
     Source: MorphGL, section 4.
+
+    Examples:
+        >>> from lightning_gnn import CollectiveDataModule
+        >>> from lightning_gnn.collective import CollectivePlan
+        >>> from lightning_gnn.graph.synthetic import planted_power_law
+        >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8, split=(0.5, 0.2, 0.2))
+        >>> plan = CollectivePlan("collective", gpu_buffer_size=2, cpu_buffer_size=1)  # else it is measured
+        >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
+        >>> datamodule = CollectiveDataModule(data, **options, plan=plan)
+        >>> [batch.batch_size for batch in datamodule.train_dataloader()]
+        [50, 50, 50]
+        >>> str(datamodule.plan).splitlines()[0]
+        'collective batching: of every 3 mini-batches the GPU prepares 2, the CPU 1 (33%)'
     """
 
     def __init__(
@@ -100,7 +120,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Likewise, when training ends before its time."""
+        """Stop preparing, and free the host memory, when training ends before its time."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,3 +310,59 @@ def _one_line(plan: CollectivePlan, beginning: str) -> str:
     }[plan.mode]
     seconds = plan.epoch_s.get("collective")
     return f"collective batching, {beginning}: {whole}" + ("" if seconds is None else f"; {seconds:.3g} s per epoch")
+
+
+def cores_of_process(trainer: pl.Trainer | None) -> int:
+    """Return how many cores this process may use, if it shares them with others of the run on this machine.
+
+    Args:
+        trainer: Tells how many processes there are; without one, the environment does.
+    """
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if trainer is not None and trainer.world_size > 1:
+        processes = trainer.num_devices
+    return max(1, available // max(1, min(processes, available)))
+
+
+def machine_name(device: torch.device, cores: int) -> str:
+    """Return what tells machines apart on which the stages take other times: processor, cores, accelerator.
+
+    Args:
+        device: Where the model trains.
+        cores: How many this process may use.
+    """
+    processor = platform.processor() or platform.machine()
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            processor = line.split(":", 1)[1].strip()
+            break
+    accelerator = device.type
+    if device.type == "cuda":
+        accelerator = torch.cuda.get_device_name(device)
+    return f"{processor}, {cores} cores, {accelerator}"
+
+
+def configuration_name(data: Data, sampler: Any, model: pl.LightningModule | None, settings: Sequence[Any]) -> str:
+    """Return 32 hexadecimal digits that change with what the stages' times depend on.
+
+    Args:
+        data: The graph; shapes count, content does not.
+        sampler: Its fanouts and options.
+        model: Its class and the sizes of its parameters.
+        settings: Anything else, by its ``repr``.
+    """
+    tensors = {key: value for key, value in data.to_dict().items() if isinstance(value, Tensor)}
+    shapes = [(key, str(value.dtype), tuple(value.shape)) for key, value in tensors.items()]
+    sampling = [getattr(sampler, name, None) for name in ("num_neighbors", "replace", "disjoint", "backend")]
+    parameters = [] if model is None else [None if is_lazy(p) else tuple(p.shape) for p in model.parameters()]
+    kind = None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
+    graph = (data.num_nodes, shapes, type(sampler).__name__, sampling)
+    return checksum(graph, kind, parameters, list(settings), torch.__version__)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from math import floor, inf, isfinite
 
-from lightning_gnn.collective.plan import CollectivePlan, Mode
+from lightning_gnn.collective.plan import CollectivePlan, Mode, StageTimes
 from lightning_gnn.collective.simulate import Simulation, simulate_dual_buffer
-from lightning_gnn.collective.stage_times import StageTimes
 
 SIMULATED_BATCHES = 1000
 """Of a longer epoch only so many are simulated: the others would repeat the same overlaps."""

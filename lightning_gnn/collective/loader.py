@@ -19,10 +19,9 @@ from torch_geometric.data import Data
 
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.collective.host_ring import HostRing
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, Task
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing, Task
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
@@ -39,7 +38,7 @@ class CollectiveLoader(ThreadedNodeLoader):
     It iterates once at a time: a new iterator takes the place of one that has not come to its end.
 
     Args:
-        *args: As for :class:`ThreadedNodeLoader`.
+        *args: The graph and its sampler, as :class:`ThreadedNodeLoader` takes them.
         route: Prepares the same mini-batches on the device, in the training thread; None where it cannot.
         device: Where mini-batches are trained; by default the CPU.
         plan: Who prepares which; None to measure and plan.
@@ -51,11 +50,12 @@ class CollectiveLoader(ThreadedNodeLoader):
         order: Is filled with the numbers of the epoch's mini-batches as they are handed out; in a resumed epoch without
             ``deterministic`` it says which ones were.
         on_plan: Called with a plan that has been made; returns what to keep.
-        **kwargs: As for :class:`ThreadedNodeLoader`; ``num_workers`` are the threads of the CPU. With 0 and no
+        **kwargs: What :class:`ThreadedNodeLoader` takes; ``num_workers`` are the threads of the CPU. With 0 and no
             ``route`` mini-batches are prepared when they are asked for.
 
     Raises:
-        ValueError: As for :class:`ThreadedNodeLoader`; ``gpu_buffer_size`` or ``profile_batches`` is below 1.
+        ValueError: ``gpu_buffer_size`` or ``profile_batches`` is below 1, or :class:`ThreadedNodeLoader` refuses an
+            option.
 
     Source: MorphGL, section 4.2, algorithms 1 to 4. In each the model trains where this one yields.
     """
@@ -92,7 +92,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.ring = HostRing(self.device) if moves and self.num_threads else None
         in_thread = self if route is None and not self.num_threads else route
         self.routes = DeviceRoutes(self.device, in_thread, self.ring)
-        self.most: tuple[int, int] | None = None
+        self.buffer_limit: tuple[int, int] | None = None
         """What memory has room for, once it did not suffice."""
         self._slot = threading.local()
         self._epoch: weakref.ReferenceType[CollectiveEpoch] | None = None
@@ -147,7 +147,8 @@ class CollectiveLoader(ThreadedNodeLoader):
             on_gpu, on_cpu = self.plan.buffers
         else:
             on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 2))
-        return (on_gpu, on_cpu) if self.most is None else (min(on_gpu, self.most[0]), min(on_cpu, self.most[1]))
+        most = self.buffer_limit or (on_gpu, on_cpu)
+        return min(on_gpu, most[0]), min(on_cpu, most[1])
 
     def plan_from_measurements(self, num_batches: int) -> None:
         """Turn what has been measured into the plan in force.
@@ -204,11 +205,11 @@ class CollectiveLoader(ThreadedNodeLoader):
                 f"collective batching: too little {where} for buffers of {buffers[0]} mini-batches on the device and "
                 f"{buffers[1]} on the host; going on with {on_gpu} and {on_cpu} ({reason})"
             )
-        self.most = on_gpu, on_cpu
+        self.buffer_limit = on_gpu, on_cpu
         self.gpu_buffer_size = max(1, on_gpu)
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
-        return self.most
+        return self.buffer_limit
 
     def prepare_on_host(self, task: Task) -> HostBatch:
         """Route 0: make a mini-batch in memory that the device can fetch; safe in any thread.
@@ -343,7 +344,7 @@ class CollectiveEpoch:
             loader.profiler.epochs += 1
             if loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
                 loader.plan_from_measurements(self._num_batches)
-        recorder.profiler = loader.profiler if loader.measures else None
+        recorder.on_stage = loader.profiler.add if loader.measures else None
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
@@ -359,7 +360,7 @@ class CollectiveEpoch:
         loader = self._loader
         self._buffers = buffers
         workers = max(1, loader.num_threads)
-        if loader.most is not None:
+        if loader.buffer_limit is not None:
             workers = max(1, min(workers, buffers[1]))
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
@@ -376,7 +377,7 @@ class CollectiveEpoch:
                 self._reschedule(workers, self._changed)
             if loader.measures and not workers.schedule.gpu_buffer and loader.profiler.enough():
                 loader.plan_from_measurements(self._num_batches)
-                loader.routes.recorder.profiler = None
+                loader.routes.recorder.on_stage = None
                 self._reschedule(workers, loader.buffers(self._num_batches))
             step = workers.next()
             self._note_phase(step.phase, time.perf_counter())

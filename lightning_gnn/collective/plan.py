@@ -1,11 +1,12 @@
-"""The plan of collective batching: how many mini-batches the CPU and the GPU prepare in turn (MorphGL, section 4.2)."""
+"""What the stages take, and the plan that follows: how many mini-batches CPU and GPU prepare in turn (MorphGL, 4.2)."""
 
 from __future__ import annotations
 
 import reprlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, get_args
@@ -13,15 +14,74 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.graph.hybrid_plan import aligned
-from lightning_gnn.runtime.documents import read_text, read_yaml
-from lightning_gnn.runtime.whole_files import write_whole
+from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
+from lightning_gnn.runtime.store import checksum, find, keep
 
 Mode = Literal["collective", "cpu", "gpu"]
 _BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
 _END = "..."
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Mean and spread of what was measured.
+
+    Args:
+        mean: Seconds.
+        spread: Standard deviation in seconds.
+
+    Raises:
+        ValueError: One of them is negative or not finite.
+    """
+
+    mean: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.mean) and isfinite(self.spread) and self.mean >= 0 and self.spread >= 0):
+            raise ValueError(f"seconds must be finite and not negative: {self}")
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What each stage takes for one mini-batch, measured while the other stages run.
+
+    Args:
+        cpu_batching: A CPU worker prepares a mini-batch, while all the others do (``T_CBT``).
+        dma: The transfer of a mini-batch that the CPU has prepared (``T_DMA``); 0 where there is nothing to transfer.
+        gpu_batching: The GPU samples a mini-batch (``T_GBT``).
+        uva: The GPU gathers its features (``T_UVA``).
+        model: Forward, backward and optimizer (``T_Model``).
+        cpu_workers: How many workers prepare mini-batches.
+
+    Raises:
+        ValueError: There is no worker, or the model takes no time.
+    """
+
+    cpu_batching: Duration
+    dma: Duration
+    gpu_batching: Duration
+    uva: Duration
+    model: Duration
+    cpu_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.cpu_workers < 1:
+            raise ValueError(f"cpu_workers must be at least 1, but is {self.cpu_workers}")
+        if self.model.mean <= 0:
+            raise ValueError("the model must take some time")
+
+    @property
+    def cpu(self) -> float:
+        """Seconds between two mini-batches of all CPU workers together: ``T_C``."""
+        return self.cpu_batching.mean / self.cpu_workers
+
+    @property
+    def gpu(self) -> float:
+        """Seconds in which GPU and PCIe prepare a mini-batch: ``T_G``, sampling and gathering as one stage."""
+        return self.gpu_batching.mean + self.uva.mean
 
 
 @dataclass(frozen=True)
@@ -136,16 +196,7 @@ class CollectivePlan:
 
     def to_yaml(self) -> str:
         """Return the plan as YAML that people can read and change."""
-        state: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        state["epoch_s"] = {name: float(seconds) for name, seconds in self.epoch_s.items()}
-        state["ratio"] = None if self.ratio is None else float(self.ratio)
-        if self.times is not None:
-            durations = {name: getattr(self.times, name) for name in STAGES}
-            state["times"] = {
-                **{name: {"mean": float(d.mean), "spread": float(d.spread)} for name, d in durations.items()},
-                "cpu_workers": self.times.cpu_workers,
-            }
-        return f"{_BEGIN}{yaml.safe_dump(state, sort_keys=False, allow_unicode=True)}{_END}\n"
+        return f"{_BEGIN}{yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)}{_END}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
@@ -187,6 +238,28 @@ class CollectivePlan:
             return cls.from_yaml(read_text(path))
         except ValueError as error:
             raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
+
+
+def kept_plan(machine: str, configuration: str) -> CollectivePlan | None:
+    """Return the plan that was kept, or None."""
+    return find("plans", _key(machine, configuration), lambda folder, check: CollectivePlan.load(folder / "plan.yaml"))
+
+
+def keep_plan(plan: CollectivePlan) -> None:
+    """Keep a plan for the next run on its machine and of its configuration, where that is possible."""
+    key = _key(plan.machine, plan.configuration)
+    keep("plans", key, lambda folder: plan.save(folder / "plan.yaml"), title=f"plan for {plan.machine}")
+
+
+def _key(machine: str, configuration: str) -> str:
+    return checksum("plan 1", machine, configuration)
+
+
+def _plain(value: Any) -> Any:
+    """Return nested values of a dataclass without NumPy's kinds of numbers."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return float(value) if isinstance(value, float) else value
 
 
 def _stage_times(state: Any) -> StageTimes:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median, pstdev
 
-from lightning_gnn.collective.stage_times import Duration, StageTimes
-from lightning_gnn.runtime.clock import Clock, Moment, has_come, seconds_between
-from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
+from lightning_gnn.collective.plan import STAGES, Duration, StageTimes
+from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
-STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
 _OUTLIER = 3.0
 """What takes so many times the median was something else as well: compiling, a validation, a checkpoint."""
-_BOTH = ("gpu_batching", "uva")
-"""Stages that occupy the device and PCIe (equation 1)."""
 _LEAST = 3
 """Measurements of each stage that will do once an epoch is over."""
 
@@ -41,9 +37,9 @@ class Profiler:
         self.epochs = 0
         """Epochs that have begun while measuring."""
         self._seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
-        self._queued: deque[tuple[str, Moment, Moment]] = deque()
+        self._queued: deque[tuple[str, Timestamp, Timestamp]] = deque()
 
-    def add(self, stage: str, start: Moment, end: Moment) -> None:
+    def add(self, stage: str, start: Timestamp, end: Timestamp) -> None:
         """Note when a stage began and ended; may be called from any thread."""
         self._queued.append((stage, start, end))
 
@@ -76,66 +72,6 @@ class Profiler:
         return StageTimes(**durations, cpu_workers=self.cpu_workers)
 
     def _collect(self) -> None:
-        while self._queued and has_come(self._queued[0][2]):
+        while self._queued and is_reached(self._queued[0][2]):
             stage, start, end = self._queued.popleft()
             self._seconds[stage].append(seconds_between(start, end))
-
-
-class Recorder:
-    """Passes what the loader measures on to a profiler, a timeline, both or neither.
-
-    Args:
-        clock: The device's.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.profiler: Profiler | None = None
-        self.timeline: Timeline | None = None
-        self._queued: deque[tuple[Resource, str, int, Moment, Moment, int]] = deque()
-        self._model: tuple[int, Moment] | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether somebody wants to know."""
-        return self.profiler is not None or self.timeline is not None
-
-    def begin(self) -> None:
-        """Make ready for an epoch."""
-        if self.active:
-            self.clock.anchor()
-
-    def add(self, resource: Resource, stage: str, number: int, start: Moment, end: Moment, lane: int = 0) -> None:
-        """Note a stage of a mini-batch; may be called from any thread."""
-        profiler = self.profiler  # the training thread may take it away in between
-        if profiler is not None:
-            profiler.add(stage, start, end)
-        if self.timeline is not None:
-            self._queued.append((resource, stage, number, start, end, lane))
-
-    def begin_model(self, number: int) -> None:
-        """Note that a mini-batch is handed out."""
-        self._model = (number, self.clock.now()) if self.active else None
-
-    def end_model(self) -> None:
-        """Note that the model has been trained with it."""
-        model, self._model = self._model, None
-        if model is not None:
-            self.add("GPU", "model", *model, self.clock.now())
-
-    def forget_model(self) -> None:
-        """Note nothing of it: other things have been done since."""
-        self._model = None
-
-    def phase(self, name: str, start: float, end: float) -> None:
-        """Note a phase of the schedule, in seconds of the host."""
-        if self.timeline is not None:
-            self.timeline.phases.append((name, start, end))
-
-    def write(self) -> None:
-        """Write what has been noted into the timeline; waits for the device."""
-        while self._queued and self.timeline is not None:
-            resource, stage, number, start, end, lane = self._queued.popleft()
-            seconds = self.clock.host_seconds(start), self.clock.host_seconds(end)
-            resources: tuple[Resource, ...] = ("GPU", "PCIe") if stage in _BOTH else (resource,)
-            self.timeline.intervals += [Interval(name, stage, number, *seconds, lane) for name in resources]

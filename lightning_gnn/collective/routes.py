@@ -1,22 +1,176 @@
-"""The device's part of collective batching: where Route 1 prepares mini-batches, and those of Route 0 arrive."""
+"""Both routes to the device: it prepares mini-batches itself (1), or fetches the CPU's from page-locked memory (0).
+
+The page-locked memory goes round in a ring. Torch's own allocator of such memory would also keep a block until the
+copies from it are done, but it rounds sizes up to powers of two, hands nothing back, and bounds nothing: the ring is
+what tells that memory is short, and by how many mini-batches.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 
-from lightning_gnn.collective.host_ring import HostRing, HostSlot
-from lightning_gnn.collective.profile import Recorder
-from lightning_gnn.runtime.clock import Clock
-from lightning_gnn.runtime.transfer import used_on, works
+from lightning_gnn.runtime.devices import used_on, works
+from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
 from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
 
 Task = tuple[int, int, list[int]]
 """Epoch, number of the mini-batch, positions of its seeds."""
+_SPARE = 8
+"""Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
+
+
+class HostMemoryError(RuntimeError):
+    """The system refused page-locked memory."""
+
+
+class HostSlot:
+    """The memory of one mini-batch: a buffer for each of its attributes, which grows when it must.
+
+    Args:
+        allocate: Returns that many bytes, uint8 ``[n]``.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._blocks: dict[str, Tensor] = {}
+        self.read_until: Any = None
+        """Event after which a device no longer reads it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(block.numel() for block in self._blocks.values())
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in the buffer of that name, whose content is lost.
+
+        Raises:
+            HostMemoryError: It had to grow, and was refused.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        block = self._blocks.get(name)
+        if block is None or block.numel() < size:
+            self._blocks.pop(name, None)
+            del block
+            block = self._blocks[name] = self._allocate(size + size // _SPARE)
+        return block[:size].view(dtype).view(tuple(shape))
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a strided tensor lies in one of the buffers."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
+
+    def may_own(self, value: Any) -> bool:
+        """Whether a value may lie in one of the buffers: it does not look into sparse ones and subclasses."""
+        return not _is_plain(value) or self.owns(value)
+
+    def hold(self, batch: BaseData) -> BaseData:
+        """Bring those tensors of a mini-batch into the buffers that are not there yet."""
+        numbers = count()
+
+        def held(tensor: Tensor) -> Tensor:
+            number = next(numbers)
+            if not _is_plain(tensor) or tensor.requires_grad or not tensor.numel() or self.owns(tensor):
+                return tensor
+            return self.empty(f"#{number}", tensor.shape, tensor.dtype).copy_(tensor)
+
+        return batch.apply(held)
+
+
+class HostRing:
+    """Slots that go round: a worker fills one, the device reads it, and the next worker gets it; safe across threads.
+
+    Args:
+        device: Who reads; the memory is page-locked if the device can use that.
+        capacity: Slots beyond which one that is still being read is waited for rather than making another.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 1) -> None:
+        self.device = device
+        self._capacity = capacity
+        self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
+        self._lock = threading.Lock()
+        self._idle: deque[HostSlot] = deque()
+        self._taken = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots beyond which no more are made; where it gets smaller, idle ones are freed once nobody reads them."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        with self._lock:
+            self._capacity = capacity
+            surplus = [self._idle.popleft() for _ in range(min(len(self._idle), self.num_slots - capacity))]
+        for slot in surplus:
+            if slot.read_until is not None:
+                slot.read_until.synchronize()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that exist."""
+        return len(self._idle) + self._taken
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the slots that nobody has taken."""
+        with self._lock:
+            return sum(slot.num_bytes for slot in self._idle)
+
+    def take(self) -> HostSlot:
+        """Return a slot that nobody reads; it never waits for one that is taken, which could be for ever."""
+        with self._lock:
+            self._taken += 1
+            slot = next((slot for slot in self._idle if _is_read(slot)), None)
+            if slot is None and self._idle and self.num_slots > self.capacity:
+                slot = self._idle[0]
+            if slot is not None:
+                self._idle.remove(slot)
+        if slot is None:
+            return HostSlot(self._allocate)
+        if slot.read_until is not None:
+            slot.read_until.synchronize()
+            slot.read_until = None
+        return slot
+
+    def give_back(self, slot: HostSlot, read_until: Any = None) -> None:
+        """Return a slot, which a device may read until an event."""
+        slot.read_until = read_until
+        with self._lock:
+            self._taken -= 1
+            if self.num_slots < self.capacity:
+                self._idle.append(slot)
+
+    def discard(self, slot: HostSlot) -> None:
+        """Take a slot out of the ring for good."""
+        with self._lock:
+            self._taken -= 1
+
+    def clear(self) -> None:
+        """Free the slots that nobody has taken, once nobody reads them; one that is given back later is freed too."""
+        self.capacity = 0  # whoever goes on sets it
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"page-locked memory for mini-batches, {num_bytes / 1e6:.1f} MB more, was refused "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
 
 @dataclass
@@ -75,15 +229,15 @@ class DeviceRoutes:
         if self._last_transfer is not None:
             self._current().wait_event(self._last_transfer)
             self._last_transfer = None
-        moments: list[Any] = []
-        prepared = self.route.prepare(task, lambda: moments.append(self._moment()))
-        if None not in moments:
-            self.recorder.add("GPU", "gpu_batching", task[1], moments[0], moments[1])
-            self.recorder.add("GPU", "uva", task[1], moments[1], moments[2])
+        ends: list[Timestamp | None] = []
+        prepared = self.route.prepare(task, lambda: ends.append(self.recorder.now()))
+        for stage, start, end in zip(("gpu_batching", "uva"), ends, ends[1:], strict=False):
+            self.recorder.add(("GPU", "PCIe"), stage, task[1], start, end)  # both occupy the bus (equation 1)
         if self._stream is not None:
             self._last_read = self._current().record_event()
         return DeviceBatch(prepared)
 
+    @profiled("transfer")
     def transfer(self, number: int, source: HostBatch) -> DeviceBatch:
         """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
         slot, ring = source.slot, self.ring
@@ -93,18 +247,18 @@ class DeviceRoutes:
         # A batch of PyG changes in place, and this one is still needed if the device has no room.
         batch = copy.copy(source.prepared.batch)
         if self._stream is None:
-            start = self._moment()
+            start = self.recorder.now()
             batch = self._moved(batch, slot, non_blocking=False)
-            self._record(number, start, self._moment())
+            self.recorder.add("PCIe", "dma", number, start, self.recorder.now())
             ring.give_back(slot)
             return DeviceBatch(replace(source.prepared, batch=batch))
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
         with self._stream:
-            start = self._moment(self._stream)
+            start = self.recorder.now(self._stream)
             batch = self._moved(batch, slot, non_blocking=True)
-            self._record(number, start, self._moment(self._stream))
+            self.recorder.add("PCIe", "dma", number, start, self.recorder.now(self._stream))
             arrival = self._stream.record_event()
         self._last_transfer = arrival
         ring.give_back(slot, arrival)
@@ -127,9 +281,10 @@ class DeviceRoutes:
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self.device)
 
-    def _moment(self, stream: Any = None) -> Any:
-        return self.recorder.clock.now(stream) if self.recorder.active else None
 
-    def _record(self, number: int, start: Any, end: Any) -> None:
-        if start is not None and end is not None:
-            self.recorder.add("PCIe", "dma", number, start, end)
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
+
+
+def _is_read(slot: HostSlot) -> bool:
+    return slot.read_until is None or bool(slot.read_until.query())

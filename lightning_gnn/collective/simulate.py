@@ -9,8 +9,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from lightning_gnn.collective.dual_buffer import DualBuffer, Step
-from lightning_gnn.collective.plan import STAGES, CollectivePlan
-from lightning_gnn.collective.stage_times import StageTimes
+from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 Durations = Callable[[str, int], float]

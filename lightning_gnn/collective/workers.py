@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from lightning_gnn.collective.dual_buffer import DualBuffer, Step
-from lightning_gnn.collective.host_ring import HostMemoryError
-from lightning_gnn.collective.profile import Recorder
-from lightning_gnn.collective.routes import DeviceBatch, HostBatch, Task
-from lightning_gnn.runtime.pipeline import check_process
-from lightning_gnn.runtime.transfer import works
+from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, Task
+from lightning_gnn.runtime.devices import works
+from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
+from lightning_gnn.runtime.timeline import Recorder
 
 THREAD_NAME = "lightning-gnn-collective"
 
@@ -52,18 +50,10 @@ class Workers:
         """Page-locked memory was refused; who changes the schedule sets it back."""
         self._tasks, self._pulled = tasks, dict[int, Task]()
         self._prepare, self._drop, self._recorder = prepare, drop, recorder
-        self._error: BaseException | None = None
-        self._stopped = False
-        self._generation = 0
-        self._news = self._seen = self._busy = 0
-        self._condition = threading.Condition()
-        self._process = os.getpid()
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"{THREAD_NAME}-{lane}", daemon=True)
-            for lane in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._generation = self._busy = 0
+        self._news = self._seen = 0
+        self._crew = Crew(self._claim, [THREAD_NAME], self._begin)
+        self._crew.grow(0, num_threads)
 
     def next(self) -> Step:
         """Return the next step of the training thread; ``"wait"`` also where memory is short.
@@ -71,22 +61,22 @@ class Workers:
         Raises:
             BaseException: What a worker has raised, with its traceback.
         """
-        check_process(self._process)
-        with self._condition:
-            if self._error is not None:
-                raise self._error
+        self._crew.check_process()
+        with self._crew.lock:
+            if self._crew.error is not None:
+                raise self._crew.error
             self._seen = self._news
             if self.shortage is not None:
                 return Step("wait", phase="blocking")
             step = self.schedule.next()
             if step.kind == "transfer":
-                self._condition.notify_all()  # there is room in host memory
+                self._crew.wake(0)  # there is room in host memory
             return step
 
     def wait(self) -> None:
         """Wait until a worker has finished, or failed, since :meth:`next`."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._news != self._seen)
+        with self._crew.lock:
+            self._crew.news.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
 
     def task(self, number: int) -> Task:
         """Return what a mini-batch is to be made of.
@@ -94,27 +84,27 @@ class Workers:
         Raises:
             RuntimeError: The batch sampler has no more.
         """
-        with self._condition:
+        with self._crew.lock:
             return self._task(number)
 
     def train(self, number: int) -> DeviceBatch:
         """Take a mini-batch off the device's buffer, to be trained."""
-        with self._condition:
+        with self._crew.lock:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
     def reschedule(self, schedule: DualBuffer) -> None:
         """Go on with another schedule, which leaves out what has been trained; nothing may be on the device."""
-        with self._condition:
+        with self._crew.lock:
             self.schedule = schedule
             self._generation += 1
             if self.shortage is not None:
-                self._condition.wait_for(lambda: not self._busy or self._error is not None)
+                self._crew.news.wait_for(lambda: not self._busy or self._crew.error is not None)
                 self.shortage = None
                 for batch in self.host.values():  # it may be late before their turn comes
                     self._drop(batch)
                 self.host.clear()
-            self._condition.notify_all()
+            self._crew.wake(0)
 
     def close(self, patience: float = 10.0) -> None:
         """Stop, join the threads and give all memory back; again and again if you like.
@@ -122,17 +112,10 @@ class Workers:
         Args:
             patience: Seconds to wait for threads that are in the middle of a mini-batch.
         """
-        if self._process != os.getpid():
-            return  # a fork: the threads are the parent's, and one of them may have held the lock
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-        if threading.current_thread() in self._threads:
-            return  # the garbage collector dropped the iterator here, and may have done so with the lock held
-        deadline = time.monotonic() + patience
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        with self._condition:
+        self._crew.close(patience)
+        if not self._crew.can_be_joined:
+            return
+        with self._crew.lock:
             left, self.host = list(self.host.values()), {}
             self.device = {}
             self._tasks, self._pulled = iter(()), {}
@@ -147,63 +130,42 @@ class Workers:
             self._pulled[task[1]] = task
         return self._pulled[number]
 
-    def _work(self, lane: int) -> None:
-        # Mini-batches are the parallelism: teams of threads in each worker would only fight the model. Torch takes the
-        # number over only where it has been asked for before.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            _use(self._recorder.clock.device)
-            while (claimed := self._claim()) is not None:
-                task, generation = claimed
-                start, shortage = time.perf_counter(), None
-                try:
-                    batch = self._prepare(task)
-                except HostMemoryError as error:
-                    shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
-                if shortage is not None:
-                    self._wait_for_memory(shortage)
-                    continue
-                self._recorder.add("CPU", "cpu_batching", task[1], start, time.perf_counter(), lane)
-                self._deliver(task[1], batch, generation)
-                del batch, task, claimed
-        except BaseException as error:
-            with self._condition:
-                self._error = self._error or error
-                self._tell()
+    # -- in the threads
 
-    def _claim(self) -> tuple[Task, int] | None:
-        """Wait for a mini-batch to prepare; None at the end."""
-        with self._condition:
-            while not self._stopped and self._error is None:
-                number = None if self.shortage is not None else self.schedule.claim()
-                if number is None:
-                    self._condition.wait()
-                elif number in self.host:
-                    self._ready(number)
-                else:
-                    task = self._task(number)
-                    self._busy += 1
-                    return task, self._generation
+    def _begin(self) -> None:
+        one_torch_thread()
+        device = self._recorder.clock.device
+        if device.type != "cpu" and device.index is not None:
+            # Else its questions about events would begin a context on device 0 too.
+            works(lambda: torch.accelerator.set_device_index(device))
+
+    def _claim(self, group: int, lane: int) -> Job | None:
+        while self.shortage is None and (number := self.schedule.claim()) is not None:
+            if number not in self.host:
+                self._busy += 1
+                return partial(self._work, lane, self._task(number), self._generation)
+            self._ready(number)
         return None
 
-    def _deliver(self, number: int, batch: HostBatch, generation: int) -> None:
-        with self._condition:
+    def _work(self, lane: int, task: Task, generation: int) -> None:
+        number, start = task[1], time.perf_counter()
+        try:
+            batch = self._prepare(task)
+        except HostMemoryError as error:
+            with self._crew.lock:  # the workers wait for another schedule
+                self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
+                self._busy -= 1
+                self._tell()
+            return
+        self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
+        with self._crew.lock:
             self._busy -= 1
-            if self._stopped or generation != self._generation:
+            if self._crew.stopped or generation != self._generation:
                 self._drop(batch)
                 self._tell()
-                return
-            self.host[number] = batch
-            self._ready(number)
-
-    def _wait_for_memory(self, shortage: HostMemoryError) -> None:
-        """Report that memory is short, and wait for another schedule."""
-        with self._condition:
-            self.shortage = shortage
-            self._busy -= 1
-            self._tell()
-            self._condition.wait_for(lambda: self._stopped or self.shortage is None)
+            else:
+                self.host[number] = batch
+                self._ready(number)
 
     def _ready(self, number: int) -> None:
         self.schedule.ready(number)
@@ -211,10 +173,4 @@ class Workers:
 
     def _tell(self) -> None:
         self._news += 1
-        self._condition.notify_all()
-
-
-def _use(device: torch.device) -> None:
-    """Make a device this thread's own; its questions about events would otherwise begin a context on device 0 too."""
-    if device.type != "cpu" and device.index is not None:
-        works(lambda: torch.accelerator.set_device_index(device))
+        self._crew.news.notify_all()

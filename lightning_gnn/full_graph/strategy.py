@@ -31,9 +31,9 @@ from lightning_gnn.full_graph.shard_batch import ShardedBatch
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
+from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import average_gradients
 from lightning_gnn.runtime.heartbeat import Heartbeats, meet
-from lightning_gnn.runtime.precision import match_device
 
 _RUNS = itertools.count()
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_gnn.runtime.whole_files import whole_file
+from lightning_gnn.runtime.files import whole_file
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Python names the flag from version 3.13 on.

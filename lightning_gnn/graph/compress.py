@@ -19,9 +19,8 @@ from lightning_gnn.graph.csc import INT32_MAX, CSCGraph, check_csc
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.graph.partition import Progress
 from lightning_gnn.graph.self_loops import add_self_loops, pick, symmetric_norm
-from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.files import read_json, read_text, write_whole
 from lightning_gnn.runtime.store import checksum
-from lightning_gnn.runtime.whole_files import write_whole
 
 _FORMAT = "lightning_gnn compressed graph 1"
 _META = "graph.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gnn.hyscale.mapping import IterationTimes, Mapping, Stage
-from lightning_gnn.runtime.documents import read_json
+from lightning_gnn.runtime.files import read_json
 
 STAGE_NAMES: dict[Stage, str] = {
     "sample_cpu": "Sampling on the CPU",

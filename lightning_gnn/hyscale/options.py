@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.hyscale.work_share import num_cores
-from lightning_gnn.runtime.transfer import TRANSFER_DTYPES
 
 
 def check_options(cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any, transfer_dtype: Any) -> None:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
+from math import inf
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.stages import Item, StagePipeline, Step
+from lightning_gnn.hyscale.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
-from lightning_gnn.runtime.transfer import Transfer, converted
+from lightning_gnn.runtime.pipeline import Item, StagePipeline, Step
+from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
 
@@ -101,7 +103,7 @@ class PipelineSettings:
             one stage; 2 makes two stages of them (section V-B).
         threads: Threads of Sampling and of Feature Loading.
         stall_timeout: Seconds without progress after which it gives up.
-        transfer_dtype: None, ``"float16"`` or ``"int8"``; see :class:`~lightning_gnn.runtime.transfer.Transfer`.
+        transfer_dtype: ``"float16"`` or ``"int8"``: features travel to accelerators so; None: as they are.
         dtype: What floating attributes are converted to.
     """
 
@@ -275,6 +277,7 @@ class HybridLoader:
             item.seconds["sample_accelerator"] = sum(note.sampled)  # without waiting for a turn
         return HybridBatch(item.parts, note.seeds, note.total, note.number, item.seconds, there)
 
+    @profiled("accelerator_sampling")
     def _sample_there(self, part: int, index: list[int], note: _Note) -> Any:
         place = None if note.places is None else note.places[part]
         if self.sampling is None or place is None:
@@ -302,6 +305,7 @@ class HybridLoader:
         batch = out if self.loader.filter_per_worker else self.loader.filter_fn(out)
         return converted(batch, self.settings.dtype)
 
+    @profiled("transfer")
     def _transfer(self, part: int, batch: Any, note: _Note) -> Any:
         transfer = self._transfers[part]
         return batch if transfer is None else transfer(batch)
@@ -314,9 +318,7 @@ class _HybridIterator:
         self._owner = owner
         self._pipeline: StagePipeline | None = None
         self._begun = False
-        self._number = 0
-        self._last = float("inf")
-        self._order: Iterator[list[int]] = iter(())
+        self._items: Iterator[Item] = iter(())
 
     def __iter__(self) -> Iterator[HybridBatch]:
         return self
@@ -326,22 +328,16 @@ class _HybridIterator:
         start = time.perf_counter()
         if not self._begun:
             self._begin()
+        item = next(self._items, None) if self._pipeline is None else self._pipeline.pull(self._items)
+        if item is None:
+            self.close()
+            raise StopIteration
         if self._pipeline is None:
-            item = self._following()
-            if item is None:
-                raise StopIteration
             for part, value in enumerate(item.parts):
                 if value is not None:
                     item.add(item.run(part, [step for stage in owner.stages() for step in stage]))
-        else:
-            self._fill()
-            if not self._pipeline.in_flight:
-                self.close()
-                raise StopIteration
-            item = self._pipeline.take()
-            self._fill()
-            if not self._pipeline.in_flight:
-                self.close()  # the threads of an epoch end with its last batch
+        elif not self._pipeline.in_flight:
+            self.close()  # the threads of an epoch end with its last batch
         batch = owner.batch(item)
         sampling = item.seconds.get("sample", 0.0) + item.seconds.get("sample_accelerator", 0.0)
         features, wait = item.seconds.get("load", 0.0), time.perf_counter() - start
@@ -353,7 +349,7 @@ class _HybridIterator:
             self._pipeline.resize(self._owner.stage_threads())
 
     def close(self) -> list[str]:
-        self._order, self._begun = iter(()), True
+        self._items, self._begun = iter(()), True
         pipeline, self._pipeline = self._pipeline, None
         return [] if pipeline is None else pipeline.close()
 
@@ -363,12 +359,11 @@ class _HybridIterator:
         if isinstance(owner.loader, ThreadedNodeLoader):
             owner.epoch = owner.loader.begin_epoch()
         first = 0 if owner.first_batch is None else owner.first_batch()
-        self._last = float("inf") if owner.num_batches is None else owner.num_batches()
-        self._order = self._seeds(first)
-        self._number = first
+        last = inf if owner.num_batches is None else owner.num_batches()
+        self._items = self._following(first, last)
         if owner.settings.prefetch:
             self._pipeline = StagePipeline(
-                owner.stages(), owner.stage_threads(), stall_timeout=owner.settings.stall_timeout
+                owner.stages(), owner.stage_threads(), stall_timeout=owner.settings.stall_timeout, name="hybrid"
             )
 
     def _seeds(self, first: int) -> Iterator[list[int]]:
@@ -395,22 +390,12 @@ class _HybridIterator:
             number += 1
             seeds = next(order, None)
 
-    def _following(self) -> Item | None:
-        if self._number >= self._last:
-            return None
-        seeds = next(self._order, None)
-        if seeds is None:
-            return None
-        self._number += 1
-        return self._owner.item(self._number - 1, seeds)
-
-    def _fill(self) -> None:
-        pipeline = self._pipeline
-        while pipeline is not None and pipeline.in_flight < pipeline.capacity:
-            item = self._following()
-            if item is None:
+    def _following(self, first: int, last: float) -> Iterator[Item]:
+        order = self._seeds(first)
+        for number in takewhile(lambda number: number < last, count(first)):
+            if (seeds := next(order, None)) is None:
                 return
-            pipeline.submit(item)
+            yield self._owner.item(number, seeds)
 
 
 def check_loader(loader: object) -> None:

@@ -13,7 +13,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from lightning_gnn.graph.workload import Platform, Processor
-from lightning_gnn.runtime.documents import check_yaml, read_text
+from lightning_gnn.runtime.files import check_yaml, read_text
 
 _PROCESSOR = ("flops", "memory_bandwidth", "pipelined")
 _WHOLE = ("cores", "num_accelerators", "num_nodes")

@@ -28,7 +28,7 @@ from lightning_gnn.hyscale.sampling_share import find_sampling, wanted_sampling
 from lightning_gnn.hyscale.scaling import ScalingPoint, scaling_study
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 _CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.first_mapping import first_share
 from lightning_gnn.hyscale.work_share import Trainers
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 
 def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:

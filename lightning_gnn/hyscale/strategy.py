@@ -38,13 +38,13 @@ from lightning_gnn.hyscale.options import (
 from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
 from lightning_gnn.hyscale.sampling_share import begin_sampling, find_sampling, wanted_sampling
 from lightning_gnn.hyscale.trainers import HybridTrainers
+from lightning_gnn.hyscale.transfer import converted
 from lightning_gnn.hyscale.transfer_hooks import TransferHooks
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.hyscale.work_share import Trainers, default_threads, seeds_of_iteration
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
-from lightning_gnn.runtime.precision import match_device
-from lightning_gnn.runtime.transfer import converted
+from lightning_gnn.runtime.devices import match_device
 
 _KEY = "hyscale"
 _LONGEST = 1e8

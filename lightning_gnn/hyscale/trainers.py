@@ -20,11 +20,11 @@ from lightning_gnn.hyscale.node_sums import average_statistics
 from lightning_gnn.hyscale.pipeline import HybridBatch
 from lightning_gnn.hyscale.replayed_log import LogRecorder, replay
 from lightning_gnn.hyscale.replicas import Replicas
-from lightning_gnn.hyscale.step_clock import StepClock
 from lightning_gnn.hyscale.thread_random import ThreadRandom
 from lightning_gnn.hyscale.trainer_threads import EachIts, TrainerThreads
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.gradients import sum_gradients
+from lightning_gnn.runtime.timeline import StepTimer
 
 
 class HybridTrainers:
@@ -63,7 +63,7 @@ class HybridTrainers:
                 let_meet(self, replica, module)
         self.randoms = [] if seed is None else [ThreadRandom(mix(seed + i) >> 2) for i in range(len(devices))]
         self.threads = TrainerThreads(names, stall_timeout)
-        self._clocks = [None if device.type == "cpu" else StepClock(device) for device in devices]
+        self._clocks = [None if device.type == "cpu" else StepTimer(device) for device in devices]
         self._batch: HybridBatch | None = None
         self._done: HybridBatch | None = None
         self._alone: int | None = None

@@ -17,7 +17,7 @@ from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
 from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
 from lightning_gnn.hyscale.resources import DynamicResourceManager
 from lightning_gnn.hyscale.work_share import Trainers
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 _LEAST_SHARE = 0.01
 """Of the sampling, on either side, while it may move."""

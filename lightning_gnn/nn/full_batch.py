@@ -26,7 +26,7 @@ from lightning_gnn.graph.build import Redundancy
 from lightning_gnn.graph.compress import CompressedGraph, read_compressed
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.runtime.documents import read_json, read_text
+from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, kept
 
 _FORMAT = 1

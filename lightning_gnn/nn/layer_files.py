@@ -19,10 +19,8 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import check_room, create_array, load_array
-from lightning_gnn.runtime.documents import read_json, read_text
-from lightning_gnn.runtime.place import cache_root, is_writable, say_once
-from lightning_gnn.runtime.store import checksum, discard, remove, scratch, sweep
-from lightning_gnn.runtime.whole_files import write_whole
+from lightning_gnn.runtime.files import read_json, read_text, write_whole
+from lightning_gnn.runtime.store import cache_root, checksum, discard, is_writable, remove, say_once, scratch, sweep
 
 _SECONDS = 1.0
 """From one note of the finished rows to the next."""

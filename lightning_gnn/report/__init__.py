@@ -1,12 +1,9 @@
 """What a run leaves behind: metrics.json, a table on the screen, report.png.
 
-The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.figure` and
-:mod:`~lightning_gnn.report.timeline_figure`; the comparison of a sweep, which needs Hydra, is in
-:mod:`~lightning_gnn.report.comparison`.
+The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.figure`; the comparison of a sweep, which needs
+Hydra, is in :mod:`~lightning_gnn.report.comparison`.
 """
 
-from lightning_gnn.report.failures import reporting
-from lightning_gnn.report.metrics import collect_metrics, write_metrics
-from lightning_gnn.report.table import print_table
+from lightning_gnn.report.metrics import collect_metrics, print_table, reporting, write_metrics
 
 __all__ = ["collect_metrics", "print_table", "reporting", "write_metrics"]

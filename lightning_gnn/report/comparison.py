@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.report.console import warn
-from lightning_gnn.report.failures import reporting
-from lightning_gnn.runtime.documents import LARGEST_JSON, read_json, read_text
-from lightning_gnn.runtime.whole_files import write_whole
+from lightning_gnn.report.metrics import reporting
+from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, write_whole
 
 FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
 SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")

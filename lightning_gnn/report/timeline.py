@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.runtime.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -63,47 +63,43 @@ def save_trace(
         counters: Figures of the last timeline.
     """
     events: list[dict[str, Any]] = []
-    zero = 0.0
-    moments = [*(mark.time for mark in marks), *(counter.time for counter in counters)]
-    for number, (name, timeline) in enumerate(timelines.items(), start=1):
-        zero = beginning(timeline)
-        for event in timeline.chrome_trace(name)["traceEvents"]:
-            events.append({**event, "pid": number})  # viewers want numbers, the name is in the metadata
-        sort = {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
-        events.append(sort)
-    last = len(timelines)
+    zero, last, tid = 0.0, len(timelines), 0
+    for pid, (name, timeline) in enumerate(timelines.items(), start=1):
+        zero, tracks = timeline.begin, timeline.tracks()
+        events += [
+            _metadata(pid, 0, "process_name", name=name),
+            _metadata(pid, 0, "process_sort_index", sort_index=pid),
+        ]
+        events += [
+            _metadata(pid, tid, "thread_name", name=text) for tid, text in enumerate(["phases", *tracks.values()])
+        ]
+        numbers, tid = {track: number for number, track in enumerate(tracks, start=1)}, len(tracks)
+        for phase, start, end in timeline.phases:
+            events.append({**_span(pid, 0, start - zero, end - zero), "name": phase, "cat": "phase"})
+        for item in sorted(timeline.intervals, key=lambda interval: (interval.start, interval.end)):
+            span = _span(pid, numbers[item.resource, item.lane], item.start - zero, item.end - zero)
+            named = {"name": f"{item.stage} {item.batch}", "cat": item.stage, "args": {"batch": item.batch}}
+            events.append({**span, **named})
     if marks:
-        tid = 1 + max((event.get("tid", 0) for event in events if event["pid"] == last), default=0)
-        named = {"name": "decisions"}
-        events.append({"ph": "M", "pid": last, "tid": tid, "name": "thread_name", "args": named})
+        events.append(_metadata(last, tid + 1, "thread_name", name="decisions"))
     for mark in marks:
         more = {"explanation": mark.explanation, **(mark.values or {})}
-        when = {"ts": 1e6 * (mark.time - zero), "pid": last, "tid": tid}
-        events.append(
-            {"ph": "i", "s": "p" if mark.weight == "decision" else "t", "name": mark.name, **when, "args": more}
-        )
-        events[-1]["cat"] = mark.weight
+        when = {"ts": 1e6 * (mark.time - zero), "pid": last, "tid": tid + 1}
+        scope = "p" if mark.weight == "decision" else "t"
+        events.append({"ph": "i", "s": scope, "name": mark.name, "cat": mark.weight, **when, "args": more})
     for counter in counters:
         when = {"ts": 1e6 * (counter.time - zero), "pid": last}
         events.append({"ph": "C", "name": counter.name, **when, "args": dict(counter.values)})
-    early = max([0.0, *(zero - moment for moment in moments)])  # no viewer likes times before 0
+    early = min([0.0, *(event["ts"] for event in events if "ts" in event)])  # no viewer likes times before 0
     for event in events:
         if "ts" in event:
-            event["ts"] += 1e6 * early
+            event["ts"] -= early
     return write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def first_batches(timeline: Timeline, num_batches: int) -> Timeline:
-    """Return what happened until so many mini-batches were trained, all of it if there are no more."""
-    ends = sorted(interval.end for interval in timeline.intervals if interval.stage == "model")
-    if len(ends) <= num_batches:
-        return timeline
-    end = ends[num_batches - 1]
-    cut = [replace(item, end=min(item.end, end)) for item in timeline.intervals if item.start < end]
-    phases = [(name, start, min(stop, end)) for name, start, stop in timeline.phases if start < end]
-    return Timeline(cut, phases, timeline.names)
+def _metadata(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
 
 
-def beginning(timeline: Timeline) -> float:
-    """Return when a timeline begins, as its trace counts."""
-    return min([timeline.start, *(begin for _, begin, _ in timeline.phases)])
+def _span(pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "pid": pid, "tid": tid, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": {}}

@@ -14,7 +14,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_gnn.runtime.whole_files import flush, whole_file
+from lightning_gnn.runtime.files import flush, whole_file
 
 _CHUNK = 1 << 22
 
@@ -59,8 +59,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: Of the file.
-            map_location: As for ``torch.load``.
-            weights_only: Likewise.
+            map_location: Device, or a mapping of devices, that tensors are read to, as ``torch.load`` takes it.
+            weights_only: Whether to refuse all but tensors and plain types; None leaves that to torch.
 
         Returns:
             What was saved.

@@ -64,7 +64,7 @@ def sum_gradients(
             parts.append((gradient if gradient.layout == torch.strided else gradient.to_dense()).reshape(-1))
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
-        used, *sums = flat.split([part.numel() for part in parts])
+        used, *sums = torch.split(flat, [part.numel() for part in parts])
         # Reading the flags waits for the device, so only a process that misses a gradient does.
         anywhere: list[bool] = here if all(here) else (used > 0).tolist()
         for place, total, has in zip(places, sums, anywhere, strict=True):

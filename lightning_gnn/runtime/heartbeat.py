@@ -15,8 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed.rendezvous import rendezvous
 
 _LOOK = 0.25
 """Seconds between two looks at the other ranks."""
@@ -88,7 +88,8 @@ def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         DistError: A rank did not come.
     """
     limit = max(RENDEZVOUS, timeout)
-    store, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=limit))
+    store: Store
+    store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=limit))
     store.set_timeout(limit)
     # Of torchrun's store nobody waits for the others.
     store.set(f"lightning_gnn/met/{rank}", "")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.runtime.whole_files import flush, write_whole
+from lightning_gnn.runtime.files import flush, write_whole
 
 NAME = "manifest.json"
 _FORMAT = 1

@@ -1,18 +1,344 @@
-"""An ordered pipeline: worker threads prepare items ahead of the one who uses them."""
+"""Threads that prepare ahead: a crew that takes jobs, and stages joined by bounded queues, which keep the order."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Any, Generic, TypeVar
+
+import torch
 
 Task = TypeVar("Task")
-Item = TypeVar("Item")
+Made = TypeVar("Made")
+Job = Callable[[], object]
+Step = Callable[[int, Any, Any], Any]
+"""Called with the number of a part, the part's value and the item's note; returns the part's next value."""
 
 
-class OrderedPipeline(Generic[Task, Item]):
+def one_torch_thread() -> None:
+    """Keep torch from running operators in more than the calling thread, where items are the parallelism."""
+    torch.get_num_threads()  # torch takes a number over only where it has been asked for before
+    torch.set_num_threads(1)
+
+
+class Crew:
+    """Threads in groups, which take jobs as soon as there are any, until they are told to stop or a job fails.
+
+    Args:
+        claim: Called under the lock with the numbers of a group and of a thread in it; returns a job for that thread,
+            or None to wait until the group is woken.
+        names: Of the groups; their threads have a number behind.
+        begin: Called first in each thread.
+    """
+
+    def __init__(
+        self, claim: Callable[[int, int], Job | None], names: Sequence[str], begin: Callable[[], object]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.news = threading.Condition(self.lock)
+        """For those who wait for the crew; notified when a job fails, and by whoever else has news."""
+        self.error: BaseException | None = None
+        """What a job has raised, with its traceback."""
+        self.stopped = False
+        self._claim, self._names, self._begin = claim, list(names), begin
+        self._calls = [threading.Condition(self.lock) for _ in names]
+        self._threads: list[list[threading.Thread]] = [[] for _ in names]
+        self._busy: dict[int, str] = {}
+        self._process = os.getpid()
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether its threads can be waited for, and its lock taken.
+
+        Not so in a fork: the threads are the parent's, and one of them may have held the lock. Nor in one of them: the
+        garbage collector has dropped the owner there, and may have done so with the lock held.
+        """
+        own = any(threading.current_thread() in group for group in self._threads)
+        return self._process == os.getpid() and not own
+
+    def grow(self, group: int, num_threads: int) -> None:
+        """Start threads until a group has so many."""
+        for number in range(len(self._threads[group]), num_threads):
+            name = f"{self._names[group]}-{number}"
+            thread = threading.Thread(target=self._run, args=(group, number), name=name, daemon=True)
+            self._threads[group].append(thread)
+            thread.start()
+
+    def wake(self, group: int) -> None:
+        """Let the threads of a group look for jobs again; the caller holds the lock."""
+        self._calls[group].notify_all()
+
+    def check_process(self) -> None:
+        """Refuse to wait for threads that another process has.
+
+        Raises:
+            RuntimeError: This process is a fork of the one that started them.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this iterator belongs to process {self._process}, whose threads prepare its mini-batches; process "
+                f"{os.getpid()} is a fork of it, which has no threads: begin a new iterator there, iter(loader)"
+            )
+
+    def close(self, patience: float = inf) -> list[str]:
+        """Stop, and join the threads once they are done with the jobs that they have; as often as you like.
+
+        Args:
+            patience: Seconds to wait for them.
+
+        Returns:
+            The names of those that have not ended by then.
+        """
+        if self._process != os.getpid():
+            return []
+        with self.lock:
+            self._stop()
+        if not self.can_be_joined:
+            return []
+        threads = [thread for group in self._threads for thread in group]
+        deadline = time.monotonic() + patience
+        for thread in threads:
+            thread.join(None if patience == inf else max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    def stacks(self) -> str:
+        """Tell where the threads are that have a job."""
+        frames = sys._current_frames()
+        found = [
+            f"thread {name}:\n{''.join(traceback.format_stack(frames[ident]))}"
+            for ident, name in self._busy.items()
+            if ident in frames
+        ]
+        return "\n".join(found) or "no thread is at work"
+
+    def _stop(self) -> None:
+        self.stopped = True
+        for condition in (*self._calls, self.news):
+            condition.notify_all()
+
+    def _run(self, group: int, number: int) -> None:
+        try:
+            self._begin()
+            while True:
+                job = self._next(group, number)
+                if job is None:
+                    return
+                job()
+                del job  # a thread that waits keeps nothing of what it has made
+        except BaseException as error:
+            with self.lock:
+                self.error = self.error or error
+                self._stop()
+
+    def _next(self, group: int, number: int) -> Job | None:
+        ident = threading.get_ident()
+        with self.lock:
+            self._busy.pop(ident, None)
+            while not self.stopped:
+                if (job := self._claim(group, number)) is not None:
+                    self._busy[ident] = threading.current_thread().name
+                    return job
+                self._calls[group].wait()
+        return None
+
+
+@dataclass
+class Item:
+    """What passes through stages: a few parts that are worked on side by side.
+
+    Args:
+        parts: Value of each part; None for one that does not exist.
+        note: Anything that the steps need to know about the item.
+    """
+
+    parts: list[Any]
+    note: Any = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Thread-seconds of each step."""
+    error: BaseException | None = None
+    passed: int = 0
+    """How many stages are done with it."""
+    left: int = 0
+    """How many jobs the present stage still has to do on it."""
+
+    def run(self, part: int, steps: Sequence[tuple[str, Step]]) -> list[tuple[str, float]]:
+        """Take a part through some steps and return what they cost."""
+        costs = []
+        for name, step in steps:
+            start = time.perf_counter()
+            self.parts[part] = step(part, self.parts[part], self.note)
+            costs.append((name, time.perf_counter() - start))
+        return costs
+
+    def add(self, costs: list[tuple[str, float]]) -> None:
+        """Add costs of a part."""
+        for name, seconds in costs:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+class StagePipeline:
+    """Take items through stages, in order, with at most a few of them in each.
+
+    A stage holds an item from when it begins with it until the next one begins: one that is slow keeps those before it
+    from running ahead. An exception in a step is raised by :meth:`take` of that item, with its own traceback.
+
+    Args:
+        stages: The steps of each stage, one after another.
+        num_threads: Threads of each stage.
+        bound: Items in a stage beyond those that its threads are busy with.
+        stall_timeout: Seconds without any progress after which :meth:`take` gives up.
+        name: Begins the names of the threads, before that of the stage's first step.
+        begin: Called first in each thread.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[tuple[str, Step]]],
+        num_threads: Sequence[int],
+        bound: int = 1,
+        stall_timeout: float = 300.0,
+        name: str = "lightning-gnn",
+        begin: Callable[[], object] = one_torch_thread,
+    ) -> None:
+        self.stages = [list(steps) for steps in stages]
+        self.bound = bound
+        self.stall_timeout = stall_timeout
+        self._crew = Crew(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
+        self._jobs: list[deque[tuple[Item, int]]] = [deque() for _ in self.stages]
+        self._items: deque[Item] = deque()  # submitted and not taken
+        self._entered = [0] * (len(self.stages) + 1)  # items that have begun with each stage, and that were taken
+        self._num_threads = [0] * len(self.stages)
+        self._progress = time.monotonic()
+        self.resize(num_threads)
+
+    @property
+    def in_flight(self) -> int:
+        """Items submitted and not taken."""
+        return len(self._items)
+
+    @property
+    def capacity(self) -> int:
+        """Items that the stages can hold together."""
+        return sum(self._room(stage) for stage in range(len(self.stages)))
+
+    def resize(self, num_threads: Sequence[int]) -> None:
+        """Change the number of threads of each stage; those that are too many wait."""
+        with self._crew.lock:
+            for stage, wanted in enumerate(num_threads):
+                self._num_threads[stage] = max(1, wanted)
+                self._crew.grow(stage, self._num_threads[stage])
+                self._crew.wake(stage)
+            self._admit()
+
+    def submit(self, item: Item) -> None:
+        """Send an item on its way."""
+        self._crew.check_process()
+        with self._crew.lock:
+            self._items.append(item)
+            self._admit()
+
+    def take(self) -> Item:
+        """Return the first item that was submitted and not taken, once it has passed all stages.
+
+        Raises:
+            BaseException: What a step has raised for it.
+            TimeoutError: Nothing has moved for ``stall_timeout`` seconds; it shows where the threads are.
+        """
+        self._crew.check_process()
+        with self._crew.lock:
+            item, since = self._items[0], time.monotonic()
+            while item.passed < len(self.stages):
+                if self._crew.error is not None:
+                    raise self._crew.error
+                patience = max(self._progress, since) + self.stall_timeout - time.monotonic()
+                if patience <= 0:
+                    raise TimeoutError(
+                        f"preparing mini-batches has made no progress for {self.stall_timeout:g} s; "
+                        f"{self._crew.stacks()}"
+                    )
+                self._crew.news.wait(min(patience, 5.0))
+            self._items.popleft()
+            self._entered[-1] += 1
+            self._admit()
+        error, item.error = item.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which holds this frame
+        return item
+
+    def fill(self, items: Iterator[Item]) -> None:
+        """Send items on their way while there is room."""
+        while self.in_flight < self.capacity and (item := next(items, None)) is not None:
+            self.submit(item)
+
+    def pull(self, items: Iterator[Item]) -> Item | None:
+        """Keep the stages filled with items, and take the first one; None where there are no more."""
+        self.fill(items)
+        if not self._items:
+            return None
+        item = self.take()
+        self.fill(items)
+        return item
+
+    def close(self, patience: float = 3.0) -> list[str]:
+        """Stop, drop what is under way, and return the names of threads that have not ended in time, in seconds."""
+        left = self._crew.close(patience)
+        self._items.clear()
+        return left
+
+    def _room(self, stage: int) -> int:
+        return self.bound + self._num_threads[stage]
+
+    def _admit(self) -> None:
+        """Let items enter the stages, in order: one that came out of order may not take the place of an earlier one."""
+        for stage in reversed(range(len(self.stages))):  # from the last, which makes room in those before it
+            while self._entered[stage] < self._entered[stage + 1] + self._room(stage):
+                place = self._entered[stage] - self._entered[-1]
+                if place >= len(self._items) or (item := self._items[place]).passed < stage:
+                    break
+                self._entered[stage] += 1
+                jobs = [(item, part) for part, value in enumerate(item.parts) if value is not None] or [(item, -1)]
+                item.left = len(jobs)
+                self._jobs[stage].extend(jobs)
+                self._crew.wake(stage)
+
+    def _claim(self, stage: int, number: int) -> Job | None:
+        if number >= self._num_threads[stage] or not self._jobs[stage]:
+            return None
+        return partial(self._work, stage, *self._jobs[stage].popleft())
+
+    def _work(self, stage: int, item: Item, part: int) -> None:
+        error: BaseException | None = None
+        costs: list[tuple[str, float]] = []
+        try:
+            if item.error is None and part >= 0:  # one that has failed goes on untouched, to be taken in its turn
+                costs = item.run(part, self.stages[stage])
+        except BaseException as caught:
+            error = caught
+        with self._crew.lock:
+            item.add(costs)
+            item.error = item.error or error
+            item.left -= 1
+            if item.left == 0:
+                item.passed = stage + 1
+                self._progress = time.monotonic()
+                self._admit()
+                self._crew.news.notify_all()
+        del error  # which holds this frame
+
+
+class OrderedPipeline(Generic[Task, Made]):
     """Yield ``prepare(task)`` for each task, in order, with some of them prepared ahead by threads.
 
     An exception in a worker is raised at the item that it belongs to, with the worker's traceback. Closing early, or
@@ -26,66 +352,37 @@ class OrderedPipeline(Generic[Task, Item]):
     """
 
     def __init__(
-        self, tasks: Iterable[Task], prepare: Callable[[Task], Item], num_threads: int = 0, ahead: int = 2
+        self, tasks: Iterable[Task], prepare: Callable[[Task], Made], num_threads: int = 0, ahead: int = 2
     ) -> None:
         self._tasks = iter(tasks)
         self._prepare = prepare
-        self._waiting: deque[Future[Item]] = deque()
-        self._pool = ThreadPoolExecutor(num_threads, "lightning-gnn-batch") if num_threads else None
-        self._process = os.getpid()
-        for _ in range(max(ahead, num_threads)):
-            self._submit()
+        self._stages: StagePipeline | None = None
+        if num_threads:
+            step: Step = lambda part, value, task: prepare(task)  # noqa: E731
+            bound = max(ahead - num_threads, 0)
+            self._stages = StagePipeline([[("batch", step)]], [num_threads], bound, inf, begin=lambda: None)
+            weakref.finalize(self, self._stages.close, inf)  # at the interpreter's end too
+            self._items = (Item([()], task) for task in self._tasks)
+            self._stages.fill(self._items)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Made]:
         return self
 
-    def __next__(self) -> Item:
-        if self._pool is None:
+    def __next__(self) -> Made:
+        if self._stages is None:
             return self._prepare(next(self._tasks))
-        check_process(self._process)
-        if not self._waiting:
-            self.close()
-            raise StopIteration
-        future = self._waiting.popleft()
         try:
-            item = future.result()
+            if (item := self._stages.pull(self._items)) is None:
+                raise StopIteration
         except BaseException:
             self.close()
             raise
-        self._submit()
-        return item
+        made: Made = item.parts[0]
+        return made
 
     def close(self) -> None:
         """Cancel what has not begun and wait for the threads to end."""
         self._tasks = iter(())
-        self._waiting.clear()
-        if self._pool is not None and self._process == os.getpid():
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _submit(self) -> None:
-        if self._pool is None:
-            return
-        try:
-            task = next(self._tasks)
-        except StopIteration:
-            return
-        self._waiting.append(self._pool.submit(self._prepare, task))
-
-
-def check_process(process: int) -> None:
-    """Refuse to wait for threads that another process has.
-
-    Args:
-        process: The id of the process that started them.
-
-    Raises:
-        RuntimeError: This process is a fork of it.
-    """
-    if os.getpid() != process:
-        raise RuntimeError(
-            f"this iterator belongs to process {process}, whose threads prepare its mini-batches; process "
-            f"{os.getpid()} is a fork of it, which has no threads: begin a new iterator there, iter(loader)"
-        )
+        if self._stages is not None:
+            self._items = (Item([()], task) for task in self._tasks)
+            self._stages.close(inf)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -22,12 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_gnn.runtime.files import flush
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, identity, is_settled
-from lightning_gnn.runtime.place import cache_root, is_writable, say_once
-from lightning_gnn.runtime.whole_files import flush
 
 KINDS = {
     "topology": "sorted edges of data folders",
@@ -48,9 +49,74 @@ _PATIENCE = 20.0
 """Seconds after which it is said that another process is waited for."""
 _DAMAGE = (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
+_said: set[str] = set()
+
 T = TypeVar("T")
 Read = Callable[[Path, bool], T]
 """Reads an entry; where the second argument is true, its content must be checked, because it is not known yet."""
+
+
+def cache_root(given: str | Path | None = None) -> Path | None:
+    """Return the folder below which everything cached lies, or None where there can be none, which is said once.
+
+    A folder of another user, or one that others may write to, is never read: whoever writes there could plant what is
+    loaded. Then a private one is used, which is said once.
+
+    Args:
+        given: What the user chose instead of ``$LIGHTNING_GNN_CACHE``, which stands before the user's cache folder
+            (``$XDG_CACHE_HOME/lightning-gnn``, by default ``~/.cache/lightning-gnn``).
+    """
+    default = user_cache_path("lightning-gnn", appauthor=False)
+    chosen = given or os.environ.get("LIGHTNING_GNN_CACHE") or default
+    try:
+        wanted = Path(chosen).expanduser().absolute()
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_private(wanted):
+            return wanted
+    except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
+        say_once(f"cached files cannot be kept in {chosen} ({error}); what is cached is made anew each time")
+        return None
+    number = os.geteuid()
+    others = [default if default != wanted else default.with_name(f"{default.name}-{number}")]
+    if wanted.stat().st_mode & stat.S_ISVTX:  # there nobody can move the folder of another
+        others.insert(0, wanted / f"private-{number}")
+    why = "belongs to another user" if wanted.stat().st_uid != number else "can be written to by others"
+    for folder in others:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_private(folder):
+                say_once(f"{wanted} {why}, so cached files are kept in {folder}; chmod 700 it or choose another folder")
+                return folder
+        except OSError:
+            continue
+    say_once(f"cached files cannot be kept in {wanted}: it {why}; set LIGHTNING_GNN_CACHE to a folder of your own")
+    return None
+
+
+def is_private(folder: Path) -> bool:
+    """Tell whether a folder belongs to this user, and nobody else may write to it."""
+    if not hasattr(os, "getuid"):  # Windows: the user's folders are the user's
+        return folder.is_dir()
+    found = folder.stat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def is_writable(folder: Path) -> bool:
+    """Tell whether files may be made in a folder, or in the nearest one above it that exists.
+
+    Permissions count even for a superuser, who could override them: data that was set read-only stays as it is.
+    """
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
+
+
+def say_once(message: str, about: str = "") -> None:
+    """Warn, in the first process of a run, once about a thing, by default once with these words."""
+    if (about or message) not in _said:
+        _said.add(about or message)
+        rank_zero_warn(message)
 
 
 def checksum(*parts: Any) -> str:
@@ -89,12 +155,12 @@ def kept(
 
     Args:
         kind: One of :data:`KINDS`.
-        key: 32 hexadecimal digits, see :func:`checksum`.
+        key: 32 hexadecimal digits, such as :func:`checksum` returns.
         make: Writes the files of the entry into an empty folder.
         read: Reads them; never returns None. What it raises for wrong content counts as damage.
         title: What the entry is for, as the user knows it.
         sources: Files that the entry is made from: it is made anew when their content changes.
-        given: See :func:`~lightning_gnn.runtime.place.cache_root`.
+        given: The folder that the user chose to keep cached files in, or None.
 
     Returns:
         What ``read`` returns, or None where nothing can be kept.

@@ -1,13 +1,141 @@
-"""When each stage of each mini-batch ran, predicted or recorded."""
+"""When each stage of each mini-batch ran: clocks of devices, what is recorded by them, and timelines.
+
+Stages also have names for ``torch.profiler``, so that a user's own profile shows them: with
+``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)`` those of worker threads too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from lightning_gnn.runtime.devices import works
 
 Resource = Literal["CPU", "PCIe", "GPU"]
 RESOURCES: tuple[Resource, ...] = ("CPU", "PCIe", "GPU")
+Timestamp = float | torch.Event
+"""Seconds of ``time.perf_counter()``, or an event that a device has recorded or will record."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make ``torch.profiler`` show the calls of a function as ``lightning_gnn::<name>``; safe in any thread."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            with record_function(f"lightning_gnn::{name}"):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+class Clock:
+    """Tells when work that has been queued on a device begins and ends; on the CPU it is ``time.perf_counter()``.
+
+    Args:
+        device: Whose clock. One without timed events is waited for at each timestamp.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.has_events = device.type != "cpu" and works(self._try_events)
+        self._origin: tuple[torch.Event, float] | None = None
+
+    def now(self, stream: torch.Stream | None = None) -> Timestamp:
+        """Return when a stream, by default the current one, is done with what is queued on it."""
+        if self.has_events:
+            return self._event(stream)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+    def anchor(self) -> None:
+        """Lay the device's clock beside the host's; waits for the device."""
+        if self.has_events:
+            event = self._event()
+            event.synchronize()
+            self._origin = event, time.perf_counter()
+
+    def host_seconds(self, timestamp: Timestamp) -> float:
+        """Return a timestamp in seconds of ``time.perf_counter()``; waits for it."""
+        if isinstance(timestamp, float):
+            return timestamp
+        if self._origin is None:
+            self.anchor()
+        assert self._origin is not None
+        event, seconds = self._origin
+        timestamp.synchronize()
+        return seconds + seconds_between(event, timestamp)
+
+    def _event(self, stream: torch.Stream | None = None) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device) if stream is None else stream)
+        return event
+
+    def _try_events(self) -> None:
+        event = self._event()
+        event.synchronize()
+        event.elapsed_time(event)
+
+
+def is_reached(timestamp: Timestamp) -> bool:
+    """Whether the device has come as far."""
+    return isinstance(timestamp, float) or bool(timestamp.query())
+
+
+def seconds_between(start: Timestamp, end: Timestamp) -> float:
+    """Return the seconds from one timestamp to another of the same clock; both must have been reached."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]  # a clock has one kind of them
+    return float(start.elapsed_time(end)) / 1e3
+
+
+class StepTimer:
+    """Times an accelerator's steps by events, which are read once they are reached, so that nothing waits for them.
+
+    Where a backend has no events, the time is that of the thread.
+
+    Args:
+        device: The accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._steps: deque[tuple[Timestamp, Timestamp]] = deque()
+        self._start: Timestamp | None = None
+        self._last: float | None = None
+
+    def start(self) -> None:
+        """Mark the begin of a step in the current stream of the calling thread."""
+        self._start = self._clock.now() if self._clock.has_events else None
+
+    def stop(self) -> None:
+        """Mark its end."""
+        start, self._start = self._start, None
+        if start is not None:
+            self._steps.append((start, self._clock.now()))
+
+    def read(self, own: float) -> float:
+        """Return the seconds of the latest step that is known to be done.
+
+        Args:
+            own: Seconds that the thread took, which are returned for as long as nothing is known.
+        """
+        while self._steps and is_reached(self._steps[0][1]):
+            self._last = seconds_between(*self._steps.popleft())
+        return own if self._last is None else self._last
 
 
 @dataclass(frozen=True)
@@ -19,7 +147,7 @@ class Interval:
         stage: ``"cpu_batching"``, ``"dma"``, ``"gpu_batching"``, ``"uva"`` or ``"model"``, or any other name.
         batch: Number of the mini-batch.
         start: Seconds since the beginning.
-        end: Likewise.
+        end: Seconds since the beginning.
         lane: Which of several workers of the resource.
     """
 
@@ -56,6 +184,11 @@ class Timeline:
         return max((interval.end for interval in self.intervals), default=0.0)
 
     @property
+    def begin(self) -> float:
+        """Seconds at which its first interval or phase begins, which is where its trace counts from."""
+        return min([self.start, *(begin for _, begin, _ in self.phases)])
+
+    @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         return self.end - self.start
@@ -72,35 +205,109 @@ class Timeline:
         """Return the workers of a resource that did something, in ascending order."""
         return sorted({interval.lane for interval in self.intervals if interval.resource == resource})
 
-    def chrome_trace(self, process: str = "lightning-gnn") -> dict[str, Any]:
-        """Return the timeline in the Trace Event Format, which chrome://tracing and Perfetto open.
+    def tracks(self) -> dict[tuple[Resource, int], str]:
+        """Return every worker of a resource that did something, and what to call it."""
+        found: dict[tuple[Resource, int], str] = {}
+        for resource in RESOURCES:
+            lanes, name = self.lanes(resource), self.names.get(resource, resource)
+            found |= {(resource, lane): f"{name} {lane}" if len(lanes) > 1 else name for lane in lanes}
+        return found
+
+    def first(self, num_batches: int) -> Timeline:
+        """Return what happened until so many mini-batches were trained, all of it if there are no more."""
+        ends = sorted(interval.end for interval in self.intervals if interval.stage == "model")
+        if len(ends) <= num_batches:
+            return self
+        end = ends[num_batches - 1]
+        cut = [replace(item, end=min(item.end, end)) for item in self.intervals if item.start < end]
+        phases = [(name, start, min(stop, end)) for name, start, stop in self.phases if start < end]
+        return Timeline(cut, phases, self.names)
+
+
+class Recorder:
+    """Passes on what stages are measured to take: to a function, into a timeline, both or neither.
+
+    Args:
+        clock: The device's.
+        model_on: The resource that trains.
+    """
+
+    def __init__(self, clock: Clock, model_on: Resource = "GPU") -> None:
+        self.clock = clock
+        self.on_stage: Callable[[str, Timestamp, Timestamp], object] | None = None
+        """Called with name, start and end of each stage, in any thread."""
+        self.timeline: Timeline | None = None
+        self._model_on = model_on
+        self._queued: deque[tuple[tuple[Resource, ...], str, int, Timestamp, Timestamp, int]] = deque()
+        self._model: tuple[int, Timestamp] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody wants to know."""
+        return self.on_stage is not None or self.timeline is not None
+
+    def begin(self) -> None:
+        """Make ready for an epoch."""
+        if self.active:
+            self.clock.anchor()
+
+    def now(self, stream: torch.Stream | None = None) -> Timestamp | None:
+        """Return the clock's time if somebody wants to know."""
+        return self.clock.now(stream) if self.active else None
+
+    def add(
+        self,
+        resource: Resource | tuple[Resource, ...],
+        stage: str,
+        number: int,
+        start: Timestamp | None,
+        end: Timestamp | None,
+        lane: int = 0,
+    ) -> None:
+        """Note a stage of a mini-batch; may be called from any thread.
 
         Args:
-            process: Name of the group of tracks, so that several timelines can be laid side by side.
+            resource: What it occupies.
+            stage: Its name.
+            number: Of the mini-batch.
+            start: When it began; None where nobody wanted to know then.
+            end: When it ended.
+            lane: Which of several workers.
         """
-        tracks = [(resource, lane) for resource in RESOURCES for lane in self.lanes(resource)]
-        thread = {track: index + 1 for index, track in enumerate(tracks)}
-        events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": process}}]
-        for (resource, lane), index in [(("phases", 0), 0), *thread.items()]:
-            name = self.names.get(resource, resource)
-            if resource != "phases" and len(self.lanes(resource)) > 1:  # type: ignore[arg-type]
-                name = f"{name} {lane}"
-            events.append({"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": name}})
-        origin = min([self.start, *(begin for _, begin, _ in self.phases)])
-        for phase, start, end in self.phases:
-            events.append(_event(process, 0, phase, "phase", start - origin, end - start, {}))
-        for item in sorted(self.intervals, key=lambda interval: (interval.start, interval.end)):
-            track = thread[item.resource, item.lane]
-            name, begin = f"{item.stage} {item.batch}", item.start - origin
-            events.append(_event(process, track, name, item.stage, begin, item.end - item.start, {"batch": item.batch}))
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        if start is None or end is None:
+            return
+        on_stage = self.on_stage  # the training thread may take it away in between
+        if on_stage is not None:
+            on_stage(stage, start, end)
+        if self.timeline is not None:
+            resources = resource if isinstance(resource, tuple) else (resource,)
+            self._queued.append((resources, stage, number, start, end, lane))
 
+    def begin_model(self, number: int) -> None:
+        """Note that a mini-batch is handed out."""
+        self._model = (number, self.clock.now()) if self.active else None
 
-def _event(
-    process: str, thread: int, name: str, category: str, start: float, duration: float, more: dict[str, Any]
-) -> dict[str, Any]:
-    micros = {"ts": 1e6 * start, "dur": 1e6 * duration}
-    return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **micros, "args": more}
+    def end_model(self) -> None:
+        """Note that the model has been trained with it."""
+        model, self._model = self._model, None
+        if model is not None:
+            self.add(self._model_on, "model", *model, self.clock.now())
+
+    def forget_model(self) -> None:
+        """Note nothing of it: other things have been done since."""
+        self._model = None
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """Note a phase of the schedule, in seconds of the host."""
+        if self.timeline is not None:
+            self.timeline.phases.append((name, start, end))
+
+    def write(self) -> None:
+        """Write what has been noted into the timeline; waits for the device."""
+        while self._queued and self.timeline is not None:
+            resources, stage, number, start, end, lane = self._queued.popleft()
+            seconds = self.clock.host_seconds(start), self.clock.host_seconds(end)
+            self.timeline.intervals += [Interval(name, stage, number, *seconds, lane) for name in resources]
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

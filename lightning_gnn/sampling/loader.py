@@ -25,8 +25,9 @@ from torch_geometric.typing import TensorFrame
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.options import checked_options, keywords_of
 from lightning_gnn.ops import batch_key, gather_rows
-from lightning_gnn.runtime.keyed_random import keyed_random
 from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.runtime.resume import keyed_random
+from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
@@ -200,6 +201,7 @@ class _ThreadedLoader:
         """Whether ``finish`` has something to do."""
         return self.in_training_thread or bool(self.trained()) or (self.transform is not None and not self.thread_safe)
 
+    @profiled("sampling")
     def sample(self, index: list[int], key: int, part: int = 0, first: int = 0) -> SamplerOutput:
         """Stage Sampling: from positions among the seeds to a subgraph.
 
@@ -243,6 +245,7 @@ class _ThreadedLoader:
             batch[key] = self._trained_rows(key, ids)
         return batch if self.transform is None else self.transform(batch)
 
+    @profiled("feature_loading")
     def load(self, out: SamplerOutput, key: int, part: int = 0) -> Prepared:
         """Stage Feature Loading: join a subgraph with its features, as far as that can be done ahead.
 

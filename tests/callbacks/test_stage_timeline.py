@@ -10,16 +10,15 @@ import torch
 
 from lightning_gnn.callbacks import StageTimeline
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import Mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.report.timeline import Counter, Mark, first_batches, save_trace
-from lightning_gnn.report.timeline_figure import save_timeline
+from lightning_gnn.report.figure import save_timeline
+from lightning_gnn.report.timeline import Counter, Mark, save_trace
 from lightning_gnn.runtime.timeline import Interval, Timeline
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
@@ -48,6 +47,28 @@ def trace(path):
 
 def numbers(timeline, stage):
     return [item.batch for item in timeline.intervals if item.stage == stage]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_own_profile_names_the_stages(num_workers):
+    everything = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    options = {"experimental_config": everything} if num_workers else {}  # else the calling thread's, as torch does
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
+        trained(neighbours(num_workers=num_workers), epochs=1)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["lightning_gnn::sampling"] == counts["lightning_gnn::feature_loading"] >= 5
+
+
+def test_a_users_own_profile_names_the_transfers(tmp_path):
+    plan = CollectivePlan("collective", 2, 1, times=TIMES)
+    datamodule = CollectiveDataModule(
+        DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu", plan=plan, cache_plan=False
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trained(datamodule, epochs=1)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["lightning_gnn::transfer"] == 2  # of 5 mini-batches the CPU prepares 2, in another thread
+    assert counts["lightning_gnn::sampling"] >= 3
 
 
 def test_waiting_and_training_of_any_loader(tmp_path):
@@ -127,7 +148,7 @@ def test_a_picture_names_what_the_cpu_plays(tmp_path, monkeypatch):
         shown["lanes"] = [label.get_text() for label in axes.get_yticklabels()]
         shown["legend"] = {text.get_text() for text in figure.legends[0].get_texts()}
 
-    monkeypatch.setattr("lightning_gnn.report.timeline_figure.save", look)
+    monkeypatch.setattr("lightning_gnn.report.figure.save", look)
     stages = [("PCIe", "dma"), ("PCIe", "uva"), ("GPU", "gpu_batching"), ("GPU", "model")]
     intervals = [Interval(resource, stage, 0, i, i + 1.0) for i, (resource, stage) in enumerate(stages)]
     datamodule = CollectiveDataModule(DATA, num_neighbors=[4, 4], batch_size=30, num_workers=1, gpu_route="cpu")
@@ -192,7 +213,7 @@ def test_files_of_any_timeline(tmp_path):
     assert times["flushing"] == times["own stage 3"] == times["note"] == 2e6
     assert times["c"] == times["model 0"] == 3e6
     assert all(isinstance(event["pid"], int) for event in events)
-    assert [item.batch for item in first_batches(one, 7).intervals] == list(range(7))
-    assert first_batches(one, 7).phases == [("flushing", 9.0, 16.5)]
+    assert [item.batch for item in one.first(7).intervals] == list(range(7))
+    assert one.first(7).phases == [("flushing", 9.0, 16.5)]
     with pytest.raises(ValueError, match="no timeline"):
         save_timeline({}, "title", tmp_path / "b.png")

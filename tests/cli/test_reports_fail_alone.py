@@ -55,7 +55,7 @@ def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_gnn.runtime.whole_files.whole_file", full)
+    monkeypatch.setattr("lightning_gnn.runtime.files.whole_file", full)
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out

@@ -11,10 +11,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.collective.datamodule import CollectiveDataModule, cores_of_process
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.plan_files import cores_of_process
 from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.collective.dispatcher import SIMULATED_BATCHES, Dispatcher, buffer_size, initial_ratio, relaxed_time
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 
 
 def stage_times(cpu, dma, gpu, model, workers=1):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 
-from lightning_gnn.collective.host_ring import HostMemoryError, HostRing, HostSlot
+from lightning_gnn.collective.routes import HostMemoryError, HostRing, HostSlot
 from tests.patience import PATIENCE
 from tests.sampling.test_loader import assert_same
 

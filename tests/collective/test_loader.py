@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.collective import loader as collective_loader
-from lightning_gnn.collective import workers as collective_workers
-from lightning_gnn.collective.host_ring import HostMemoryError
 from lightning_gnn.collective.loader import CollectiveLoader
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.routes import HostMemoryError
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from lightning_gnn.collective.workers import THREAD_NAME, Workers
+from lightning_gnn.runtime import pipeline
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
@@ -150,7 +149,7 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, determinist
     loader.prepare_on_host, loader.routes.prepare = slow_on_host, slow
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collective_loader, "Workers", Recorded)
-        patch.setattr(collective_workers, "threading", clock.threading())
+        patch.setattr(pipeline, "threading", clock.threading())
         for _ in loader:
             clock.sleep(duration("model", loader.order[-1]))
     decided = [step for step in steps if step.kind != "wait"]
@@ -473,7 +472,7 @@ def test_too_little_host_memory_halves_the_buffers(mode, deterministic):
     for number, batch in zip(range(len(PLAIN)) if deterministic else loader.order, batches, strict=False):
         assert not deterministic or assert_same(batch, PLAIN[number]) is None
     assert sum("too little page-locked host memory" in str(w.message) for w in warned) <= 2
-    assert loader.most is None or 1 <= loader.most[1] <= 4
+    assert loader.buffer_limit is None or 1 <= loader.buffer_limit[1] <= 4
     assert_all_free(loader)
 
 

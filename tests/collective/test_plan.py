@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.collective.dispatcher import buffer_size
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 
 TIMES = StageTimes(
     Duration(0.08, 0.004), Duration(0.002, 1e-5), Duration(0.004), Duration(0.003, 1e-300), Duration(0.005), 8

@@ -3,9 +3,9 @@ import time
 import pytest
 import torch
 
-from lightning_gnn.collective.profile import STAGES, Profiler, Recorder
-from lightning_gnn.runtime.clock import Clock, has_come, seconds_between
-from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.collective.plan import STAGES
+from lightning_gnn.collective.profile import Profiler
+from lightning_gnn.runtime.timeline import Clock, Recorder, Timeline, is_reached, seconds_between
 
 
 class Later:
@@ -93,7 +93,8 @@ def test_the_recorder_tells_who_wants_to_know():
     recorder.begin_model(0)
     recorder.end_model()
     recorder.phase("filling", 0.0, 1.0)
-    recorder.profiler, recorder.timeline = Profiler(warm_up=0), Timeline()
+    profiler = Profiler(warm_up=0)
+    recorder.on_stage, recorder.timeline = profiler.add, Timeline()
     recorder.begin()
     recorder.add("PCIe", "dma", 4, 1.0, 3.0, lane=2)
     recorder.begin_model(4)
@@ -107,7 +108,7 @@ def test_the_recorder_tells_who_wants_to_know():
         ("GPU", "model", 4, 0),
     ]
     assert recorder.timeline.phases == [("flushing", 1.0, 2.0)]
-    assert recorder.profiler.seconds("dma") == [2.0]
+    assert profiler.seconds("dma") == [2.0]
 
 
 def test_the_clock_of_the_cpu_is_the_hosts():
@@ -115,7 +116,7 @@ def test_the_clock_of_the_cpu_is_the_hosts():
     before = time.perf_counter()
     start, end = clock.now(), clock.now()
     assert before <= start <= end <= time.perf_counter()
-    assert has_come(start)
+    assert is_reached(start)
     assert seconds_between(start, end) == end - start
     clock.anchor()
     assert clock.host_seconds(start) == start
@@ -128,18 +129,18 @@ def test_too_few_measurements_are_named():
 
 def test_a_profiler_that_is_taken_away_in_mid_call_is_no_error():
     class Fleeting(Recorder):
-        """Has a profiler at the first look only."""
+        """Is listened to at the first look only."""
 
         @property
-        def profiler(self):
+        def on_stage(self):
             found, self._found = self._found, None
             return found
 
-        @profiler.setter
-        def profiler(self, value):
+        @on_stage.setter
+        def on_stage(self, value):
             self._found = value
 
     recorder, profiler = Fleeting(Clock(torch.device("cpu"))), Profiler(warm_up=0)
-    recorder.profiler = profiler
+    recorder.on_stage = profiler.add
     recorder.add("CPU", "cpu_batching", 0, 1.0, 3.0)
     assert profiler.seconds("cpu_batching") == [2.0]

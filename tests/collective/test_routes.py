@@ -5,9 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_gnn.collective.host_ring import HostRing
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch
-from lightning_gnn.runtime.transfer import used_on
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.runtime.devices import used_on
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data

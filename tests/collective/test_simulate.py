@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
 from tests.collective.time_steps import Node
 
 SPREAD = StageTimes(

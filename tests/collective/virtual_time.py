@@ -42,9 +42,9 @@ class VirtualTime:
             self._running += 1
             woken.set()
 
-    def condition(self):
+    def condition(self, lock):
         """Return a condition whose waiters do not keep the clock from going on."""
-        return _Condition(self)
+        return _Condition(self, lock)
 
     def threading(self):
         """Return what stands in for the module."""
@@ -56,15 +56,17 @@ class VirtualTime:
 
         class Module:
             Condition = staticmethod(self.condition)
+            RLock = staticmethod(threading.RLock)
             current_thread = staticmethod(threading.current_thread)
+            get_ident = staticmethod(threading.get_ident)
 
         Module.Thread = Thread
         return Module
 
 
 class _Condition(threading.Condition):
-    def __init__(self, time):
-        super().__init__()
+    def __init__(self, time, lock):
+        super().__init__(lock)
         self.time = time
         self.waiters = 0
 

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.plan_files import keep_plan, kept_plan
-from lightning_gnn.collective.stage_times import Duration, StageTimes
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes, keep_plan, kept_plan
 from lightning_gnn.graph import CompressedGraph, CSCGraph, folder
 from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder

@@ -2,7 +2,7 @@ import pytest
 import torch
 from pytorch_lightning.plugins import HalfPrecision, MixedPrecision, Precision
 
-from lightning_gnn.runtime.precision import match_device
+from lightning_gnn.runtime.devices import match_device
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from torch_geometric.datasets import Flickr, Planetoid, Reddit
 from lightning_gnn.graph import datasets
 from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
 from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.runtime.place import is_writable
+from lightning_gnn.runtime.store import is_writable
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"

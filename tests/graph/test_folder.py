@@ -16,7 +16,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.graph import CSCGraph, folder
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.runtime import manifest
-from lightning_gnn.runtime.place import is_writable
+from lightning_gnn.runtime.store import is_writable
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 N, F, E = 50, 4, 300

@@ -1,11 +1,14 @@
 import gc
+import subprocess
+import sys
 import threading
 import time
 import traceback
 
 import pytest
 
-from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline
+from tests.patience import PATIENCE
 
 
 def our_threads():
@@ -53,6 +56,55 @@ def test_dropping_the_iterator_ends_the_threads():
     del pipeline
     gc.collect()
     assert not our_threads()
+
+
+def test_what_follows_an_error_still_comes_through_all_stages():
+    def step(part, value, note):
+        if note == 1 and part == 0:
+            raise ValueError("odd")
+        return value
+
+    pipeline = StagePipeline([[("first", step)], [("second", lambda part, value, note: value)]], [2, 1])
+    for number in range(8):
+        pipeline.submit(Item([0, 0], number))
+    assert pipeline.take().note == 0
+    with pytest.raises(ValueError, match="odd"):
+        pipeline.take()
+    assert [pipeline.take().note for _ in range(6)] == list(range(2, 8))
+    assert pipeline.close() == []
+
+
+def test_a_stall_shows_where_the_threads_are():
+    gate = threading.Event()
+
+    def waits_for_a_gate(part, value, note):
+        assert gate.wait(PATIENCE)
+
+    pipeline = StagePipeline([[("first", waits_for_a_gate)]], [1], stall_timeout=0.2, name="stalled")
+    pipeline.submit(Item([0]))
+    with pytest.raises(TimeoutError, match=r"(?s)no progress for 0.2 s; thread stalled-first-0:.*in waits_for_a_gate"):
+        pipeline.take()
+    assert pipeline.close(patience=0.0) == ["stalled-first-0"]
+    gate.set()
+    assert pipeline.close() == []
+
+
+def test_the_interpreter_ends_with_an_iterator_left():
+    code = """
+import time
+from lightning_gnn.runtime.pipeline import OrderedPipeline
+
+def prepare(task):
+    time.sleep(0.01)
+    return task
+
+left = OrderedPipeline(iter(range(10**9)), prepare, 3)
+print(next(left), next(left))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
 
 
 def test_closing_ends_iteration():

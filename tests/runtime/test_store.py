@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from lightning_gnn.cli import cache_command
-from lightning_gnn.runtime import manifest, place, store
+from lightning_gnn.runtime import manifest, store
 from lightning_gnn.runtime.manifest import Manifest
-from lightning_gnn.runtime.place import cache_root
-from lightning_gnn.runtime.store import checksum, find, keep, kept, kept_folder, locked, scratch
+from lightning_gnn.runtime.store import cache_root, checksum, find, keep, kept, kept_folder, locked, scratch
 
 KEY, OTHER = "0" * 32, "1" * 32
 
@@ -22,7 +21,7 @@ KEY, OTHER = "0" * 32, "1" * 32
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "root"))
-    monkeypatch.setattr(place, "_said", set())
+    monkeypatch.setattr(store, "_said", set())
     return tmp_path / "root"
 
 

@@ -1,13 +1,23 @@
 import json
+from itertools import count
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.collective.stage_times import Duration, StageTimes
-from lightning_gnn.runtime.timeline import Interval, Timeline
+from lightning_gnn.report.timeline import save_trace
+from lightning_gnn.runtime.timeline import Interval, StepTimer, Timeline
+
+
+def trace(folder, **timelines):
+    def refuse(number):
+        raise AssertionError(f"{number} is no JSON")
+
+    text = save_trace(timelines, folder / "trace.json").read_text()
+    return json.loads(text, parse_constant=refuse)["traceEvents"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))
@@ -20,20 +30,21 @@ def test_busy_counts_overlapping_lanes_once(spans):
     assert timeline.lanes("CPU") == sorted({lane for *_, lane in spans})
 
 
-def test_an_empty_timeline_takes_no_time():
+def test_an_empty_timeline_takes_no_time(tmp_path):
     timeline = Timeline()
     assert (timeline.start, timeline.end, timeline.makespan, timeline.busy("GPU")) == (0, 0, 0, 0)
-    assert [event["ph"] for event in timeline.chrome_trace()["traceEvents"]] == ["M", "M"]
+    assert {event["ph"] for event in trace(tmp_path, empty=timeline)} == {"M"}
 
 
-def test_chrome_trace_of_a_simulation():
+def test_chrome_trace_of_a_simulation(tmp_path):
     times = StageTimes(Duration(0.04), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 4)
     timeline = simulate_dual_buffer(times, CollectivePlan("collective", 4, 3), 20).timeline
-    trace = json.loads(json.dumps(timeline.chrome_trace("simulated"), allow_nan=False))
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    events = trace(tmp_path, simulated=timeline)
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"phases", "CPU 0", "CPU 1", "CPU 2", "CPU 3", "PCIe", "GPU"}
-    assert {event["pid"] for event in trace["traceEvents"]} == {"simulated"}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["simulated"]
+    assert {event["pid"] for event in events} == {1}
     stages = [event for event in spans if names[event["tid"]] != "phases"]
     assert len(stages) == len(timeline.intervals)
     expected = sorted(
@@ -52,9 +63,9 @@ def test_chrome_trace_of_a_simulation():
     assert phases == [(name, 1e6 * start, 1e6 * (end - start)) for name, start, end in timeline.phases]
 
 
-def test_chrome_trace_begins_at_zero():
+def test_chrome_trace_begins_at_zero(tmp_path):
     timeline = Timeline([Interval("GPU", "model", 3, 105.0, 106.0)], [("", 104.0, 106.0)])
-    spans = {event["tid"]: event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"}
+    spans = {event["tid"]: event for event in trace(tmp_path, one=timeline) if event["ph"] == "X"}
     assert [(event["ts"], event["dur"]) for event in spans.values()] == [(0, 2e6), (1e6, 1e6)]
 
 
@@ -72,3 +83,36 @@ def test_stage_times_of_all_workers_and_of_the_gpu():
         StageTimes(one, one, one, one, one, 0)
     with pytest.raises(ValueError, match="the model must take some time"):
         StageTimes(one, one, one, one, Duration(0.0))
+
+
+def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
+    class Event:
+        """The device reaches it at a second; it is done with the first two steps."""
+
+        def __init__(self, second):
+            self.second = second
+
+        def query(self):
+            return self.second < 40
+
+        def elapsed_time(self, other):
+            assert other.query(), "it would wait"
+            return 1e3 * (other.second - self.second)
+
+    timer, seconds = StepTimer(torch.device("cuda")), count(step=10)
+    timer._clock.has_events, timer._clock._event = True, lambda stream=None: Event(next(seconds) + 0.5)
+    assert timer.read(3.0) == 3.0  # the thread's own time, for want of a better one
+    timer.stop()  # nothing has begun
+    for _ in range(3):
+        timer.start()
+        timer.stop()
+    assert timer.read(3.0) == 10.0
+    assert timer.read(7.0) == 10.0
+    assert len(timer._steps) == 1
+
+
+def test_a_device_without_events_has_the_time_of_the_thread():
+    timer = StepTimer(torch.device("meta"))
+    timer.start()
+    timer.stop()
+    assert timer.read(3.0) == 3.0

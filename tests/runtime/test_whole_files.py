@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_gnn.runtime.whole_files import flush, whole_file, write_whole
+from lightning_gnn.runtime.files import flush, whole_file, write_whole
 
 
 def test_what_dead_writers_left_goes_and_what_living_ones_write_stays(tmp_path):

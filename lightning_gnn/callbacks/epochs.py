@@ -1,16 +1,17 @@
-"""How fast an epoch is, and where its time goes."""
+"""What is told of each epoch: how fast it was and where its time went, its figures, and those that are shown."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.utilities import CombinedLoader
 
 
@@ -143,6 +144,56 @@ class Throughput(pl.Callback):
         self._mark = time.perf_counter()
 
 
+class LearningCurves(pl.Callback):
+    """Keeps what was logged in each epoch, in ``epochs``: dictionaries such as ``{"epoch": 0, "val_acc": 0.9}``."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the epoch's figures; those of its validation are already there."""
+        row = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        self.epochs.append({"epoch": trainer.current_epoch, **row})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures so far, so that those of a resumed run begin with them."""
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the figures of the interrupted run."""
+        self.epochs = list(state_dict["epochs"])
+
+
+class ShortProgressBar(RichProgressBar):
+    """Lightning's ``RichProgressBar`` with a choice of figures behind it.
+
+    Args:
+        metrics: Names of logged figures; those that a task does not log are left out.
+    """
+
+    def __init__(self, metrics: Sequence[str] = ("train_loss", "val_acc", "val_auc")) -> None:
+        super().__init__()
+        self.metrics_shown = tuple(metrics)
+
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        """Return Lightning's columns without the speed, which the report tells, and with a bar that leaves room."""
+        from rich.progress import BarColumn
+
+        columns = super().configure_columns(trainer)[:4]
+        for column in columns:
+            if isinstance(column, BarColumn):
+                column.bar_width = 12
+        return columns
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return the figures to show."""
+        values = super().get_metrics(trainer, pl_module)
+        chosen = {name: values.get(name, values.get(f"{name}_step")) for name in self.metrics_shown}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
 def _preparation_times(trainer: pl.Trainer) -> list[Any]:
     """Return the loaders' counts, empty for loaders that keep none."""
     if trainer.train_dataloader is None:
@@ -153,7 +204,7 @@ def _preparation_times(trainer: pl.Trainer) -> list[Any]:
 
 
 def _spent(before: list[Any], after: list[Any], name: str) -> float:
-    return sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before)
+    return float(sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before))
 
 
 def _count_edges(batch: Any) -> int:

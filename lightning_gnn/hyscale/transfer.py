@@ -1,14 +1,15 @@
-"""Moving mini-batches to where they are trained on, with features in fewer bits on the way if so wanted."""
+"""Data Transfer (HyScale-GNN, section V-B): mini-batches go to where they are trained, if wanted in fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data.data import BaseData
+
+from lightning_gnn.runtime.devices import used_on, works
 
 TRANSFER_DTYPES = (None, "float16", "int8")
 _FEATURES = "x"
@@ -113,47 +114,8 @@ class Transfer:
         return batch.apply(lambda tensor: used_on(tensor, consumer))
 
 
-def works(attempt: Callable[[], Any]) -> bool:
-    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory.
-
-    Args:
-        attempt: Uses it.
-    """
-    try:
-        attempt()
-    except (NotImplementedError, RuntimeError, ValueError):
-        return False
-    return True
-
-
 def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.is_cpu and not tensor.is_pinned() else tensor
-
-
-def used_on(tensor: Tensor, stream: Any) -> Tensor:
-    """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
-
-    Args:
-        tensor: Of any layout, or a sparse matrix of torch_sparse; on the CPU there is nothing to keep.
-        stream: Where it is used, if that is another one than it was allocated on.
-    """
-    if not isinstance(tensor, Tensor):
-        tensor.record_stream(stream)
-    elif not tensor.is_cpu:
-        for part in _parts(tensor):
-            part.record_stream(stream)
-    return tensor
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors that a tensor consists of; streams cannot be recorded for sparse ones."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
 
 
 def converted(batch: Any, dtype: torch.dtype | None) -> Any:

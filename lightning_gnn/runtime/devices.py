@@ -1,0 +1,69 @@
+"""What differs between devices: whether they have something, memory that several streams use, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_lightning.plugins import MixedPrecision, Precision
+from torch import Tensor
+
+
+def works(attempt: Callable[[], Any]) -> bool:
+    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory.
+
+    Args:
+        attempt: Uses it.
+    """
+    try:
+        attempt()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def used_on(tensor: Tensor, stream: Any) -> Tensor:
+    """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
+
+    Args:
+        tensor: Of any layout, or a sparse matrix of torch_sparse; on the CPU there is nothing to keep.
+        stream: Where it is used, if that is another one than it was allocated on.
+    """
+    if not isinstance(tensor, Tensor):
+        tensor.record_stream(stream)
+    elif not tensor.is_cpu:
+        for part in _parts(tensor):
+            part.record_stream(stream)
+    return tensor
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a tensor consists of; streams cannot be recorded for sparse ones."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def match_device(plugin: Precision, device: torch.device) -> None:
+    """Make a precision plugin autocast, and scale losses, on the device that trains.
+
+    Lightning's connector gives ``16-mixed`` and ``bf16-mixed`` the device ``"cuda"`` for every accelerator that it does
+    not know by name; autocast would then do nothing on another device. Call it in a strategy's ``setup_environment``.
+
+    Args:
+        plugin: The strategy's precision plugin; only Lightning's :class:`MixedPrecision` is changed, in place.
+        device: The strategy's ``root_device``.
+    """
+    if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
+        return
+    plugin.device = device.type
+    scaler = plugin.scaler
+    if type(scaler) is torch.amp.GradScaler and scaler._device != device.type:
+        plugin.scaler = torch.amp.GradScaler(device.type)
+        if state := scaler.state_dict():  # empty where torch disabled it for want of CUDA
+            plugin.scaler.load_state_dict(state)
