@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Who is done takes over what another still has before it, of which the slow tests come first.
+PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
 ARGS ?=
 
-.PHONY: train test lint bench bench-gpu clean
+.PHONY: train lint check test test-all bench bench-gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
@@ -21,8 +23,16 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The fast loop: everything not marked slow, with few examples.
+check: lint
+	$(PYTEST) -m 'not slow' --hypothesis-profile small $(ARGS)
+
+# Everything, of the campaigns the slice that the commit chooses; repeat another with ARGS=--slice=3.
 test: lint
-	$(BIN)/pytest --numprocesses auto $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: lint
+	$(PYTEST) --slice all $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling $(ARGS)

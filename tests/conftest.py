@@ -1,7 +1,9 @@
 """Small machines run the tests several at a time: one torch thread each, and no talk from Lightning."""
 
+import gc
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -11,8 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which Lightning and PyG do
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.campaigns import SLICES, fewer_examples, slice_of_commit
 from tests.patience import Watch
 
 torch.set_num_threads(1)
@@ -21,7 +24,45 @@ logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 settings.register_profile(
     "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
+settings.register_profile("small", settings.get_profile("project"), max_examples=10)  # of `make check`
 settings.load_profile("project")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slice",
+        choices=[*map(str, range(SLICES)), "all"],
+        help=f"the slice of the campaigns to run, of {SLICES}; by default the one that the commit's hash chooses",
+    )
+
+
+def pytest_configure(config):
+    # Set here, before xdist starts its workers with these options, so that all run the same slice.
+    config.option.slice = config.option.slice or str(slice_of_commit(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the other slices, and begin with what takes long, so that no worker is left with it at the end."""
+    chosen = config.option.slice
+    campaigns = [item for item in items if item.get_closest_marker("campaign")]
+    others = [item for item in campaigns if chosen not in ("all", str(item.callspec.params["number"]))]
+    config.hook.pytest_deselected(items=others)
+    for test in {item.obj for item in items if hasattr(item, "obj") and is_hypothesis_test(item.obj)}:
+        fewer_examples(test)
+    kept = set(items).difference(others)
+    items[:] = sorted((item for item in items if item in kept), key=lambda item: not item.get_closest_marker("slow"))
+
+
+def pytest_collection_finish():
+    """Let gc.collect(), which many tests call, pass over what imports made: a third of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    chosen = terminalreporter.config.option.slice
+    what = "all slices" if chosen == "all" else f"slice {chosen} of {SLICES}; repeat it with --slice={chosen}"
+    terminalreporter.write_line(f"campaigns: {what}")
 
 
 @pytest.hookimpl(wrapper=True)

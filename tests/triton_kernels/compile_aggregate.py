@@ -1,10 +1,6 @@
-"""Compile the aggregation kernels for GPUs that need not be there; prints one JSON object per variant. A script."""
+"""Compile the aggregation kernels for GPUs that need not be there; run by ``compiling.py``."""
 
-import json
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
@@ -13,8 +9,8 @@ from triton.compiler import ASTSource
 
 from lightning_gnn.triton_kernels import aggregate, aggregate_tiles, edge_softmax
 from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, TILE_COLUMNS
+from tests.triton_kernels.compiling import targets, usage
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 LONG = ("starts", "stops", "slot_ptr", "tile_ptr", "cells", "cell_ptr")
 INTS = ("indices", "places", "vertices", "degrees", "shared", "entries", "columns")
@@ -106,29 +102,19 @@ def compiled(kernel, kind, constants, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main():
-    for capability in (80, 90):
-        for kernel, kind, constants in VARIANTS:
-            made = compiled(kernel, kind, constants, capability)
-            usage = {}
-            if CUOBJDUMP.exists():
-                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                    Path(file.name).write_bytes(made.asm["cubin"])
-                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
-            found = sorted(
-                set(
-                    re.findall(
-                        r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*|atom[.\w]*|cp\.async\.c[.\w]*", made.asm["ptx"]
-                    )
-                )
-            )
-            row = dict(
-                kernel=kernel.fn.__name__, sm=capability, kind=kind, tf32=constants.get("PRECISION") == "tf32", **usage
-            )
-            row |= {name: value for name, value in constants.items() if isinstance(value, int)}
-            print(json.dumps(row | {"shared": made.metadata.shared, "instructions": found}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def rows(number):
+    """Yield what each variant of a slice needs of a GPU, and its instructions."""
+    for capability, (kernel, kind, constants) in targets(VARIANTS, number):
+        made = compiled(kernel, kind, constants, capability)
+        found = sorted(
+            set(re.findall(r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*|atom[.\w]*|cp\.async\.c[.\w]*", made.asm["ptx"]))
+        )
+        row = dict(
+            kernel=kernel.fn.__name__,
+            sm=capability,
+            kind=kind,
+            tf32=constants.get("PRECISION") == "tf32",
+            **usage(made),
+        )
+        row |= {name: value for name, value in constants.items() if isinstance(value, int)}
+        yield row | {"shared": made.metadata.shared, "instructions": found}

@@ -1,18 +1,14 @@
-"""Compile the fused kernel for GPUs that need not be there; prints one JSON object per variant. Run as a script."""
+"""Compile the fused kernel for GPUs that need not be there; run by ``compiling.py``."""
 
-import json
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_gnn.triton_kernels import aggregate_update as kernels
+from tests.triton_kernels.compiling import targets, usage
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {"indptr": "*i64", "indices": "*i32"}
 VARIANTS = [  # kind, in, out, weighted, keep, precision
     ("fp32", 256, 256, False, True, "tf32"),
@@ -45,21 +41,11 @@ def compiled(kind, wide, narrow, weighted, keep, precision, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main():
-    for capability in (80, 90):
-        for variant in VARIANTS:
-            made = compiled(*variant, capability)
-            usage = {}
-            if CUOBJDUMP.exists():
-                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                    Path(file.name).write_bytes(made.asm["cubin"])
-                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
-            found = sorted(set(re.findall(r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*", made.asm["ptx"])))
-            row = {"sm": capability, "kind": variant[0], "in": variant[1], "out": variant[2]}
-            row |= {"tf32": variant[5] == "tf32", **usage, "shared": made.metadata.shared, "instructions": found}
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def rows(number):
+    """Yield what each variant of a slice needs of a GPU, and its instructions."""
+    for capability, variant in targets(VARIANTS, number):
+        made = compiled(*variant, capability)
+        found = sorted(set(re.findall(r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*", made.asm["ptx"])))
+        row = {"sm": capability, "kind": variant[0], "in": variant[1], "out": variant[2]}
+        row |= {"tf32": variant[5] == "tf32", **usage(made), "shared": made.metadata.shared, "instructions": found}
+        yield row

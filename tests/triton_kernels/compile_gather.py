@@ -1,18 +1,14 @@
-"""Compile the gather kernel for GPUs that need not be there; prints one JSON object per variant. Run as a script."""
+"""Compile the gather kernel for GPUs that need not be there; run by ``compiling.py``."""
 
-import json
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_gnn.triton_kernels.gather import block_shape, gather_kernel
+from tests.triton_kernels.compiling import targets, usage
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 VARIANTS = [  # out, table, columns, cached
     ("i32", "i32", 1, True),
     ("i32", "i32", 100, True),
@@ -42,20 +38,10 @@ def compiled(out, table, columns, cached, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
-def main():
-    for capability in (80, 90):
-        for out, table, columns, cached in VARIANTS:
-            kernel = compiled(out, table, columns, cached, capability)
-            usage = {}
-            if CUOBJDUMP.exists():
-                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                    Path(file.name).write_bytes(kernel.asm["cubin"])
-                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
-            loads = sorted(set(re.findall(r"ld\.global[.\w]*", kernel.asm["ptx"])))
-            row = dict(sm=capability, out=out, table=table, columns=columns, cached=cached, loads=loads, **usage)
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def rows(number):
+    """Yield what each variant of a slice needs of a GPU, and its instructions."""
+    for capability, (out, table, columns, cached) in targets(VARIANTS, number):
+        kernel = compiled(out, table, columns, cached, capability)
+        loads = sorted(set(re.findall(r"ld\.global[.\w]*", kernel.asm["ptx"])))
+        row = dict(sm=capability, out=out, table=table, columns=columns, cached=cached, loads=loads, **usage(kernel))
+        yield row

@@ -1,24 +1,17 @@
-"""Compile the sampling kernels for GPUs that need not be there; prints one JSON object per variant. Run as a script."""
+"""Compile the sampling kernels for GPUs that need not be there; run by ``compiling.py``."""
 
-import json
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks.sampling_baselines import discover_kernel, phase_kernel
 from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
+from tests.triton_kernels.compiling import targets, usage
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset")
 OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
 INTS = ("nodes", "trees", "rowptr", "src", "col", "mark", "stage", "ticket_of")
@@ -30,8 +23,8 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (hop_kernel, {"DISJOINT": False, "CACHED": True, "K": 10, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
-    (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
+    (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
     (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
 ]
@@ -51,23 +44,13 @@ def compiled(kernel, constants, kind, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
-def main():
-    for capability in (80, 90):
-        for kernel, constants, kind in VARIANTS:
-            if constants.get("K") == 15 and capability == 80:
-                continue  # takes long, and says little more
-            made = compiled(kernel, constants, kind, capability)
-            usage = {}
-            if CUOBJDUMP.exists():
-                with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                    Path(file.name).write_bytes(made.asm["cubin"])
-                    dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-                usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
-            atomics = sorted(set(re.findall(r"(?:atom|red)\.global[.\w]*|ld\.global\.gpu[.\w]*", made.asm["ptx"])))
-            row = dict(kernel=kernel.fn.__name__, sm=capability, indices=kind, **constants, **usage)
-            row |= {"shared": made.metadata.shared, "atomics": atomics}
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def rows(number):
+    """Yield what each variant of a slice needs of a GPU, and its instructions."""
+    for capability, (kernel, constants, kind) in targets(VARIANTS, number):
+        if constants.get("K") == 15 and capability == 80:
+            continue  # takes long, and says little more
+        made = compiled(kernel, constants, kind, capability)
+        atomics = sorted(set(re.findall(r"(?:atom|red)\.global[.\w]*|ld\.global\.gpu[.\w]*", made.asm["ptx"])))
+        row = dict(kernel=kernel.fn.__name__, sm=capability, indices=kind, **constants, **usage(made))
+        row |= {"shared": made.metadata.shared, "atomics": atomics}
+        yield row

@@ -1,8 +1,4 @@
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -306,6 +302,7 @@ def test_a_device_without_triton_is_refused(monkeypatch):
         aggregate_triton.aggregate_chunks(square(), 70, x, None, "sum", *PLAN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 def test_gradients_flow_through_a_compressed_graph(reduce):
     generator = torch.Generator().manual_seed(0)
@@ -323,15 +320,9 @@ def test_gradients_flow_through_a_compressed_graph(reduce):
         torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_kernels_compile_for_a100_and_h100(tmp_path):
-    """In a process of its own, as the interpreter is on in this one; from an empty cache."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_aggregate.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.slow
+def test_kernels_compile_for_a100_and_h100(compiled):
+    rows = compiled("compile_aggregate")
     assert {row["sm"] for row in rows} == {80, 90}
     for row in rows:
         assert row.get("STACK", 0) == row.get("LOCAL", 0) == 0

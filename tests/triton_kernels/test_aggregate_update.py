@@ -1,8 +1,4 @@
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,15 +119,9 @@ def test_a_mini_batch_on_a_gpu(shape, dtype, tf32, monkeypatch):
         assert error < (2e-3 if tf32 else TOLERANCE[dtype])
 
 
-def test_kernels_compile_for_a100_and_h100(tmp_path):
-    """In a process of its own, as the interpreter is on in this one; from an empty cache."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_aggregate_update.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.slow
+def test_kernels_compile_for_a100_and_h100(compiled):
+    rows = compiled("compile_aggregate_update")
     assert {row["sm"] for row in rows} == {80, 90}
     for row in rows:
         assert row.get("LOCAL", 0) == 0

@@ -1,23 +1,11 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 
-def test_sampling_kernels_compile_for_a100_and_h100(tmp_path):
-    """In a process of its own, as the interpreter is on in this one; from an empty cache."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_sample.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.slow
+def test_sampling_kernels_compile_for_a100_and_h100(compiled):
+    rows = compiled("compile_sample")
     assert {row["sm"] for row in rows} == {80, 90}
     assert {row["kernel"] for row in rows} == {
         "hop_kernel",

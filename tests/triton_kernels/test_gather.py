@@ -1,8 +1,6 @@
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +199,7 @@ def test_cuda_arguments_are_checked():
         gather_cuda(table, index, out, None, torch.zeros(5, dtype=torch.int32))
 
 
+@pytest.mark.slow
 def test_without_triton_torch_gathers():
     code = (
         "import sys; sys.modules['triton'] = None; import torch; from lightning_gnn.ops import gather_triton as g;"
@@ -210,13 +209,9 @@ def test_without_triton_torch_gathers():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[[9, 10, 11], [0, 1, 2]]"
 
 
-def test_compiles_for_a100_and_h100_without_spills():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_gather.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.slow
+def test_compiles_for_a100_and_h100_without_spills(compiled):
+    rows = compiled("compile_gather")
     assert {row["sm"] for row in rows} == {80, 90}
     for row in rows:
         assert row.get("STACK", 0) == row.get("LOCAL", 0) == 0

@@ -7,8 +7,10 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.campaigns import drawn
 
 UNSEEN = 10**6
 
@@ -178,7 +180,7 @@ def schedules(prefix, programs, seed):
     yield [turn for turn in (rng.randrange(programs) for _ in range(400)) if turn != behind]
 
 
-@settings(max_examples=2500)
+@drawn(2500)
 @given(cases(), st.lists(st.integers(0, 3), max_size=120), st.integers(0, 2**31))
 def test_no_task_is_lost_under_any_schedule(case, prefix, seed):
     for schedule in schedules(prefix, case[3], seed):

@@ -1,3 +1,4 @@
+import itertools
 import random
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample as module
 from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_can
+from tests.campaigns import campaign, one_slice
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, random_graph, sampled
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 QUEUE_MODES = ("persistent", "no_queue")
 KINDS = ("fused", "persistent", "no_queue", "hop_by_hop")  # launches are those of hop_by_hop
+USED, COMPARED = KINDS[:2], KINDS[2:]  # what trains, and what it is compared with
 
 
 def class_of(mode):
@@ -32,7 +35,8 @@ def sampler_of(graph, dtype=torch.int32, **options):
     return class_of(options.get("mode", "fused"))(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
 
 
-@pytest.mark.parametrize("mode", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", USED)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_equals_reference_on_every_kind_of_graph(name, mode):
     graph = GRAPHS[name]
@@ -43,6 +47,14 @@ def test_equals_reference_on_every_kind_of_graph(name, mode):
     assert_equal_to_reference(sampler, graph, [0, last, 1, 0, 0], [3, 2], key=-(2**63))
 
 
+@pytest.mark.slow
+@campaign
+def test_compared_modes_equal_reference_on_every_kind_of_graph(number):
+    for mode, name in one_slice(list(itertools.product(COMPARED, GRAPHS)), number):
+        test_equals_reference_on_every_kind_of_graph(name, mode)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fused", "persistent"])
 @pytest.mark.parametrize(
     "fanouts", [[0], [-1], [2, 0, 3], [-1, -1], [-1, 4], [2, 4, 8], [5, 3, 1], [40, 2], [3, -1], [2, 33]], ids=str
@@ -55,12 +67,12 @@ def test_equals_reference_for_every_kind_of_fanout(fanouts, mode):
         assert_equal_to_reference(sampler, graph, [5, 5, 0], fanouts, key=99, replace=True)
 
 
+@campaign
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", range(3))
-def test_equals_reference_on_random_cases(case, mode):
-    rng = random.Random(case)
+def test_equals_reference_on_random_cases(mode, number):
+    rng = random.Random(number)
     num_nodes = rng.choice([1, 5, 50, 150])
-    graph = random_graph(num_nodes, rng.choice([num_nodes, 6 * num_nodes]), case)
+    graph = random_graph(num_nodes, rng.choice([num_nodes, 6 * num_nodes]), number)
     dtype = rng.choice([torch.int32, torch.int64])
     sampler = sampler_of(graph, dtype, mode=mode, fetch_size=rng.choice([1, 4, 40]), num_programs=rng.choice([1, 3]))
     for disjoint in (False, True)[: 2 if mode == "launches" else 1]:
@@ -78,6 +90,7 @@ def test_disjoint_equals_reference(mode):
         assert_equal_to_reference(sampler, graph, [3, 0, 3, 8], fanouts, 5, replace, disjoint=True, first_tree=first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", QUEUE_MODES)
 @pytest.mark.parametrize("num_programs", [1, 3])
 def test_every_fetch_size(mode, num_programs):
@@ -87,6 +100,7 @@ def test_every_fetch_size(mode, num_programs):
         assert_equal_to_reference(sampler, graph, [2, 5], [2, 2], key=fetch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", QUEUE_MODES)
 def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
     assert_equal_to_reference(
@@ -117,6 +131,7 @@ def test_all_index_types_agree():
     assert all(one == out[0] for one in out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", KINDS)
 def test_grows_when_a_batch_does_not_fit(mode):
     graph = GRAPHS["random"]
@@ -223,7 +238,8 @@ class WatchedSampler(BaselineSampler):
         return self.watch.allow(torch.full((size,), -7, dtype=dtype))
 
 
-@pytest.mark.parametrize("mode", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", USED)
 @pytest.mark.parametrize("name", ["random", "star in", "no edges"])
 def test_no_access_out_of_bounds(name, mode, monkeypatch):
     watch = Watched(monkeypatch)
@@ -241,6 +257,13 @@ def test_no_access_out_of_bounds(name, mode, monkeypatch):
         assert torch.equal(out[1], wanted.edge_index)
         assert torch.equal(out[0], wanted.node)
     assert watch.accesses > 100
+
+
+@pytest.mark.slow
+@campaign
+def test_no_access_of_compared_modes_out_of_bounds(number, monkeypatch):
+    for name, mode in one_slice(list(itertools.product(["random", "star in", "no edges"], COMPARED)), number):
+        test_no_access_out_of_bounds(name, mode, monkeypatch)
 
 
 class Allowing:
@@ -279,6 +302,7 @@ def test_errors():
         TritonNeighborSampler(indptr, indices).sample(torch.tensor([0]), [1] * 31, 1)
 
 
+@pytest.mark.slow
 def test_racing_programs_give_the_same_samples():
     """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""
     script = Path(__file__).with_name("race.py")

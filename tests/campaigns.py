@@ -1,0 +1,69 @@
+"""Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
+
+``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hypothesis
+import pytest
+
+SLICES = 8
+T = TypeVar("T")
+
+
+def slice_of_commit(folder: Path) -> int:
+    """Return the number of the slice that the hash of the checked-out commit chooses; 0 outside of git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(head.stdout, 16) % SLICES
+
+
+def campaign(test: Callable[..., Any]) -> Any:
+    """Mark a test that is run once per slice, with the slice's number as its argument ``number``."""
+    return pytest.mark.campaign(pytest.mark.parametrize("number", range(SLICES))(test))
+
+
+def one_slice(cases: Sequence[T], number: int) -> Sequence[T]:
+    """Return a slice's share of the cases: every eighth, as neighbours are alike."""
+    return cases[number::SLICES]
+
+
+def drawn(count: int) -> Callable[[Callable[..., Any]], Any]:
+    """Make a campaign of a hypothesis test without other arguments: each slice draws its share from its own seed.
+
+    Args:
+        count: Examples of all slices together.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Any:
+        test = fewer_examples(hypothesis.settings(max_examples=count // SLICES)(test))
+
+        def run(number: int) -> None:
+            hypothesis.seed(number)(test)()
+
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        return campaign(run)
+
+    return decorate
+
+
+def fewer_examples(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a test that asks hypothesis for a number of examples have the profile's share of them.
+
+    A profile with a tenth of hypothesis' usual 100 examples gives it a tenth. Tests that ask for none follow the
+    profile by themselves. Hypothesis has no public way to the settings of a test.
+    """
+    share = hypothesis.settings().max_examples / 100
+    if share < 1 and hasattr(test, "_hypothesis_internal_settings_applied"):
+        asked = test._hypothesis_internal_use_settings  # type: ignore[attr-defined]
+        most = max(1, round(asked.max_examples * share))
+        test._hypothesis_internal_use_settings = hypothesis.settings(asked, max_examples=most)  # type: ignore[attr-defined]
+    return test

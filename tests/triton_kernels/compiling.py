@@ -1,0 +1,52 @@
+"""What the scripts ``compile_*.py`` share, and all of them in one process, whose start costs as much as they do.
+
+Run as ``python -m tests.triton_kernels.compiling FOLDER SLICE``: writes what each script finds into the folder.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+
+GENERATIONS = (80, 90)
+SCRIPTS = ("compile_aggregate", "compile_aggregate_update", "compile_gather", "compile_sample")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def targets(variants, number="all"):
+    """Yield (generation of GPUs, variant): all pairs, or each variant for one of the two generations.
+
+    Args:
+        variants: What is compiled.
+        number: Of a slice; the even ones together with the odd ones are all pairs.
+    """
+    for capability in GENERATIONS:
+        for i, variant in enumerate(variants):
+            if number == "all" or GENERATIONS[(i + int(number)) % 2] == capability:
+                yield capability, variant
+
+
+def usage(made):
+    """Return the registers, stack and local memory of a compiled kernel, as far as CUDA's tool is there to tell."""
+    if not CUOBJDUMP.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+
+
+def main():
+    folder, number = sys.argv[1:]
+    for name in SCRIPTS:
+        rows = importlib.import_module(f"tests.triton_kernels.{name}").rows(number)
+        (Path(folder) / f"{name}.json").write_text(json.dumps(list(rows)))
+
+
+if __name__ == "__main__":
+    main()
