@@ -25,6 +25,7 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.slow
 @interpreted
 def test_describes_what_it_measured(load, tmp_path, capsys):
     out = tmp_path / "gpu_persistent.json"
@@ -53,6 +54,7 @@ def test_describes_what_it_measured(load, tmp_path, capsys):
     assert "hop_by_hop" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_wrong_sample_loses_nothing_and_ends_in_an_error(load, tmp_path, monkeypatch):
     persistent, right = load("persistent"), load("persistent_cells").Bench.sample

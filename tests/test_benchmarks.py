@@ -39,6 +39,7 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
     out = tmp_path / f"{name}.json"
@@ -128,6 +129,7 @@ def _fail(spec, gate):
     raise ValueError(f"broken {spec['what']}")
 
 
+@pytest.mark.slow
 def test_failing_contestant_says_why(load):
     contestant = load("harness").Isolated(_fail, {"what": "contestant"}, rounds=2)
     with pytest.raises(RuntimeError, match="broken contestant"):
@@ -288,6 +290,7 @@ def test_the_accelerator_of_the_hybrid_benchmark_waits_and_its_cpu_trainer_works
     assert waits["hyscale-trainer-1"] == pytest.approx(4 * (12 * 0.5 + 0.25))
 
 
+@pytest.mark.slow
 def test_the_hybrid_benchmark_needs_no_hydra():
     check = "import sys, benchmarks.hyscale; assert 'hydra' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
@@ -367,6 +370,7 @@ def test_lines_about_collective_batching_are_about_the_right_numbers_of_cores(lo
     assert [line["peer"] for line in lines] == ["CPU-only 8", "GPU-only 4", "CPU-only 2", "GPU-only 8"]
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_collective_benchmark_measures_all_ways(load, tmp_path):
     benchmark, gpu = load("collective"), load("collective_gpu")
     sizes = {"nodes": 400, "edges": 3000, "features": 4, "batch_size": 16, "batches": 24, "cache_rows": 0}

@@ -1,9 +1,6 @@
 """The examples run as they stand."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -11,6 +8,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+from tests.full_graph.launch import run_script
 from tests.patience import PATIENCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -32,13 +30,7 @@ def test_the_notebook_runs_and_learns():
 
 
 def run(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr
     return done
 

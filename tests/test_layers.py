@@ -83,6 +83,7 @@ def test_files_are_named_after_what_they_hold(module):
     assert MODULES[module].name not in ("utils.py", "helpers.py", "manager.py")
 
 
+@pytest.mark.slow
 def test_everything_but_the_command_works_without_hydra():
     packages = ", ".join(f"lightning_gnn.{package}" for package in BELOW)
     check = f"import sys; sys.modules['hydra'] = None; import {packages}"

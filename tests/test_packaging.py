@@ -57,9 +57,8 @@ def test_the_command_runs_in_another_directory(wheel, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    located = subprocess.check_output(
-        [python, "-c", "import lightning_gnn; print(lightning_gnn.__file__)"], text=True, cwd=elsewhere, env=clean
-    )
+    find = "import importlib.util; print(importlib.util.find_spec('lightning_gnn').origin)"
+    located = subprocess.check_output([python, "-c", find], text=True, cwd=elsewhere, env=clean)
     assert located.startswith(site)
     subprocess.run(
         [python, "-m", "lightning_gnn", "data.num_nodes=2000", "data.num_edges=20000", "trainer.max_epochs=1",

@@ -49,6 +49,7 @@ def agrees(ours, real, makespan):
     assert ours.cycles == pytest.approx(real.makespan, rel=makespan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "groups", "workers"), [(256, 1, 4), (100, 2, 6), (602, 3, 3)])
 @pytest.mark.parametrize("flat", [True, False])
 def test_model_agrees_with_the_twin(check, columns, groups, workers, flat):
@@ -59,6 +60,7 @@ def test_model_agrees_with_the_twin(check, columns, groups, workers, flat):
     agrees(*check.compare_cube(machine("split"), chunks, plan, flat), 0.002 if flat else 0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -94,6 +96,7 @@ def cube_case(seed, columns, groups, members, **sizes):
     return chunks, cube_tables(*chunks.tables, chunks.even_ranges(members), groups, columns, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unified", "split"])
 @pytest.mark.parametrize(("columns", "groups", "members"), [(256, 1, 3), (41, 2, 2), (602, 4, 2)])
 def test_bytes_are_those_of_the_tables(model, name, columns, groups, members):
@@ -238,6 +241,7 @@ def test_steps_of_an_epoch(load):
     )
 
 
+@pytest.mark.slow
 def test_benchmark_writes_its_files(load, tmp_path, monkeypatch, capsys):
     benchmark = load("ascend_sim")
     few = dict(list(benchmark.ASSUMPTIONS.items())[:2])

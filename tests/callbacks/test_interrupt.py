@@ -4,13 +4,14 @@ import re
 import shlex
 import signal
 import threading
+from functools import cache
 
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from lightning_gnn.callbacks import StopOnSignal
-from tests.cli.command import NODE, lgnn, metrics_of, signal_at, spawn, weights_of
+from tests.cli.command import NODE, fork, lgnn, metrics_of, signal_at, weights_of
 
 ONE_CYCLE = ["task._target_=tests.cli.command.OneCycle"]
 VARIANTS = {
@@ -30,6 +31,19 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Returns the folder of a run of a variant that nobody interrupts."""
+
+    @cache
+    def run(variant="plain"):
+        folder = tmp_path_factory.mktemp("whole")
+        assert lgnn(folder, *VARIANTS[variant]) == 0
+        return folder
+
+    return run
+
+
 def assert_same_weights(left, right):
     left, right = weights_of(left / "checkpoints/last.ckpt"), weights_of(right / "checkpoints/last.ckpt")
     assert left.keys() == right.keys()
@@ -37,32 +51,32 @@ def assert_same_weights(left, right):
         assert torch.equal(value, right[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", [2, 5, 8])
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step):
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step, whole):
     overrides = VARIANTS[variant]
-    assert lgnn(tmp_path / "whole", *overrides) == 0
     assert lgnn(tmp_path / "cut", *overrides, *signal_at(step, signal.SIGINT)) == 130
     assert not (tmp_path / "cut/metrics.json").exists()
     assert lgnn(tmp_path / "resumed", *overrides, f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
-    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
-    assert metrics_of(tmp_path / "whole")["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
+    assert_same_weights(whole(variant), tmp_path / "resumed")
+    assert metrics_of(whole(variant))["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
-def test_interrupted_in_validation(tmp_path):
-    assert lgnn(tmp_path / "whole") == 0
+@pytest.mark.slow
+def test_interrupted_in_validation(tmp_path, whole):
     assert lgnn(tmp_path / "cut", *signal_at(5, signal.SIGINT, hook="on_validation_start")) == 130
     assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
-    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
+    assert_same_weights(whole(), tmp_path / "resumed")
 
 
-def test_interrupted_in_the_last_validation(tmp_path):
-    assert lgnn(tmp_path / "whole") == 0
+@pytest.mark.slow
+def test_interrupted_in_the_last_validation(tmp_path, whole):
     assert lgnn(tmp_path / "cut", *signal_at(10, signal.SIGINT, hook="on_validation_start")) == 130
     # All steps were done: what is resumed only tests.
-    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert_same_weights(whole(), tmp_path / "cut")
     assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
-    assert metrics_of(tmp_path / "whole")["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
+    assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
 def test_waits_for_the_optimizer_step_when_gradients_are_accumulated(tmp_path):
@@ -104,7 +118,7 @@ def test_interrupted_in_the_test(tmp_path, capfd):
 @pytest.mark.parametrize("variant", ["plain", "one-cycle"])
 def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):
     overrides = [*NODE, *VARIANTS[variant], "callbacks.last.every_n_train_steps=3"]
-    killed = spawn(*overrides, f"hydra.run.dir={tmp_path}/cut", *signal_at(8, signal.SIGKILL))
+    killed = fork(*overrides, f"hydra.run.dir={tmp_path}/cut", *signal_at(8, signal.SIGKILL))
     assert killed.returncode == -signal.SIGKILL
     assert torch.load(tmp_path / "cut/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
     # Every fifth step is the end of an epoch, so that both end with the checkpoint of the last step.
@@ -116,7 +130,7 @@ def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):
 
 @pytest.mark.slow
 def test_interrupted_process(tmp_path):
-    cut = spawn(*NODE, f"hydra.run.dir={tmp_path}/cut", *signal_at(3, signal.SIGINT))
+    cut = fork(*NODE, f"hydra.run.dir={tmp_path}/cut", *signal_at(3, signal.SIGINT))
     assert cut.returncode == 130, cut.stderr
     assert "Traceback" not in cut.stderr
     assert (tmp_path / "cut/checkpoints/interrupted.ckpt").is_file()

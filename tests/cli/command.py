@@ -14,6 +14,7 @@ import torch
 from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.saved_run import KEY
 from lightning_gnn.nn import NodeClassifier
+from tests.full_graph.launch import run_script
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -69,8 +70,13 @@ def _disarmed(overrides):
     return []
 
 
+def fork(*arguments):
+    """Run in a process of its own that has its imports already."""
+    return run_script(ROOT / "lightning_gnn" / "__main__.py", *arguments)
+
+
 def spawn(*arguments, cwd=ROOT, **environment):
-    """Run in a process of its own."""
+    """Run in a new Python, as a user's shell does."""
     return subprocess.run(
         [sys.executable, "-m", "lightning_gnn", *arguments],
         cwd=cwd,

@@ -94,6 +94,7 @@ def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", BUILT)
 def test_a_configuration_that_cannot_be_built(tmp_path, capfd, overrides):
     smoke = [] if "smoke" in overrides else ["data.num_nodes=2000", "data.num_edges=20000"] * ("data" not in overrides)

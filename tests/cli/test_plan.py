@@ -66,6 +66,7 @@ def loaded(path):
 # -- hyscale
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_its_numbers_can_be_given_again(tmp_path, capfd):
     assert plan(tmp_path / "one", HYBRID, "+trainer.strategy.devices=[cpu]") == 0
     out, err = capfd.readouterr()
@@ -162,6 +163,7 @@ def test_numbers_of_a_platform_are_given_measured_or_configured(tmp_path):
 # -- collective
 
 
+@pytest.mark.slow
 def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cache):
     assert plan(tmp_path, *COLLECTIVE) == 0
     out = capfd.readouterr().out
@@ -196,6 +198,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
 # -- what is refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

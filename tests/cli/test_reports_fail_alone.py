@@ -29,6 +29,7 @@ def one_warning(err, path):
     assert err.count("\n") == 1, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.png", "metrics.json"])
 def test_a_file_that_cannot_be_written(tmp_path, capfd, name):
     in_the_way(tmp_path / name)
@@ -66,6 +67,7 @@ def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
     assert err.count("No space left on device") == 2
 
 
+@pytest.mark.slow
 def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
     in_the_way(tmp_path / "1/metrics.json")
     in_the_way(tmp_path / "comparison.csv")
@@ -79,6 +81,7 @@ def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "failed"]
 
 
+@pytest.mark.slow
 def test_in_a_sweep_a_damaged_file_costs_one_row(tmp_path, capfd):
     assert lgnn(tmp_path, "-m", *FAST, "seed=1,2") == 0
     path = tmp_path / "0/metrics.json"
@@ -89,6 +92,7 @@ def test_in_a_sweep_a_damaged_file_costs_one_row(tmp_path, capfd):
     assert len(list(csv.DictReader((tmp_path / "comparison.csv").open()))) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_run_that_cannot_say_so_does_not_end_the_sweep(tmp_path, capfd):
     in_the_way(tmp_path / "0/metrics.json")
     assert lgnn(tmp_path, "-m", *FAST, "model.dropout=2,0.1") == 1
@@ -151,6 +155,7 @@ def test_a_reader_who_left(tmp_path, monkeypatch):
     assert metrics_of(tmp_path)["test_acc"] >= 0
 
 
+@pytest.mark.slow
 def test_predictions_are_no_report(tmp_path, capfd):
     assert lgnn(tmp_path / "train", *FAST) == 0
     in_the_way(tmp_path / "predict/predictions.npy")

@@ -46,6 +46,7 @@ def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert now == then
 
 
+@pytest.mark.slow
 def test_what_is_typed_wins(trained, tmp_path, capfd):
     best = trained / "checkpoints/best.ckpt"
     assert retest(tmp_path / "value", best, "datamodule.batch_size=32", "model.heads=2", "+callbacks.more.x=1") == 2
@@ -79,6 +80,7 @@ def test_the_same_overrides_again_change_nothing(trained, tmp_path):
     assert metrics_of(tmp_path)["test_loss"] == metrics_of(trained)["test_loss"]
 
 
+@pytest.mark.slow
 def test_a_moved_folder_and_a_copied_checkpoint(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "moved")
     shutil.copy(trained / "checkpoints/best.ckpt", tmp_path / "copy.ckpt")
@@ -87,6 +89,7 @@ def test_a_moved_folder_and_a_copied_checkpoint(trained, tmp_path):
         assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(trained)["test_loss"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_configuration_takes_the_one_beside_it(trained, tmp_path, capfd):
     shutil.copytree(trained, tmp_path / "old")
     path = tmp_path / "old/checkpoints/best.ckpt"
@@ -104,6 +107,7 @@ def test_a_checkpoint_without_configuration_takes_the_one_beside_it(trained, tmp
     assert "no configuration was saved with" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_resuming_by_the_checkpoint_alone_is_an_uninterrupted_run(trained, tmp_path):
     base = [*NODE, "model=gcn", "+trainer.max_steps=-1"]
     assert lgnn(tmp_path / "whole", base=base) == 0
@@ -114,6 +118,7 @@ def test_resuming_by_the_checkpoint_alone_is_an_uninterrupted_run(trained, tmp_p
     assert config_of(tmp_path / "on").trainer == config_of(tmp_path / "whole").trainer
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_and_sweeps_over_a_saved_run(tmp_path, capfd):
     assert lgnn(tmp_path / "sweep", "-m", "model=gcn,sage", "trainer.max_epochs=1", EXACT) == 0
     for job, name in enumerate(("GCN", "GraphSAGE")):
@@ -128,6 +133,7 @@ def test_runs_of_a_sweep_and_sweeps_over_a_saved_run(tmp_path, capfd):
         assert metrics_of(tmp_path / f"again/{job}")["test_acc"] == metrics_of(tmp_path / "sweep/0")["test_acc"]
 
 
+@pytest.mark.slow
 def test_links_strategies_and_plans(tmp_path, capfd):
     shared = [*TINY, "model.num_layers=2", "datamodule.batch_size=256", "trainer.max_epochs=1"]
     split = ["task=link", *(f"task.split.num_{part}=50" for part in ("train", "val", "test"))]
@@ -145,6 +151,7 @@ def test_links_strategies_and_plans(tmp_path, capfd):
     assert "Best mapping" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_relative_data_is_found_from_elsewhere(tmp_path, monkeypatch):
     from lightning_gnn.graph.folder import save_folder
     from lightning_gnn.graph.synthetic import planted_power_law

@@ -84,6 +84,7 @@ def test_without_order_each_seed_comes_once_per_epoch(plan):
     assert content[0] == content[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +124,7 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 # -- a life with Lightning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -415,6 +417,7 @@ def two_ranks(rank, folder, deterministic):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
     ranks = launch.run(two_ranks, 2, str(tmp_path), deterministic)

@@ -42,6 +42,7 @@ def save_for_ever(path):
         number += 1
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_writing(last):
     rng = random.Random("moments")
     for _ in range(5):

@@ -21,6 +21,7 @@ from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.nn import FullInference, GraphSAGE, full_batch, infer
 from lightning_gnn.runtime import manifest
+from tests.campaigns import SLICES, campaign
 
 NODES, EDGES = 60, 400
 ROOT = Path(__file__).parents[2]
@@ -131,18 +132,18 @@ def content(path):
     return path.read_bytes() if path.is_file() else None
 
 
-def campaign(count, seed, files, load, judge, damages=DAMAGES):
+def damage_and_load(count, seed, files, load, judge, damages=DAMAGES):
     """Damage cached files, load, and load again; return how often what came of it was no good.
 
     Args:
-        count: How many damages are done that change anything.
+        count: How many damages are done that change anything, of all slices together.
         seed: Seed of the choices.
         files: Returns the files of an entry that is whole.
         load: Loads what is cached.
         judge: Returns what is wrong with what was loaded, or None.
     """
     rng, found, done = random.Random(seed), Counter(), 0
-    while done < count:
+    while done * SLICES < count:
         present = files()
         path, damage = rng.choice(present), damages[done % len(damages)]
         before = [content(other) for other in present]
@@ -206,8 +207,9 @@ def entry_files(cache, kind):
     return lambda: [path for path in sorted((cache / kind).rglob("*")) if path.is_file()]
 
 
+@campaign
 @pytest.mark.parametrize("remembered", [False, True])
-def test_sorted_edges(tmp_path, cache, monkeypatch, remembered):
+def test_sorted_edges(tmp_path, cache, monkeypatch, remembered, number):
     root = data_folder(tmp_path / "g")
     if remembered:
         as_after_two_seconds(monkeypatch)
@@ -215,7 +217,7 @@ def test_sorted_edges(tmp_path, cache, monkeypatch, remembered):
     load_folder(root)
     files = entry_files(cache, "topology")
     judge = partial(judge_topology, truth=truth)
-    assert campaign(270, int(remembered), files, lambda: load_folder(root).graph, judge) == {}
+    assert damage_and_load(270, f"edges {remembered} {number}", files, lambda: load_folder(root).graph, judge) == {}
 
 
 def test_edges_replaced_by_files_with_the_old_time(tmp_path, cache, monkeypatch):
@@ -241,13 +243,13 @@ from pathlib import Path
 import torch
 from lightning_gnn.graph import folder
 from lightning_gnn.ops import sample_neighbors
-from tests.faults import test_damaged_caches as campaign
+from tests.faults import test_damaged_caches as damage
 
 warnings.simplefilter("ignore")
 folder.KEPT_FROM = 0
 root, cache = map(Path, sys.argv[1:])
 truth = folder.load_folder(root).graph
-damages = [campaign.fill_with_ones, campaign.change_the_last_bytes, campaign.copy_over, campaign.truncate]
+damages = [damage.fill_with_ones, damage.change_the_last_bytes, damage.copy_over, damage.truncate]
 for number in range(24):
     files = [path for path in cache.rglob("*.npy")]
     damages[number % 4](random.Random(number), files[number % len(files)], files)
@@ -270,8 +272,9 @@ def arrays(graph):
     return [graph.edge_ids, *(tensor for side in sides for tensor in side.values())]
 
 
+@campaign
 @pytest.mark.parametrize("remembered", [False, True])
-def test_compressed_graphs(cache, monkeypatch, remembered):
+def test_compressed_graphs(cache, monkeypatch, remembered, number):
     if remembered:
         as_after_two_seconds(monkeypatch)
     graph = CSCGraph.from_edge_index(edges(), NODES)
@@ -289,14 +292,15 @@ def test_compressed_graphs(cache, monkeypatch, remembered):
         return full_batch.compressed_graph(graph, num_chunks=4)
 
     assert judge(load()) is None
-    assert campaign(240, 2 + remembered, entry_files(cache, "graphs"), load, judge) == {}
+    assert damage_and_load(240, f"graphs {remembered} {number}", entry_files(cache, "graphs"), load, judge) == {}
 
 
 TIMES = StageTimes(Duration(0.08, 0.004), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 8)
 PLAN = CollectivePlan("collective", 8, 3, 100, 2.5, TIMES, {"collective": 1.0, "cpu": 3.0}, 4, "a machine", "a model")
 
 
-def test_kept_plans(cache):
+@campaign
+def test_kept_plans(cache, number):
     def load():
         if (plan := kept_plan(PLAN.machine, PLAN.configuration)) is None:
             keep_plan(PLAN)
@@ -305,7 +309,7 @@ def test_kept_plans(cache):
 
     load()
     judge = lambda plan: None if plan == PLAN else "wrong"  # noqa: E731
-    assert campaign(120, 4, entry_files(cache, "plans"), load, judge) == {}
+    assert damage_and_load(120, f"plans {number}", entry_files(cache, "plans"), load, judge) == {}
 
 
 def test_plans_of_users_that_were_cut(tmp_path):
@@ -320,7 +324,9 @@ def test_plans_of_users_that_were_cut(tmp_path):
             CollectivePlan.load(path)
 
 
-def test_layer_outputs_of_an_interrupted_run(tmp_path, cache):
+@pytest.mark.slow
+@campaign
+def test_layer_outputs_of_an_interrupted_run(tmp_path, cache, number):
     torch.manual_seed(0)
     model = GraphSAGE(6, 8, 3, 4).double().eval()
     x, graph = torch.rand(NODES, 6, dtype=torch.double), CompressedGraph.from_edge_index(edges(), NODES, num_chunks=6)
@@ -351,4 +357,4 @@ def test_layer_outputs_of_an_interrupted_run(tmp_path, cache):
         return infer(model, x, graph, settings=options)
 
     judge = lambda out: None if torch.allclose(out, truth, rtol=1e-10, atol=1e-10) else "wrong"  # noqa: E731
-    assert campaign(180, 5, files, load, judge) == {}
+    assert damage_and_load(180, f"outputs {number}", files, load, judge) == {}

@@ -1,4 +1,4 @@
-"""A run that is interrupted eight times, at any moment, ends as one that was not: bit for bit."""
+"""A run that is interrupted again and again, at any moment, ends as one that was not: bit for bit."""
 
 import functools
 import itertools
@@ -13,10 +13,12 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.campaigns import campaign
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
 from tests.full_graph.launch import CONTEXT, run
 
-KILLS = 8
+KILLS = 3
+"""Of each chain of a campaign; its slices are killed at other moments: 24 kills in all."""
 
 
 def compare(chain, whole, steps=True):
@@ -39,21 +41,23 @@ def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True
     compare(chain, whole, steps)
 
 
+@campaign
 @pytest.mark.parametrize("data", DATA_MODULES)
-def test_interrupted_by_signals(data, tmp_path):
+def test_interrupted_by_signals(data, number, tmp_path):
     module = Link if data == "link" else Node
     options = {"max_epochs": 12 if data.startswith("full") else 5}
-    rng = random.Random(f"signals {data}")
+    rng = random.Random(f"signals {data} {number}")
     chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
     play(chain, whole, rng, interrupt)
 
 
+@campaign
 @pytest.mark.parametrize(("data", "every"), zip(DATA_MODULES, itertools.cycle([1, 2]), strict=False))
-def test_killed_with_periodic_checkpoints(data, every, tmp_path):
+def test_killed_with_periodic_checkpoints(data, every, number, tmp_path):
     """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
     module = Link if data == "link" else Node
     options = {"max_epochs": 12 if data.startswith("full") else 5}
-    rng = random.Random(f"killed {data}")
+    rng = random.Random(f"killed {data} {number}")
     chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], module, **options) for name in ("chain", "whole"))
     play(chain, whole, rng, kill, {"every_n_train_steps": every}, steps=False)
 
@@ -80,19 +84,23 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
+@campaign
 @pytest.mark.parametrize(("name", "plateau"), zip(OPTIONS, itertools.cycle(["epoch", "step", None]), strict=False))
-def test_with_options_of_the_trainer(name, plateau, tmp_path):
+def test_with_options_of_the_trainer(name, plateau, number, tmp_path):
     module = functools.partial(Node, plateau)
-    rng = random.Random(f"options {name}")
+    rng = random.Random(f"options {name} {number}")
     chain, whole = (
         Chain(tmp_path / kind, DATA_MODULES["neighbor"], module, **OPTIONS[name]) for kind in ("chain", "whole")
     )
     play(chain, whole, rng, interrupt)
 
 
+@pytest.mark.slow
+@campaign
 @pytest.mark.parametrize(("name", "period"), zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
-def test_killed_with_options_of_the_trainer(name, period, tmp_path):
-    rng = random.Random(f"options {name}")
+def test_killed_with_options_of_the_trainer(name, period, number, tmp_path):
+    rng = random.Random(f"options {name} {number}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
     play(chain, whole, rng, kill, PERIODS[period], steps=False)
 
@@ -101,22 +109,25 @@ def hyscale(**options):
     return HyScaleStrategy(**{"cpu_trainers": 2, "drm": False, **options})
 
 
+@pytest.mark.slow
+@campaign
 @pytest.mark.parametrize("act", [interrupt, kill])
 @pytest.mark.parametrize(
     ("data", "options"),
     [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("neighbor", {"cpu_trainers": 1}), ("own sampler", {})],
     ids=str,
 )
-def test_hybrid_training(data, options, act, tmp_path):
+def test_hybrid_training(data, options, act, number, tmp_path):
     strategy = functools.partial(hyscale, **options)
-    rng = random.Random(f"hyscale {act.__name__} {data} {options}")
+    rng = random.Random(f"hyscale {act.__name__} {data} {options} {number}")
     chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
     play(chain, whole, rng, act, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
 
 
+@campaign
 @pytest.mark.parametrize("act", [interrupt, kill])
-def test_full_graph_training_on_one_device(act, tmp_path):
-    rng = random.Random(f"ascend_hybrid {act.__name__}")
+def test_full_graph_training_on_one_device(act, number, tmp_path):
+    rng = random.Random(f"ascend_hybrid {act.__name__} {number}")
     data, strategy = DATA_MODULES["full"], AscendHybridParallelStrategy
     chain, whole = (Chain(tmp_path / name, data, strategy=strategy, max_epochs=12) for name in ("chain", "whole"))
     play(chain, whole, rng, act, {"every_n_train_steps": 1} if act is kill else None, steps=act is interrupt)
@@ -135,6 +146,7 @@ def train_on_ranks(rank, folder, act):
     return chain.kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [interrupt, kill])
 def test_full_graph_training_on_two_ranks(act, tmp_path):
     first, second = run(train_on_ranks, 2, str(tmp_path), act)
@@ -153,6 +165,7 @@ def train_until_killed(folder, data, hook, count, out):
     torch.save(results, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["neighbor", "full"])
 def test_killed_processes(data, tmp_path):
     rng = random.Random(f"processes {data}")
@@ -197,6 +210,7 @@ class SaveAt(At):
             raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"max_steps": 15, "max_epochs": -1}], ids=str)
 @pytest.mark.parametrize(
     ("hook", "count"),

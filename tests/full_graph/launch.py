@@ -1,9 +1,12 @@
-"""Run a function in several processes, as torchrun would start them, with a hard limit on the time."""
+"""Run a function in several processes, as torchrun would start them, or a script, with a hard limit on the time."""
 
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -87,6 +90,8 @@ def _main(function, rank, num_ranks, port, folder, args):
         TORCHELASTIC_RUN_ID="test",
         RANK_FOLDER=folder,
     )
+    import tests.full_graph.preload  # noqa: F401  the server is silent about what it cannot import
+
     try:
         outcome = ("result", function(rank, *args))
     except BaseException:
@@ -94,6 +99,30 @@ def _main(function, rank, num_ranks, port, folder, args):
     path = Path(folder) / f"{rank}.part"
     path.write_bytes(pickle.dumps(outcome))
     path.rename(path.with_suffix(".pickle"))
+
+
+def run_script(path, *arguments):
+    """Run ``python path arguments`` in a process that has its imports already; return what ``subprocess.run`` would."""
+    with tempfile.TemporaryDirectory() as folder:
+        shown = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = CONTEXT.Process(target=_script, args=(str(path), arguments, shown))
+        process.start()
+        process.join(PATIENCE)
+        process.kill()
+        process.join()
+        return subprocess.CompletedProcess([str(path), *arguments], process.exitcode, *(p.read_text() for p in shown))
+
+
+def _script(path, arguments, shown):
+    import tests.full_graph.preload  # noqa: F401
+
+    for number, to in enumerate(shown, start=1):
+        file = os.open(to, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def free_port():

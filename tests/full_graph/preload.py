@@ -2,5 +2,6 @@
 
 import tests.conftest  # noqa: F401, I001  one torch thread, no talk from Lightning
 import lightning_gnn
-import lightning_gnn.ops.aggregate.numba
-import lightning_gnn.strategies  # noqa: F401
+import lightning_gnn.full_graph.strategy
+import lightning_gnn.hyscale.strategy
+import lightning_gnn.ops.aggregate.numba  # noqa: F401

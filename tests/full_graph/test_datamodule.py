@@ -63,6 +63,7 @@ def test_a_stored_topology_becomes_an_edge_index(compress):
     assert "graph" in stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kwargs"), [(GCN, {}), (GraphSAGE, {"aggr": "max"}), (GAT, {"heads": 2, "act": "elu"})]
 )

@@ -6,6 +6,7 @@ import torch
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
+from tests.campaigns import campaign
 from tests.full_graph.launch import run
 from tests.full_graph.training import (
     ALL,
@@ -19,25 +20,31 @@ from tests.full_graph.training import (
     trainer_of,
 )
 
+EPOCHS = {"max_epochs": 10, "check_val_every_n_epoch": 10}
+
 
 def train_in_groups(rank, num_ranks, numbers, models, logs):
-    return [train(num_ranks, groups, SideBySide(models, logs=logs)) for groups in numbers]
+    return [train(num_ranks, groups, SideBySide(models, logs=logs), **EPOCHS) for groups in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "numbers", "models", "logs"),
-    [
-        (2, [1, "auto"], ALL, True),
-        (3, [1, 3], ALL, False),
-        (4, [1, 2, 4], DROPPING, False),
-        (6, [1, 2, 3, 6], DROPPING, False),
-    ],
+    [(2, [1, "auto"], ALL, True), (3, [1, 3], ALL, False)],
 )
 def test_every_number_of_groups_trains_like_one_process(num_ranks, numbers, models, logs):
-    alone = train(1, module=SideBySide(models, logs=logs))
+    alone = train(1, module=SideBySide(models, logs=logs), **EPOCHS)
     for results in run(train_in_groups, num_ranks, num_ranks, numbers, models, logs):
         for result in results:
             assert_same(alone, result, 1e-10)
+
+
+@campaign
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "numbers"), [(4, [1, 2, 4]), (6, [1, 2, 3, 6])])
+def test_many_ranks_train_like_one_process(num_ranks, numbers, number):
+    groups = numbers[number % len(numbers)]
+    test_every_number_of_groups_trains_like_one_process(num_ranks, [groups], DROPPING, False)
 
 
 def other_ways(rank, num_ranks):
@@ -54,6 +61,7 @@ def other_ways(rank, num_ranks):
     }
 
 
+@pytest.mark.slow
 def test_other_ways_of_training_are_those_of_one_process():
     alone = other_ways(0, 1)
     for results in run(other_ways, 2, 2):
@@ -76,6 +84,7 @@ def resume(rank, num_ranks, folder):
     return paths[1:]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_which_any_strategy_reads(tmp_path):
     for resumed, whole in run(resume, 2, 2, str(tmp_path)):
         assert all(torch.equal(resumed[name], whole[name]) for name in whole)
@@ -100,6 +109,7 @@ class Chosen(SideBySide):
         return self.outputs(batch)[0][batch.pred_nodes]
 
 
+@pytest.mark.slow
 def test_predictions_of_chosen_nodes_come_in_their_order():
     expected = predict_some(0, 1)
     assert len(expected) == 6

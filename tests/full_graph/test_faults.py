@@ -67,10 +67,12 @@ def comes_late(rank, num_ranks, timeout):
     return int(alone), limit
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
     assert run(comes_late, 2, 2, 2.0) == [(2, 2.0)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the heartbeats are
 def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
     signal_ = Signal(lost, signal.SIGKILL)
@@ -80,6 +82,7 @@ def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
         assert "died" in outcome.errors[rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_rank_that_stops_ends_the_others(lost):
     signal_ = Signal(lost, signal.SIGSTOP)
@@ -148,12 +151,14 @@ def refused(rank, num_ranks):
     return errors
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_on_every_rank():
     for errors in run(refused, 3, 3):
         for error, (_, _, _, message) in zip(errors, REFUSED, strict=True):
             assert message in error
 
 
+@pytest.mark.slow
 def test_the_others_say_what_one_rank_failed_of():
     outcome = observe(train_with, 3, 3, Fails, same, {})
     assert "ArithmeticError: no luck today" in outcome.errors[1]
@@ -177,6 +182,7 @@ def end(path, message):
     os._exit(1)
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_does_not_notice_is_ended():
     signal_ = Signal(1, signal.SIGKILL, "waits")
     messages = []

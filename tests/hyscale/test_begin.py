@@ -17,6 +17,7 @@ from tests.hyscale.models import Module, data_module, fit, graph, hybrid, traine
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_a_machine_without_accelerators_is_measured():
     threads = torch.get_num_threads()
     platform = measure_platform(Trainers.of(2, []), 1e6)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_cpu_and_a_simulated_npu():
     """In a process of its own: the backend is renamed for good."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

@@ -80,6 +80,7 @@ def test_a_trainer_that_fails_in_backward():
     assert not left_threads()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_stalls_is_shown():
     release = threading.Event()
 
@@ -113,6 +114,7 @@ def test_a_stage_that_raises(prefetch):
     assert not left_threads()
 
 
+@pytest.mark.slow
 def test_a_stage_that_stalls_is_shown():
     release = threading.Event()
 

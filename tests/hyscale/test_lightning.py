@@ -35,6 +35,7 @@ class Sized(pl.LightningDataModule):
         return data_module(batch_size=self.batch_size, data=self.graph).val_dataloader()
 
 
+@pytest.mark.slow
 def test_the_batch_size_finder():
     """It sets up the loaders of validation in the stage of training, and changes the batch size in mid-fit."""
     strategy, data = balanced(), Sized()

@@ -21,6 +21,8 @@ from tests.hyscale.models import CLASSES, Module, Steps, data_module, fit, graph
 from tests.hyscale.test_resume import SaveAt
 from tests.patience import NEVER
 
+pytestmark = pytest.mark.slow  # every node is a process
+
 
 class Logging(Module):
     def __init__(self, **options):

@@ -56,6 +56,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(batch, options, tmp_path):
     assert not left_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu_trainers", [1, 2])
 @pytest.mark.parametrize("batch", [1, 4, 6], ids=lambda batch: f"after {batch}")
 @pytest.mark.parametrize("own_data_module", [False, True])

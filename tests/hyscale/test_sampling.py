@@ -143,6 +143,7 @@ def timed(monkeypatch, cpu, there):
     monkeypatch.setattr(WorkBalance, "times", times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "there", "begin", "best"), [(3.0, 1.0, 0.2, 0.75), (1.0, 4.0, 0.7, 0.2)])
 def test_sampling_moves_to_where_it_is_faster_and_is_replayed(cpu, there, begin, best, monkeypatch, tmp_path):
     timed(monkeypatch, cpu, there)

@@ -271,6 +271,7 @@ def test_an_interrupt_waits_for_the_end_of_the_optimizer_step():
     assert not left_threads()
 
 
+@pytest.mark.slow
 def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
     release = threading.Event()
 
@@ -291,6 +292,7 @@ def test_a_lone_trainer_that_stalls_in_the_optimizer_is_shown():
     assert not left_threads(patience=10)
 
 
+@pytest.mark.slow
 def test_a_long_step_of_a_lone_trainer_is_no_stall_as_long_as_its_passes_show_life():
     class Slow(Module):
         def training_step(self, batch, batch_idx):

@@ -12,6 +12,7 @@ from torch_geometric.datasets import Planetoid
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from tests.campaigns import campaign
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 
@@ -47,8 +48,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("planetoid")
 
 
-@pytest.mark.parametrize(("model", "dataset"), SETTINGS)
-def test_mean_test_accuracy(model: str, dataset: str, root: Path, record_property: Any) -> None:
+@campaign
+def test_mean_test_accuracy(number: int, root: Path, record_property: Any) -> None:
+    model, dataset = list(SETTINGS)[number % len(SETTINGS)]
     build, lr, weight_decay, epochs, seeds, expected = SETTINGS[model, dataset]
     data = planetoid(dataset, root)
     num_classes = int(data.y.max()) + 1

@@ -231,6 +231,7 @@ def test_attention_by_functional_transforms():
     torch.testing.assert_close(got[1], edge_softmax(graph, batch[1], scores[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [*LINEAR, "max"])
 def test_a_compiled_function_is_one_graph(reduce):
     _, graph = small()
@@ -248,6 +249,7 @@ def test_a_compiled_function_is_one_graph(reduce):
             torch.testing.assert_close(*pair)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
     from lightning_gnn.nn import GATConv, GCNConv, SAGEConv
 

@@ -96,6 +96,7 @@ def test_a_thread_survives_the_end_of_the_stamps():
         assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replace", [False, True])
 def test_picks_are_uniform_over_subsets(replace):
     degree, fanout, trials = 6, 3, 30_000
@@ -170,6 +171,7 @@ def test_trees_are_the_same_however_a_batch_is_cut(data, graph, fanouts, key, re
             assert tree(part, number) == tree(whole, start + number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["the seed's own picks", "those of a node that both trees reach"])
 def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
     degree, trials = 4, 24_000

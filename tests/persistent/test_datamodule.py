@@ -28,6 +28,7 @@ def assert_same_content(a, b):
             assert a[key] == b[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

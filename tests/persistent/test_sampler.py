@@ -22,6 +22,7 @@ def on_cpu(sample):
     return [part.cpu() if isinstance(part, torch.Tensor) else part for part in sample]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("topology", ["device", "pinned"])
 @pytest.mark.parametrize("disjoint", [False, True])
