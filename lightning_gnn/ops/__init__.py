@@ -1,14 +1,22 @@
-"""One operator per hot path; the backend follows the device."""
+"""One operator per hot path; the backend follows the device.
+
+Each folder is an operator: its ``definition`` is what users call, its ``reference`` says in torch's own operators (or
+in plain Python) what it computes, and the others are its backends. ``library`` is torch's registry of them, ``hashing``
+the random stream, ``intrinsics`` and ``worker_threads`` are what compiled loops on the CPU stand on.
+"""
 
 from lightning_gnn.ops.aggregate import numba as aggregate_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate import triton as aggregate_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate.backends import default_backend
 from lightning_gnn.ops.aggregate.definition import aggregate, hybrid_plan
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.edge_softmax import numba as edge_softmax_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.gather import numba as gather_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import triton as gather_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather.definition import gather_rows
 from lightning_gnn.ops.hashing import batch_key
+from lightning_gnn.ops.sample import numba as sample_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.sample.definition import NeighborSample, sample_neighbors
 
 __all__ = [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,19 +16,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_gnn.ops.hashing import (
-    _MIX_1,
-    _MIX_2,
     GOLDEN,
+    MIX_1,
+    MIX_2,
     NODE_STEP,
-    _mix_compiled,
     mix,
+    mix_compiled,
     node_key_compiled,
 )
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import define, library
+from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _PER_THREAD = 1 << 18
-"""Numbers that a further thread must have to draw; fewer cost less than starting it."""
+"""Numbers that a further thread must have to draw; fewer cost less than waking it."""
 
 
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
@@ -62,16 +64,17 @@ def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Te
             raise ValueError(f"x is on {x.device}, but rows on {rows.device}; move one of them with .to()")
     if p == 0.0:
         return x.clone()
-    signed = mix(key)
-    drop = torch.ops.lightning_gnn.row_dropout if torch.compiler.is_compiling() else _RowDropout.apply
-    dropped: Tensor = drop(x, p, signed - (1 << 64) if signed >> 63 else signed, rows)
+    mixed = _signed(mix(key))
+    drop = torch.ops.lightning_gnn.row_dropout if torch.compiler.is_compiling() else _with_autograd
+    dropped: Tensor = drop(x, p, mixed, rows)
     return dropped
 
 
 class _RowDropout(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
-        return torch.ops.lightning_gnn.row_dropout(x, p, key, rows)
+        dropped: Tensor = torch.ops.lightning_gnn.row_dropout(x, p, key, rows)
+        return dropped
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -80,29 +83,67 @@ class _RowDropout(torch.autograd.Function):
         ctx.save_for_forward(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
-        return _RowDropout.apply(grad, ctx.p, ctx.key, rows), None, None, None
+        return _with_autograd(grad, ctx.p, ctx.key, rows), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         (rows,) = ctx.saved_tensors
-        return _RowDropout.apply(tangent, ctx.p, ctx.key, rows)
+        return _with_autograd(tangent, ctx.p, ctx.key, rows)
 
 
-library.define("row_dropout(Tensor x, float p, int key, Tensor? rows) -> Tensor")
-torch.library.register_fake("lightning_gnn::row_dropout", lambda x, *_: x.new_empty(x.shape), lib=library)
+_with_autograd: Callable[..., Tensor] = _RowDropout.apply
+
+
+def _threshold(p: float) -> int:
+    """Return what a 32-bit hash must reach for the number to stay."""
+    return min(round(p * 2**32), 2**32)
+
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """Return the 64 bits of an unsigned integer as torch's signed ones."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 to the right as if it were unsigned."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_torch(z: Tensor) -> Tensor:
+    """Do what ``hashing.mix`` does; a product of int64 has the same lower 64 bits as one of uint64."""
+    z = (z ^ _shifted(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shifted(z, 27)) * _signed(MIX_2)
+    return z ^ _shifted(z, 31)
+
+
+def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+    """Do what :func:`row_dropout` does with torch's integers, whose products wrap; ``key`` is mixed already."""
+    if x.numel() == 0 or p == 1.0:
+        return x.new_zeros(x.shape)
+    ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
+    columns = torch.arange(x.numel() // x.size(0), device=x.device)
+    streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
+    hashes = _mix_torch(streams[:, None] + (columns + 1) * _signed(GOLDEN))
+    keep = _shifted(hashes, 32) >= _threshold(p)
+    return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype).contiguous()
+
+
+define(
+    "row_dropout(Tensor x, float p, int key, Tensor? rows) -> Tensor",
+    row_dropout_torch,
+    fake=lambda x, *_: x.new_empty(x.shape),
+)
 torch.library.register_autograd(
     "lightning_gnn::row_dropout",
     lambda ctx, grad: (torch.ops.lightning_gnn.row_dropout(grad, ctx.p, ctx.key, *ctx.saved_tensors), None, None, None),
     setup_context=_RowDropout.setup_context,
     lib=library,
 )
-
-
-def _threshold(p: float) -> int:
-    """Return what a 32-bit hash must reach for the number to stay."""
-    return min(round(p * 2**32), 2**32)
 
 
 @torch.library.impl(library, "row_dropout", "CPU")
@@ -124,70 +165,39 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
     return torch.where(keep, whole * scale, 0).to(x.dtype).view(x.shape)
 
 
-@torch.library.impl(library, "row_dropout", "CompositeExplicitAutograd")
-def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
-    """Do what :func:`row_dropout` does with torch's integers, whose products wrap; ``key`` is mixed already."""
-    if x.numel() == 0 or p == 1.0:
-        return x.new_zeros(x.shape)
-    ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
-    columns = torch.arange(x.numel() // x.size(0), device=x.device)
-    streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
-    hashes = _mix_torch(streams[:, None] + (columns + 1) * _signed(GOLDEN))
-    keep = _shifted(hashes, 32) >= _threshold(p)
-    return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype).contiguous()
-
-
-_MASK = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right as if it were unsigned."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix_torch(z: Tensor) -> Tensor:
-    z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
-    return z ^ _shifted(z, 31)
-
-
 def _share_out(function: Any, shape: tuple[int, int], key: np.uint64, threshold: np.uint64, *arrays: Any) -> None:
-    """Run a compiled loop over rows on as many threads as torch has; numba's own would not survive two callers."""
-    num_threads = min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD)
-    if num_threads <= 1:
-        function(0, shape[0], key, threshold, *arrays)
-        return
+    """Run a compiled loop over rows on as many threads as torch has."""
+    num_threads = max(1, min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD))
     bounds = [shape[0] * i // num_threads for i in range(num_threads + 1)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        parts = [pool.submit(function, start, stop, key, threshold, *arrays) for start, stop in pairwise(bounds)]
-        for part in parts:
-            part.result()
+    run_all([partial(function, start, stop, key, threshold, *arrays) for start, stop in pairwise(bounds)])
 
 
 _U32, _UGOLDEN = np.uint64(32), np.uint64(GOLDEN)
 
 
 @numba.njit(nogil=True, cache=True)
-def _drop_rows(start, stop, key, threshold, x, rows, out, scale):
-    zero = scale * 0
+def _drop_rows(
+    start: int, stop: int, key: np.uint64, threshold: np.uint64, x: np.ndarray, rows: np.ndarray, out: np.ndarray,
+    scale: float,
+) -> None:  # fmt: skip
+    zero = scale * 0  # of the dtype
     for i in range(start, stop):
+        # The stream of a row, of which number c is the hash of (c + 1) steps: drawn in any order, by anyone.
         counter = node_key_compiled(key, rows[i])
         for c in range(x.shape[1]):
             counter += _UGOLDEN
-            out[i, c] = x[i, c] * scale if _mix_compiled(counter) >> _U32 >= threshold else zero
+            # A select, not a branch, so that the compiler makes vectors of it.
+            out[i, c] = x[i, c] * scale if mix_compiled(counter) >> _U32 >= threshold else zero
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw_rows(start, stop, key, threshold, keep, rows):
+def _draw_rows(start: int, stop: int, key: np.uint64, threshold: np.uint64, keep: np.ndarray, rows: np.ndarray) -> None:
+    # The same for dtypes that Numba does not have: the mask alone, which torch then applies.
     for i in range(start, stop):
         counter = node_key_compiled(key, rows[i])
         for c in range(keep.shape[1]):
             counter += _UGOLDEN
-            keep[i, c] = _mix_compiled(counter) >> _U32 >= threshold
+            keep[i, c] = mix_compiled(counter) >> _U32 >= threshold
 
 
 _active: ContextVar[drop_by_row | None] = ContextVar("drop_by_row", default=None)
@@ -219,14 +229,14 @@ class drop_by_row(TorchFunctionMode):
 
     def __enter__(self) -> drop_by_row:
         """Begin to draw by row number."""
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._token = _active.set(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Go back to torch's own dropout."""
         _active.reset(self._token)
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take over the calls of dropout."""

@@ -5,11 +5,13 @@ is the same whichever processor, thread or schedule made it.
 The mixer is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
+from typing import Any
+
 import numba
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 GOLDEN = 0x9E3779B97F4A7C15
 NODE_STEP = 0xD1342543DE82EF95
 
@@ -24,8 +26,8 @@ def mix(z: int) -> int:
         An unsigned 64-bit integer.
     """
     z &= _MASK
-    z = (z ^ (z >> 30)) * _MIX_1 & _MASK
-    z = (z ^ (z >> 27)) * _MIX_2 & _MASK
+    z = (z ^ (z >> 30)) * MIX_1 & _MASK
+    z = (z ^ (z >> 27)) * MIX_2 & _MASK
     return z ^ (z >> 31)
 
 
@@ -63,32 +65,36 @@ def draw(stream: int, j: int, bound: int) -> int:
     return (mix(stream + (j + 1) * GOLDEN) >> 32) * bound >> 32
 
 
+Word = Any
+"""A uint64 of compiled code, of which NumPy's types cannot say what its arithmetic gives."""
 _U30, _U27, _U31, _U32 = (np.uint64(s) for s in (30, 27, 31, 32))
-_UMIX_1, _UMIX_2 = np.uint64(_MIX_1), np.uint64(_MIX_2)
+_UMIX_1, _UMIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
 _UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)
 
 
 @numba.njit(inline="always", cache=True)
-def _mix_compiled(z):
+def mix_compiled(z: Word) -> Word:
+    """Do what :func:`mix` does, for compiled callers, whose 64-bit integers are unsigned."""
     z = (z ^ (z >> _U30)) * _UMIX_1
     z = (z ^ (z >> _U27)) * _UMIX_2
     return z ^ (z >> _U31)
 
 
 @numba.njit(inline="always", cache=True)
-def tree_key_compiled(key, position):
-    """Do what :func:`tree_key` does, for compiled callers; ``key`` is uint64."""
-    return _mix_compiled((key + _UGOLDEN) ^ (np.uint64(position) * _UNODE_STEP))
+def tree_key_compiled(key: Word, position: int) -> Word:
+    """Do what :func:`tree_key` does, for compiled callers."""
+    return mix_compiled((key + _UGOLDEN) ^ (np.uint64(position) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)
-def node_key_compiled(key, node):
-    """Do what :func:`node_key` does, for compiled callers; ``key`` is uint64."""
-    return _mix_compiled(key ^ (np.uint64(node) * _UNODE_STEP))
+def node_key_compiled(key: Word, node: int) -> Word:
+    """Do what :func:`node_key` does, for compiled callers."""
+    return mix_compiled(key ^ (np.uint64(node) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)
-def draw_compiled(stream, j, bound):
-    """Do what :func:`draw` does, for compiled callers; ``stream`` is uint64."""
-    z = _mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
+def draw_compiled(stream: Word, j: int, bound: int) -> Any:
+    """Do what :func:`draw` does, for compiled callers."""
+    # The upper half of a 32 by 32 bit product is a number below the bound: no division, no branch.
+    z = mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
     return np.int64(((z >> _U32) * np.uint64(bound)) >> _U32)

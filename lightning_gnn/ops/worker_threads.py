@@ -55,7 +55,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 def _forget() -> None:
     global _lock, _pool, _size
     _lock, _pool, _size = Lock(), None, 0  # a fork copies no threads
-    global_compiler_lock.release()
+    global_compiler_lock.release()  # type: ignore[no-untyped-call]
 
 
 if hasattr(os, "register_at_fork"):

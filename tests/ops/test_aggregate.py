@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.ops import hybrid_plan
-from lightning_gnn.ops.aggregate import numba as aggregate_numba
-from lightning_gnn.ops.aggregate import numba_layout as aggregate_layout
+from lightning_gnn.ops import hybrid_plan, intrinsics
+from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
@@ -27,9 +26,9 @@ def storage(request, monkeypatch):
 
 
 def use(monkeypatch, packed):
-    monkeypatch.setattr(aggregate_numba, "SMALL", 0)
-    monkeypatch.setattr(aggregate_layout, "PACK_FROM", 0 if packed else 2**40)
-    monkeypatch.setattr(aggregate_layout, "PACK_DEGREE", 0)
+    monkeypatch.setattr(numba_rows, "SMALL", 0)
+    monkeypatch.setattr(numba_rows, "PACK_FROM", 0 if packed else 2**40)
+    monkeypatch.setattr(numba_rows, "PACK_DEGREE", 0)
 
 
 def dense(edge_index, num_nodes, x, weight, reduce):
@@ -332,6 +331,29 @@ def test_a_workers_error_is_the_callers():
     done = []
     run_all([lambda i=i: done.append(i) for i in range(9)])
     assert sorted(done) == list(range(9))
+
+
+@given(st.integers(1, 200), st.integers(0, 9), st.integers(1, 6), st.booleans(), st.sampled_from([0, 5]))
+def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, groups, overlap, packed_rows):
+    num_columns = channels * max(heads, 1)
+    slices = tuple(num_columns * i // groups for i in range(groups + 1))
+    for widths, kinds in ((intrinsics.WIDTHS, intrinsics.SUMS), (intrinsics.MAX_WIDTHS, intrinsics.MAXIMA)):
+        tables, count = numba_kernels.blocks_of(slices, channels, heads, widths, overlap, packed_rows)
+        written, covered = 0, set()
+        for table, first, last in zip(tables, slices, slices[1:], strict=False):
+            for column, width, base, stride, head, shared, _ in table.tolist():
+                assert (width, shared) in kinds
+                assert shared == 0 or (width, shared) in intrinsics.PRODUCTS
+                assert first <= column
+                assert column + width <= last
+                # Each weight of a block stands for as many columns, which are those of its head.
+                each = width // max(shared, 1)
+                assert heads <= 1 or all((column + i) // channels == head + i // each for i in range(width))
+                assert (base, stride) == ((written, width) if packed_rows else (column, num_columns))
+                written += width * packed_rows
+                covered |= set(range(column, column + width))
+        assert count == written
+        assert covered == set(range(num_columns))
 
 
 def test_the_work_of_the_plan_is_all_there_is():

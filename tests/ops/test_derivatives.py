@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 
 from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.ops import default_backend, edge_softmax, gather_rows
-from lightning_gnn.ops.aggregate import numba_layout as aggregate_layout
+from lightning_gnn.ops.aggregate import numba_rows
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.dropout import row_dropout
+from lightning_gnn.ops.library import references
 from tests.strategies import edge_indices
 
 LINEAR = ("sum", "mean")
@@ -254,8 +255,8 @@ def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
     from lightning_gnn.nn import GATConv, GCNConv, SAGEConv
 
     derived = []
-    original = aggregate_layout._derive
-    monkeypatch.setattr(aggregate_layout, "_derive", lambda *given: derived.append(1) or original(*given))
+    original = numba_rows._derive
+    monkeypatch.setattr(numba_rows, "_derive", lambda *given: derived.append(1) or original(*given))
     _, graph = small()
     for layer in (GCNConv(4, 3), SAGEConv(4, 3), SAGEConv(4, 3, aggr="max"), GATConv(4, 3, heads=2)):
         layer.double()
@@ -323,11 +324,9 @@ def test_dropout_by_rows_has_all_derivatives():
 
 
 def test_the_gradient_runs_where_the_aggregation_ran(monkeypatch):
-    from lightning_gnn.ops.aggregate import reference as aggregate_reference
-
     ran = []
-    original = aggregate_reference.aggregate_chunks
-    monkeypatch.setattr(aggregate_reference, "aggregate_chunks", lambda *given: ran.append(1) or original(*given))
+    original = references.aggregate_chunks
+    monkeypatch.setattr(references, "aggregate_chunks", lambda *given: ran.append(1) or original(*given))
     _, graph = small()
     x = double(7, 3).requires_grad_()
     with default_backend("reference"):

@@ -6,7 +6,7 @@ from torch_geometric.utils import softmax
 
 from lightning_gnn import CompressedGraph, aggregate, edge_softmax
 from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.ops.aggregate import numba as aggregate_numba
+from lightning_gnn.ops.aggregate import numba_rows
 from tests.ops.test_aggregate import SPLIT, hub_graph, use
 from tests.strategies import edge_indices
 
@@ -56,7 +56,7 @@ def test_gradcheck(monkeypatch, packed):
 
 
 def test_the_same_bits_for_any_number_of_workers(monkeypatch):
-    monkeypatch.setattr(aggregate_numba, "SMALL", 0)
+    monkeypatch.setattr(numba_rows, "SMALL", 0)
     _, graph = hub_graph(num_nodes=200, num_edges=3000, local_bytes=8 * SPLIT)
     assert graph.forward.rows.numel() > graph.num_targets  # hubs are split
     scores = [torch.randn(200, 3, requires_grad=True) for _ in range(2)]

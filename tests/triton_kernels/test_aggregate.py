@@ -14,6 +14,7 @@ from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.library import references
 from lightning_gnn.triton_kernels import aggregate_plan, aggregate_tiles
 from lightning_gnn.triton_kernels.aggregate import block_shape
 from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, NOWHERE, TILE_COLUMNS, Matrix
@@ -42,7 +43,7 @@ def moved(value, device):
 def check(name, *arguments, dtype):
     """Compare an operator with the reference in float64."""
     ours = getattr(aggregate_triton, name)(*(moved(value, DEVICE) for value in arguments))
-    wanted = getattr(aggregate_reference, name)(*(wide(value) for value in arguments))
+    wanted = getattr(references, name)(*(wide(value) for value in arguments))
     for left, right in zip(*((out if isinstance(out, tuple) else (out,)) for out in (ours, wanted)), strict=True):
         assert left.dtype == dtype
         assert left.shape == right.shape
@@ -110,7 +111,7 @@ def test_attention_and_its_gradient_equal_the_reference(matrix, heads, dtype, sl
     chunks, num_rows, num_columns = matrix
     row, column = normal(num_rows, heads, dtype=dtype) * scale, normal(num_columns, heads, dtype=dtype, seed=1)
     check("edge_softmax", chunks, row, column, slope, PLAN[1], dtype=dtype)
-    weight = aggregate_reference.edge_softmax(chunks, row.double(), column.double(), slope, PLAN[1]).to(dtype)
+    weight = references.edge_softmax(chunks, row.double(), column.double(), slope, PLAN[1]).to(dtype)
     grad = normal(chunks[3].numel(), heads, dtype=dtype, seed=2)
     check("edge_softmax_backward", chunks, row, column, slope, weight, grad, PLAN[1], dtype=dtype)
 

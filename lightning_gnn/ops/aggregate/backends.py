@@ -1,15 +1,15 @@
-"""The operators under ``aggregate`` and ``edge_softmax``: their schemas, who implements them, and the plan they follow.
+"""Who executes the operators under ``aggregate`` and ``edge_softmax``, and the plan they follow.
 
 Every operator takes plain tensors. ``chunks`` is one direction of a graph as six tensors: ``rows``, ``row_ptr``,
-``indptr``, ``local``, ``columns`` and ``column_ptr`` of :class:`~lightning_gnn.graph.chunks.Chunks`. A backend
-registers what it has for its dispatch key; a device without a kernel of its own runs the reference, which is made of
-torch's own operators.
+``indptr``, ``local``, ``columns`` and ``column_ptr`` of :class:`~lightning_gnn.graph.chunks.Chunks`. The two files
+``reference.py`` define the operators; a backend registers what it has for its dispatch key. On a GPU and an NPU
+attention works on what is prepared for aggregation, and is in the same file.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,33 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
-from lightning_gnn.ops.aggregate import reference as aggregate_reference
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.aggregate import reference as aggregate_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.library import references
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"
 """In place of a backend's name: what is registered for the device."""
 
 _default: str | None = None
-
-SCHEMAS = (
-    "aggregate_chunks(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, int[] slices,"
-    " int[] chunk_ranges) -> (Tensor, Tensor)",
-    "aggregate_max_backward(Tensor[] chunks, int num_rows, Tensor grad, Tensor best, Tensor x, Tensor? weight,"
-    " int[] slices, int[] chunk_ranges) -> Tensor",
-    "edge_products(Tensor[] chunks, Tensor row_side, Tensor column_side, Tensor? best, Tensor? weight, int[] slices,"
-    " int[] chunk_ranges) -> Tensor",
-    "edge_softmax(Tensor[] chunks, Tensor row_scores, Tensor column_scores, float negative_slope, int[] chunk_ranges)"
-    " -> Tensor",
-    "edge_softmax_backward(Tensor[] chunks, Tensor row_scores, Tensor column_scores, float negative_slope,"
-    " Tensor attention, Tensor grad, int[] chunk_ranges) -> Tensor",
-    "edge_sums(Tensor[] chunks, int num_rows, Tensor? edge_ids, Tensor values, int[] chunk_ranges) -> Tensor",
-)
-for _schema in SCHEMAS:
-    _name = _schema.partition("(")[0]
-    library.define(_schema)
-    # Below any device's own kernel, above the fallback: what runs on a device that this package does not know.
-    library.impl(_name, getattr(aggregate_reference, _name), "CompositeExplicitAutograd")
 
 
 @contextmanager
@@ -89,10 +71,12 @@ def operators(backend: str, device: torch.device) -> Any:
     Raises:
         ValueError: The backend cannot run on the device.
     """
-    if backend == DEVICE:
-        return _loaded_npu() if device.type == "npu" else torch.ops.lightning_gnn
+    if backend == "reference":
+        return references
     if backend == "numba" and device.type != "cpu":
         raise ValueError(f"backend='numba' runs on the CPU, but the graph is on {device}")
+    if backend in (DEVICE, "numba"):
+        return _loaded_npu() if device.type == "npu" else torch.ops.lightning_gnn
     return importlib.import_module(f"lightning_gnn.ops.aggregate.{backend}")
 
 
@@ -116,7 +100,7 @@ def chunk_tensors(chunks: Chunks) -> list[torch.Tensor]:
     return [chunks.rows, chunks.row_ptr, chunks.indptr, chunks.local, chunks.columns, chunks.column_ptr]
 
 
-_plans = WeakIdKeyDictionary()
+_plans: MutableMapping[torch.Tensor, dict[tuple[int, int, PlanSettings], HybridPlan]] = WeakIdKeyDictionary()
 
 
 def plan_of(

@@ -62,6 +62,22 @@ def aggregate(
     Raises:
         TypeError: ``x`` or ``weight`` is not floating, or ``graph`` is no graph.
         ValueError: A shape or a device does not fit the graph, or ``reduce`` or ``backend`` is unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CompressedGraph, aggregate
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])  # from source to target
+        >>> graph = CompressedGraph.from_edge_index(edge_index, num_nodes=3)
+        >>> x = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+        >>> aggregate(graph, x, reduce="mean")
+        tensor([[ 0.0000,  0.0000],
+                [ 1.0000, 10.0000],
+                [ 2.5000, 25.0000]])
+        >>> weight = graph.edge_order(torch.tensor([2.0, 1.0, 0.5]))  # given in the order of edge_index
+        >>> aggregate(graph, x, weight)
+        tensor([[ 0.0000,  0.0000],
+                [ 2.0000, 20.0000],
+                [ 3.5000, 35.0000]])
     """
     if reduce not in REDUCES:
         raise ValueError(f"reduce={reduce!r} is unknown; use one of {', '.join(REDUCES)}")
@@ -81,7 +97,7 @@ def aggregate(
     by_edge = None if weight is None else weight.to(wide).reshape(graph.num_edges, heads).contiguous()
     by_head = x.to(wide).reshape(x.size(0), heads, x.shape[1:].numel() // heads)
     if reduce == "max":
-        out, _ = GraphMax.call(by_head, by_edge, *arguments)
+        out: Tensor = GraphMax.call(by_head, by_edge, *arguments)[0]
     else:
         permuted = None if weight is None or by_edge is None else _kept_in_order(graph, x, weight, by_edge)
         degrees = graph.in_degrees if reduce == "mean" else None
@@ -125,7 +141,8 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
     key = (weight.storage_offset(), weight.stride(), by_edge.shape, by_edge.dtype, weight._version)
     known = graph.cache.get("backward_weight")
     if known is not None and known[0]() is owner and known[1] == key:
-        return known[2]
+        kept: Tensor | None = known[2]
+        return kept
     permuted = in_order(by_edge, edge_ids)
     graph.cache["backward_weight"] = (ref(owner), key, permuted)
     return permuted

@@ -51,7 +51,7 @@ class GraphSum(GraphOperator):
         # Without weights nothing tells the heads apart.
         table = x.reshape(x.size(0), 1, -1) if weight is None else x
         plan = side.plan(x.size(1) * x.size(2))
-        out, _ = side.functions.aggregate_chunks(side.chunks, side.num_rows, table, weight, reduce, *plan)
+        out: Tensor = side.functions.aggregate_chunks(side.chunks, side.num_rows, table, weight, reduce, *plan)[0]
         return out.view(side.num_rows, *x.shape[1:])
 
     @staticmethod
@@ -69,7 +69,7 @@ class GraphSum(GraphOperator):
         keep(ctx, (x, *others), graph, backward=(x if keeps_x else None, *others))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Sum along the other direction; multiply both ends."""
         (x, weight, permuted, degrees), graph = kept(ctx)
         if degrees is not None:
@@ -85,11 +85,11 @@ class GraphSum(GraphOperator):
         return grad_x, grad_weight, None, None, None, *NO_GRAPH
 
     @staticmethod
-    def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None, *_: Any) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None, *_: Any) -> Tensor:
         """Sum the tangents, which enter linearly."""
         (x, weight, permuted, degrees), graph = kept(ctx)
         rest = (degrees, ctx.transposed, *graph)
-        parts = []
+        parts: list[Tensor] = []
         if x_tangent is not None:
             parts.append(GraphSum.call(x_tangent.contiguous(), weight, permuted, *rest))
         if weight_tangent is not None:
@@ -115,7 +115,8 @@ class GraphProducts(GraphOperator):
             return row_side.new_zeros(num_edges(graph), row_side.size(1))
         side = Direction(graph)
         plan = side.plan(row_side.size(1) * row_side.size(2), one_group=True)
-        return side.functions.edge_products(side.chunks, row_side, column_side, None, None, *plan)
+        products: Tensor = side.functions.edge_products(side.chunks, row_side, column_side, None, None, *plan)
+        return products
 
     @staticmethod
     def fake(row_side: Tensor, column_side: Tensor, *graph: Any) -> Tensor:
@@ -128,7 +129,7 @@ class GraphProducts(GraphOperator):
         keep(ctx, inputs[:2], inputs[2:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Sum the other end, weighted by the gradient."""
         (row_side, column_side), graph = kept(ctx)
         row_grad = column_grad = None
@@ -139,10 +140,10 @@ class GraphProducts(GraphOperator):
         return row_grad, column_grad, *NO_GRAPH
 
     @staticmethod
-    def jvp(ctx: Any, row_tangent: Tensor | None, column_tangent: Tensor | None, *_: Any) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, row_tangent: Tensor | None, column_tangent: Tensor | None, *_: Any) -> Tensor:
         """Multiply each tangent with the other end."""
         (row_side, column_side), graph = kept(ctx)
-        parts = []
+        parts: list[Tensor] = []
         if row_tangent is not None:
             parts.append(GraphProducts.call(row_tangent.contiguous(), column_side, *graph))
         if column_tangent is not None:
@@ -169,7 +170,8 @@ class GraphMax(GraphOperator):
             nothing = x.new_zeros(side.num_rows, *x.shape[1:])
             return nothing, nothing.clone()
         plan = side.plan(x.size(1) * x.size(2))
-        return side.functions.aggregate_chunks(side.chunks, side.num_rows, x, weight, "max", *plan)
+        best, ties = side.functions.aggregate_chunks(side.chunks, side.num_rows, x, weight, "max", *plan)
+        return best, ties
 
     @staticmethod
     def fake(x: Tensor, weight: Tensor | None, *graph: Any) -> tuple[Tensor, Tensor]:
@@ -186,7 +188,7 @@ class GraphMax(GraphOperator):
         keep(ctx, (best, ties, *inputs[:2]), inputs[2:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
         """Share the gradient out to the edges that attain the maximum."""
         if grad is None:
             return None, None, *NO_GRAPH
@@ -197,7 +199,7 @@ class GraphMax(GraphOperator):
         return grad_x if wants_x else None, grad_weight if wants_weight else None, *NO_GRAPH
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *_: Any) -> Any:
         """Refuse."""
         raise NotImplementedError(
             "aggregate(reduce='max') has no forward-mode derivative; take the gradient by reverse mode "
@@ -214,9 +216,9 @@ class GraphMaxBackward(GraphOperator):
 
     Args:
         shares: Gradient of each maximum by the edges that attain it, ``[num_targets, H, C]``.
-        best: The maxima, likewise.
-        x: What :class:`GraphMax` got.
-        weight: What :class:`GraphMax` got.
+        best: The maxima, ``[num_targets, H, C]``.
+        x: ``[num_sources, H, C]``, float32 or float64.
+        weight: ``[E, H]`` of the same dtype, or None.
         wants_x: Whether to compute that of ``x``.
         wants_weight: Whether to compute that of ``weight``.
     """
@@ -259,7 +261,7 @@ class GraphMaxBackward(GraphOperator):
         """Keep nothing."""
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Any) -> Any:
         """Refuse."""
         raise NotImplementedError(
             "aggregate(reduce='max') has a first derivative only, but a second one was asked for, such as that of a "

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate.backends import backend_name, bounds, chunk_tensors, operators, plan_of
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import define, library
 
 if TYPE_CHECKING:
     from lightning_gnn.graph.compress import CompressedGraph
@@ -88,12 +88,14 @@ class Direction:
 
 def num_rows(graph: Graph, transposed: bool = False) -> int:
     """Return how many rows a result has."""
-    return graph[_NUM_SOURCES if transposed else _NUM_TARGETS]
+    count: int = graph[_NUM_SOURCES if transposed else _NUM_TARGETS]  # a symbol under a compiler
+    return count
 
 
 def num_edges(graph: Graph) -> int:
     """Return how many rows weights have."""
-    return graph[3].numel()
+    local: Tensor = graph[3]
+    return local.numel()
 
 
 def in_order(weight: Tensor, edge_ids: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class GraphOperator(torch.autograd.Function):
     """Computes, with autograd."""
 
     @classmethod
-    def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:  # type: ignore[override]
+    def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Compute a batch as so many times the heads."""
         size = info.batch_size
 
@@ -162,14 +164,16 @@ def register(schema: str) -> Callable[[Operator], Operator]:
     """Make a class's operator, ``lightning_gnn::…``.
 
     Args:
-        schema: As :func:`define` takes it.
+        schema: As :func:`define_over_graph` takes it.
     """
 
     def define_for(function: Operator) -> Operator:
-        operator = define(schema, function.compute, function.fake)  # type: ignore[attr-defined]
+        operator = define_over_graph(schema, function.compute, function.fake)  # type: ignore[attr-defined]
+
+        with_autograd: Callable[..., Any] = function.apply
 
         def call(*arguments: Any) -> Any:
-            return operator(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+            return operator(*arguments) if torch.compiler.is_compiling() else with_autograd(*arguments)
 
         def forward(*arguments: Any) -> Any:
             return operator(*arguments)
@@ -177,7 +181,7 @@ def register(schema: str) -> Callable[[Operator], Operator]:
         # Autograd asks for it at each call, which would take longer than a small aggregation.
         forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         function.operator = operator
-        function.forward = staticmethod(forward)  # type: ignore[assignment]
+        function.forward = staticmethod(forward)  # type: ignore[method-assign]
         function.call = staticmethod(call)
         name = operator.name()
         torch.library.register_autograd(name, function.backward, setup_context=function.setup_context, lib=library)
@@ -186,20 +190,16 @@ def register(schema: str) -> Callable[[Operator], Operator]:
     return define_for
 
 
-def define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define_over_graph(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define an operator over a graph, without derivatives, and return it.
 
     Args:
         schema: ``name(arguments) -> result``, all arguments but the graph, which comes last.
-        compute: What it does.
+        compute: What it does, by calling operators of backends.
         fake: Makes results of the right shape and dtype, for compilers.
     """
     arguments, _, result = schema.partition(") ->")
-    library.define(f"{arguments}, {_SCHEMA}) ->{result}")
-    name = schema.partition("(")[0]
-    library.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lightning_gnn::{name}", fake, lib=library)
-    return getattr(torch.ops.lightning_gnn, name).default
+    return define(f"{arguments}, {_SCHEMA}) ->{result}", compute, fake)
 
 
 def differentiated() -> bool:

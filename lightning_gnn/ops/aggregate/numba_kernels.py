@@ -2,238 +2,216 @@
 
 A share is a range of rows and a table of column blocks, int64 ``[num_blocks, 7]``: first column, width, where its
 elements begin in the gathered array, elements from one row to the next there, first weight of an entry, weights per
-entry (0: none), and whether results per entry are added to what an earlier block wrote. Widths are powers of two up to
-64; the last block of a slice may overlap the one before, which then writes the same numbers twice.
+entry (0: none), and whether results per entry are added to what an earlier block wrote. Blocks are of the kinds for
+which ``intrinsics.py`` has loops; the last block of a slice may overlap the one before, which then writes the same
+numbers twice.
 
-Numba's cache on disk follows changes of this file only: after a change in ``vectors.py``, change (or touch) this one.
+Arguments that all have in common:
+
+- ``x`` (``grad``, ``best``): features as the entries' columns index them, floating and flat, of one dtype;
+- ``indptr`` int64 ``[R + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
+- ``weight`` ``[E * weight_stride]``: weights of each entry, ``x`` and 0 where there are none;
+- ``vertices`` int32 ``[R]``, ``places`` int64 ``[R]``: where a row's own features are, and where its result goes;
+- ``first``, ``last``: the share's rows, one past the last; ``num_columns``: D, elements of a row of ``out``.
+
+Numba's cache on disk follows changes of this file only: after a change in ``intrinsics.py``, change (or touch) it.
 """
+
+import functools
+from collections.abc import Iterator
+from itertools import pairwise
 
 import numba
 import numpy as np
 
-from lightning_gnn.ops.vectors import add_entries, copy_block, dot_entries, max_entries, route_entries
+from lightning_gnn.ops.intrinsics import (
+    HEAD_WIDTHS,
+    WIDTHS,
+    add_entries,
+    copy_block,
+    dot_entries,
+    max_entries,
+    route_entries,
+)
 
 COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 
 
+@functools.lru_cache(maxsize=256)
+def blocks_of(
+    slices: tuple[int, ...], channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
+) -> tuple[tuple[np.ndarray, ...], int]:
+    """Cut the columns of each slice into blocks, and lay these out in the gathered array.
+
+    Args:
+        slices: Bounds of the slices.
+        channels: C, columns per weight.
+        heads: H, weights per entry, or 0.
+        widths: Which widths a block may have, falling; with ``WIDTHS`` narrow heads share blocks besides.
+        overlap: Whether the last block may overlap the one before.
+        packed_rows: Rows of the packed array, or 0 where it is not packed.
+
+    Returns:
+        The table of each slice, and the elements of the packed array.
+    """
+    num_columns, total, tables = slices[-1], 0, []
+    for start, stop in pairwise(slices):
+        table: list[tuple[int, ...]] = []
+        for column, width, head, count in _cut_by_head(start, stop, channels, heads, widths, overlap):
+            base, stride = (total, width) if packed_rows else (column, num_columns)
+            total += width * packed_rows
+            fresh = head not in {row[WEIGHT] for row in table}
+            table.append((column, width, base, stride, head, count, 0 if fresh else 1))
+        tables.append(np.array(table, np.int64).reshape(-1, 7))
+    return tuple(tables), total
+
+
+def _cut_by_head(
+    start: int, stop: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield first column, width, first head and number of heads (0: no weights) of each block."""
+    if heads <= 1:
+        yield from ((at, width, 0, heads) for at, width in _cut(start, stop, widths, overlap))
+        return
+    if channels in HEAD_WIDTHS and widths is WIDTHS and start % channels == 0 and stop % channels == 0:
+        for at, width in _cut(start, stop, tuple(w for w in WIDTHS if w >= channels), False):
+            yield at, width, at // channels, width // channels
+        return
+    for head in range(start // channels, -(-stop // channels)):
+        first, last = max(start, head * channels), min(stop, (head + 1) * channels)
+        yield from ((at, width, head, 1) for at, width in _cut(first, last, widths, overlap))
+
+
+def _cut(start: int, stop: int, widths: tuple[int, ...], overlap: bool) -> Iterator[tuple[int, int]]:
+    """Yield first column and width of blocks, the widest that fit, or one that covers the rest and reaches back."""
+    at = start
+    while at < stop:
+        left = stop - at
+        above = [width for width in widths if width >= left]
+        if overlap and above and stop - above[-1] >= start:
+            yield stop - above[-1], above[-1]
+            return
+        width = next(width for width in widths if width <= left)
+        yield at, width
+        at += width
+
+
 @numba.njit(nogil=True, cache=True)
-def pack_rows(x, num_columns, order, first, last, blocks, packed):
+def pack_rows(
+    x: np.ndarray, num_columns: int, order: np.ndarray, first: int, last: int, blocks: np.ndarray, packed: np.ndarray
+) -> None:
     """Copy rows ``order[first:last]`` of ``x`` ``[V * D]`` into the blocks, each of which is contiguous."""
     for k in range(first, last):
         row = order[k] * num_columns
+        # A row is read once, from end to end; its pieces go to as many places as there are blocks.
         for b in range(blocks.shape[0]):
-            source = row + blocks[b, COLUMN]
             at = blocks[b, BASE] + k * blocks[b, STRIDE]
-            width = blocks[b, WIDTH]
-            if width == 64:
-                copy_block(x, source, packed, at, 64)
-            elif width == 32:
-                copy_block(x, source, packed, at, 32)
-            elif width == 16:
-                copy_block(x, source, packed, at, 16)
-            elif width == 8:
-                copy_block(x, source, packed, at, 8)
-            else:
-                for d in range(width):
-                    packed[at + d] = x[source + d]
+            copy_block(x, row + blocks[b, COLUMN], packed, at, blocks[b, WIDTH])
 
 
 @numba.njit(nogil=True, cache=True)
-def sum_rows(x, blocks, indptr, indices, places, degrees, first, last, out, num_columns):
-    """Sum of the gathered rows; divided by ``degrees`` of the row where that is not empty."""
+def sum_rows(
+    x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
+    places: np.ndarray, degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int,
+) -> None:  # fmt: skip
+    """Sum of the gathered rows times the entry's weight; divided by ``degrees`` of the row where that is not empty."""
     end = indices.size - 1
     one = x.dtype.type(1)
+    # Blocks outside, rows inside: the gathered pieces of one block stay in the level-2 cache.
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
+        head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
             p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
             by = x.dtype.type(degrees[r]) if degrees.size else one
-            if width == 64:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 64, 0)
-            elif width == 32:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 32, 0)
-            elif width == 16:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 16, 0)
-            elif width == 8:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 8, 0)
-            elif width == 4:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 4, 0)
-            elif width == 2:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 2, 0)
-            else:
-                add_entries(x, base, stride, indices, x, 0, 0, p, q, end, by, out, at, 1, 0)
+            add_entries(
+                x, base, stride, indices, weight, weight_stride, head, p, q, end, by, out, at, width, heads
+            )  # fmt: skip
 
 
 @numba.njit(nogil=True, cache=True)
-def weighted_sum_rows(x, blocks, indptr, indices, weight, ws, places, degrees, first, last, out, num_columns):
-    """Sum of the gathered rows times the entry's weight for the block."""
-    end = indices.size - 1
-    one = x.dtype.type(1)
-    for b in range(blocks.shape[0]):
-        column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
-        wa = blocks[b, WEIGHT]
-        for r in range(first, last):
-            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
-            by = x.dtype.type(degrees[r]) if degrees.size else one
-            if width == 64:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 64, 1)
-            elif width == 32:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 32, 1)
-            elif width == 16:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 16, 1)
-            elif width == 8:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 8, 1)
-            elif width == 4:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 4, 1)
-            elif width == 2:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 2, 1)
-            else:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 1, 1)
-
-
-@numba.njit(nogil=True, cache=True)
-def heads_sum_rows(x, blocks, indptr, indices, weight, ws, places, degrees, first, last, out, num_columns):
-    """The same for blocks of 64 columns, or fewer, that hold several heads."""
-    end = indices.size - 1
-    one = x.dtype.type(1)
-    for b in range(blocks.shape[0]):
-        column, base, stride, wa = blocks[b, COLUMN], blocks[b, BASE], blocks[b, STRIDE], blocks[b, WEIGHT]
-        kind = blocks[b, WIDTH] * 100 + blocks[b, HEADS]
-        for r in range(first, last):
-            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
-            by = x.dtype.type(degrees[r]) if degrees.size else one
-            if kind == 6402:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 64, 2)
-            elif kind == 6404:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 64, 4)
-            elif kind == 6408:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 64, 8)
-            elif kind == 3202:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 32, 2)
-            elif kind == 3204:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 32, 4)
-            else:
-                add_entries(x, base, stride, indices, weight, ws, wa, p, q, end, by, out, at, 16, 2)
-
-
-@numba.njit(nogil=True, cache=True)
-def max_rows(x, blocks, indptr, indices, weight, ws, places, first, last, out, ties, num_columns):
+def max_rows(
+    x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
+    places: np.ndarray, first: int, last: int, out: np.ndarray, ties: np.ndarray, num_columns: int,
+) -> None:  # fmt: skip
     """Largest message and how many attain it."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
-        wa = blocks[b, WEIGHT]
-        kind = width * 10 + blocks[b, HEADS]
+        head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
             p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
-            if kind == 640:
-                max_entries(x, base, stride, indices, x, 0, 0, p, q, end, out, ties, at, 64, 0)
-            elif kind == 641:
-                max_entries(x, base, stride, indices, weight, ws, wa, p, q, end, out, ties, at, 64, 1)
-            elif kind == 160:
-                max_entries(x, base, stride, indices, x, 0, 0, p, q, end, out, ties, at, 16, 0)
-            elif kind == 161:
-                max_entries(x, base, stride, indices, weight, ws, wa, p, q, end, out, ties, at, 16, 1)
-            elif kind == 40:
-                max_entries(x, base, stride, indices, x, 0, 0, p, q, end, out, ties, at, 4, 0)
-            elif kind == 41:
-                max_entries(x, base, stride, indices, weight, ws, wa, p, q, end, out, ties, at, 4, 1)
-            elif kind == 10:
-                max_entries(x, base, stride, indices, x, 0, 0, p, q, end, out, ties, at, 1, 0)
-            else:
-                max_entries(x, base, stride, indices, weight, ws, wa, p, q, end, out, ties, at, 1, 1)
+            max_entries(x, base, stride, indices, weight, weight_stride, head, p, q, end, out, ties, at, width, heads)
 
 
 @numba.njit(nogil=True, cache=True)
-def route_rows(grad, best, blocks, indptr, indices, weight, ws, rows, places, first, last, x, out, num_columns):
-    """Gradient of the maxima, for the rows that were gathered."""
+def route_rows(
+    grad: np.ndarray, best: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray,
+    weight: np.ndarray, weight_stride: int, vertices: np.ndarray, places: np.ndarray, first: int, last: int,
+    x: np.ndarray, out: np.ndarray, num_columns: int,
+) -> None:  # fmt: skip
+    """Gradient of the maxima, for the rows that were gathered.
+
+    The graph is the transposed one: a row is a source, whose entries lead to the targets that it may have won.
+    """
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
-        wa = blocks[b, WEIGHT]
-        kind = width * 10 + blocks[b, HEADS]
+        head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
-            p, q, at, own = indptr[r], indptr[r + 1], places[r] * num_columns + column, rows[r] * num_columns + column
-            if kind == 640:
-                route_entries(grad, best, base, stride, indices, x, 0, 0, p, q, end, x, own, out, at, 64, 0)
-            elif kind == 641:
-                route_entries(grad, best, base, stride, indices, weight, ws, wa, p, q, end, x, own, out, at, 64, 1)
-            elif kind == 160:
-                route_entries(grad, best, base, stride, indices, x, 0, 0, p, q, end, x, own, out, at, 16, 0)
-            elif kind == 161:
-                route_entries(grad, best, base, stride, indices, weight, ws, wa, p, q, end, x, own, out, at, 16, 1)
-            elif kind == 40:
-                route_entries(grad, best, base, stride, indices, x, 0, 0, p, q, end, x, own, out, at, 4, 0)
-            elif kind == 41:
-                route_entries(grad, best, base, stride, indices, weight, ws, wa, p, q, end, x, own, out, at, 4, 1)
-            elif kind == 10:
-                route_entries(grad, best, base, stride, indices, x, 0, 0, p, q, end, x, own, out, at, 1, 0)
-            else:
-                route_entries(grad, best, base, stride, indices, weight, ws, wa, p, q, end, x, own, out, at, 1, 1)
+            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
+            # Pieces of a split row have places of their own for their sums, but share the features of their vertex.
+            own = vertices[r] * num_columns + column
+            route_entries(
+                grad, best, base, stride, indices, weight, weight_stride, head, p, q, end, x, own, out, at, width, heads
+            )
 
 
 @numba.njit(nogil=True, cache=True)
-def dot_rows(x, blocks, indptr, indices, rows, first, last, side, out, num_heads, num_columns):
+def dot_rows(
+    x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, vertices: np.ndarray, first: int,
+    last: int, side: np.ndarray, out: np.ndarray, num_heads: int, num_columns: int,
+) -> None:  # fmt: skip
     """Dot products of each row's own features and the gathered ones, into ``out`` ``[E * num_heads]``."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
-        column, base, stride, head = blocks[b, COLUMN], blocks[b, BASE], blocks[b, STRIDE], blocks[b, WEIGHT]
-        kind = blocks[b, WIDTH] * 100 + blocks[b, HEADS]
-        add = blocks[b, ADD] != 0
+        column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
+        head, heads, add = blocks[b, WEIGHT], blocks[b, HEADS], blocks[b, ADD] != 0
         for r in range(first, last):
-            p, q, own = indptr[r], indptr[r + 1], rows[r] * num_columns + column
-            if kind == 6401:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 64, 1)
-            elif kind == 6402:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 64, 2)
-            elif kind == 6404:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 64, 4)
-            elif kind == 6408:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 64, 8)
-            elif kind == 3202:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 32, 2)
-            elif kind == 3204:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 32, 4)
-            elif kind == 1602:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 16, 2)
-            elif kind == 3201:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 32, 1)
-            elif kind == 1601:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 16, 1)
-            elif kind == 801:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 8, 1)
-            elif kind == 401:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 4, 1)
-            elif kind == 201:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 2, 1)
-            else:
-                dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, 1, 1)
+            p, q, own = indptr[r], indptr[r + 1], vertices[r] * num_columns + column
+            dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, width, heads)
 
 
 @numba.njit(nogil=True, cache=True)
-def join_rows(rows, places, split, num_columns, degrees, out):
+def join_rows(
+    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, degrees: np.ndarray, out: np.ndarray
+) -> None:
     """Add up the pieces of each split row, in order, from the end of ``out`` into its row."""
     for i in range(split.size):
         r = split[i]
-        target, source = np.int64(rows[r]) * num_columns, places[r] * num_columns
-        fresh = i == 0 or rows[split[i - 1]] != rows[r]
-        final = i + 1 == split.size or rows[split[i + 1]] != rows[r]
+        target, source = np.int64(vertices[r]) * num_columns, places[r] * num_columns
+        # Nobody has written to the vertex's row: the first piece is copied. The division of a mean is the last step.
+        fresh = i == 0 or vertices[split[i - 1]] != vertices[r]
+        final = i + 1 == split.size or vertices[split[i + 1]] != vertices[r]
         for d in range(num_columns):
             value = out[source + d] if fresh else out[target + d] + out[source + d]
             out[target + d] = value / degrees[r] if final and degrees.size else value
 
 
 @numba.njit(nogil=True, cache=True)
-def join_max_rows(rows, places, split, num_columns, out, ties):
+def join_max_rows(
+    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, out: np.ndarray, ties: np.ndarray
+) -> None:
     """The same for maxima and how many entries attain them."""
     for i in range(split.size):
         r = split[i]
-        target, source = np.int64(rows[r]) * num_columns, places[r] * num_columns
-        fresh = i == 0 or rows[split[i - 1]] != rows[r]
+        target, source = np.int64(vertices[r]) * num_columns, places[r] * num_columns
+        fresh = i == 0 or vertices[split[i - 1]] != vertices[r]
         for d in range(num_columns):
             value, count = out[source + d], ties[source + d]
             if not fresh:
                 best, known = out[target + d], ties[target + d]
+                # Equal maxima (two NaN are) share the gradient among all that attain them; a NaN beats any number.
                 if value == best or (np.isnan(value) and np.isnan(best)):
                     count += known
                 elif not (value > best or np.isnan(value)) or np.isnan(best):
@@ -243,7 +221,7 @@ def join_max_rows(rows, places, split, num_columns, out, ties):
 
 
 @numba.njit(nogil=True, cache=True)
-def clear_rows(rows, num_columns, out):
+def clear_rows(rows: np.ndarray, num_columns: int, out: np.ndarray) -> None:
     """Write zeros into some rows."""
     for r in rows:
         for d in range(num_columns):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_gnn.ops.library import define
+
 BLOCK = 1 << 26
 
 
@@ -35,8 +37,21 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``."""
-    wide = _accumulator(x.dtype)
+    """Reduce the weighted rows of ``x`` over the entries of each vertex.
+
+    Args:
+        chunks: One direction of a graph, see ``backends.py``.
+        num_rows: Vertices on the row side.
+        x: ``[num_columns, H, C]``.
+        weight: Of each entry, ``[num_edges, H]``, or None.
+        reduce: ``"sum"``, ``"mean"`` or ``"max"``.
+        slices: Bounds of the columns of each group of the plan; unused, as torch's own operators need no plan.
+        chunk_ranges: Bounds of the chunks of each member of a group.
+
+    Returns:
+        ``[num_rows, H, C]``, and for maxima how many entries attain each (else empty).
+    """
+    wide = accumulator(x.dtype)
     shape = (num_rows, *x.shape[1:])
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.zeros(shape, dtype=wide, device=x.device)
@@ -69,7 +84,7 @@ def aggregate_max_backward(
     chunk_ranges: list[int],
 ) -> Tensor:
     """Send the gradient of a maximum to the rows of ``x`` that attain it."""
-    wide = _accumulator(x.dtype)
+    wide = accumulator(x.dtype)
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     for part in _blocks(row.numel(), x):
@@ -90,7 +105,7 @@ def edge_products(
     chunk_ranges: list[int],
 ) -> Tensor:
     """Take the dot product of both ends of each entry, per head; with ``best`` only over what attains the maximum."""
-    wide = _accumulator(column_side.dtype)
+    wide = accumulator(column_side.dtype)
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.empty((row.numel(), row_side.size(1)), dtype=wide, device=row_side.device)
     for part in _blocks(row.numel(), column_side):
@@ -103,55 +118,8 @@ def edge_products(
     return out.to(column_side.dtype)
 
 
-def edge_softmax(
-    chunks: list[Tensor],
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    chunk_ranges: list[int],
-) -> Tensor:
-    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each vertex."""
-    wide = _accumulator(row_scores.dtype)
-    row, column = entry_rows(chunks), entry_columns(chunks)
-    score = row_scores[row].to(wide) + column_scores[column].to(wide)
-    score = torch.nn.functional.leaky_relu(score, negative_slope)
-    largest = torch.full(row_scores.shape, -torch.inf, dtype=wide, device=row.device)
-    largest.scatter_reduce_(0, row.view(-1, 1).expand_as(score), score, "amax")
-    score = (score - largest[row]).exp()
-    total = torch.zeros_like(largest).index_add_(0, row, score)
-    return (score / (total + 1e-16)[row]).to(row_scores.dtype)
-
-
-def edge_softmax_backward(
-    chunks: list[Tensor],
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    attention: Tensor,
-    grad: Tensor,
-    chunk_ranges: list[int],
-) -> Tensor:
-    """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
-    wide = _accumulator(row_scores.dtype)
-    row, column = entry_rows(chunks), entry_columns(chunks)
-    product = attention.to(wide) * grad.to(wide)
-    total = torch.zeros(row_scores.shape, dtype=wide, device=row.device).index_add_(0, row, product)
-    out = product - attention.to(wide) * total[row]
-    score = row_scores[row].to(wide) + column_scores[column].to(wide)
-    return torch.where(score > 0, out, out * negative_slope).to(row_scores.dtype)
-
-
-def edge_sums(
-    chunks: list[Tensor], num_rows: int, edge_ids: Tensor | None, values: Tensor, chunk_ranges: list[int]
-) -> Tensor:
-    """Add up numbers of the edges over the entries of each vertex."""
-    wide = _accumulator(values.dtype)
-    out = torch.zeros((num_rows, values.size(1)), dtype=wide, device=values.device)
-    ordered = values if edge_ids is None else values[edge_ids]
-    return out.index_add_(0, entry_rows(chunks), ordered.to(wide)).to(values.dtype)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype numbers of this one are added up: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -166,9 +134,26 @@ def _blocks(num_edges: int, x: Tensor) -> Iterator[slice]:
 
 
 def _messages(x: Tensor, weight: Tensor | None, column: Tensor, part: slice) -> Tensor:
-    message = x[column[part]].to(_accumulator(x.dtype))
+    message = x[column[part]].to(accumulator(x.dtype))
     return message if weight is None else message * weight[part].to(message.dtype).unsqueeze(-1)
 
 
 def _same(message: Tensor, best: Tensor) -> Tensor:
     return (message == best) | (message.isnan() & best.isnan())
+
+
+define(
+    "aggregate_chunks(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, int[] slices,"
+    " int[] chunk_ranges) -> (Tensor, Tensor)",
+    aggregate_chunks,
+)
+define(
+    "aggregate_max_backward(Tensor[] chunks, int num_rows, Tensor grad, Tensor best, Tensor x, Tensor? weight,"
+    " int[] slices, int[] chunk_ranges) -> Tensor",
+    aggregate_max_backward,
+)
+define(
+    "edge_products(Tensor[] chunks, Tensor row_side, Tensor column_side, Tensor? best, Tensor? weight, int[] slices,"
+    " int[] chunk_ranges) -> Tensor",
+    edge_products,
+)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
-from lightning_gnn.ops.aggregate import reference as aggregate_reference
-from lightning_gnn.ops.library import library, triton_installed
+from lightning_gnn.ops.library import library, references, triton_installed
 from lightning_gnn.ops.sample.triton import runs_on
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ def edge_sums(
 
 
 def _register(ours: Callable[..., Any]) -> None:
-    torchs = getattr(aggregate_reference, ours.__name__)
+    torchs = getattr(references, ours.__name__)
 
     def on_cuda(*arguments: Any) -> Any:
         return (ours if triton_installed() else torchs)(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -42,8 +43,8 @@ def aggregate_update(
         x: Features of the sources, floating ``[num_sources, in]``; the first ``num_targets`` are those of the targets.
         edge_index: Source and target of each edge, int64 ``[2, E]``, on the device of ``x``.
         weight: W, of the dtype of ``x``, ``[out, in]``.
-        self_weight: S, likewise, or None: no term for the targets themselves.
-        bias: b, likewise, ``[out]``, or None.
+        self_weight: S, of the dtype and shape of W, or None: no term for the targets themselves.
+        bias: b, of the dtype of ``x``, ``[out]``, or None.
         num_targets: How many targets there are, by default as many as sources.
         reduce: ``"sum"``, or ``"mean"``: the sum divided by the number of edges.
         edge_weight: What each edge's features are multiplied with, floating ``[E]``; a constant.
@@ -73,13 +74,19 @@ def aggregate_update(
         transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         if transformed or edges[1].numel() == 0 or x.numel() == 0 or num_targets * weight.size(0) == 0:
             return reference.update(reference.sums, edges, x, weight, self_weight, bias, reduce == "mean", True)[0]
-        return _AggregateUpdate.apply(x, weight, self_weight, bias, edges, reduce == "mean")
+        return _with_autograd(x, weight, self_weight, bias, edges, reduce == "mean")
 
 
 class _AggregateUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, self_weight: Tensor | None, bias: Tensor | None, edges: list, mean: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        self_weight: Tensor | None,
+        bias: Tensor | None,
+        edges: list[Tensor],
+        mean: bool,
     ) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         first = aggregates_first(x.size(0), edges[0].numel() - 1, edges[1].numel(), weight, wants_x, wants_weight)
@@ -89,10 +96,11 @@ class _AggregateUpdate(torch.autograd.Function):
         )
         ctx.mean, ctx.first = mean, first
         ctx.save_for_backward(x, weight, self_weight, bias, aggregated if keep else None, *edges)
-        return out
+        result: Tensor = out
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, self_weight, bias, aggregated, *edges = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:4])
         if torch.is_grad_enabled():  # create_graph=True
@@ -105,6 +113,9 @@ class _AggregateUpdate(torch.autograd.Function):
             edges, grad.contiguous(), x, weight, self_weight, aggregated, ctx.mean, ctx.first, wanted
         )
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
+
+
+_with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply
 
 
 def _differentiable(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import define, library
 
 _SORTED, _UNSORTED = -1, -2
 
@@ -66,10 +66,11 @@ def edges_by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Te
     ]
 
 
-library.define("edges_by_target(Tensor edge_index, int num_sources, int num_targets, Tensor? edge_weight) -> Tensor[]")
-library.define("edges_by_source(Tensor[] edges, int num_sources, bool own) -> Tensor[]")
-library.impl("edges_by_target", edges_by_target, "CompositeExplicitAutograd")
-library.impl("edges_by_source", edges_by_source, "CompositeExplicitAutograd")
+define(
+    "edges_by_target(Tensor edge_index, int num_sources, int num_targets, Tensor? edge_weight) -> Tensor[]",
+    edges_by_target,
+)
+define("edges_by_source(Tensor[] edges, int num_sources, bool own) -> Tensor[]", edges_by_source)
 
 
 @torch.library.impl(library, "edges_by_target", "CPU")
@@ -106,7 +107,7 @@ def _by_source_cpu(edges: list[Tensor], num_sources: int, own: bool) -> list[Ten
 
 
 @numba.njit(nogil=True, cache=True)
-def _count(source, target, num_sources, indptr, indices):
+def _count(source: np.ndarray, target: np.ndarray, num_sources: int, indptr: np.ndarray, indices: np.ndarray) -> int:
     """Count the edges of each target and copy the sources; return a bad edge, or whether they are sorted."""
     num_targets = indptr.size - 1
     previous, answer = np.int64(0), _SORTED
@@ -117,6 +118,7 @@ def _count(source, target, num_sources, indptr, indices):
         if t < previous:
             answer = _UNSORTED
         previous = t
+        # Of sorted edges this copy is the answer already; of others it is overwritten.
         indptr[t + 1] += 1
         indices[e] = s
     for t in range(num_targets):
@@ -125,7 +127,8 @@ def _count(source, target, num_sources, indptr, indices):
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(source, target, indptr, indices, order):
+def _place(source: np.ndarray, target: np.ndarray, indptr: np.ndarray, indices: np.ndarray, order: np.ndarray) -> None:
+    """Write each edge's source to the next free place of its target: a stable counting sort's second pass."""
     free = indptr[:-1].copy()
     for e in range(source.size):
         at = free[target[e]]
@@ -134,8 +137,13 @@ def _place(source, target, indptr, indices, order):
 
 
 @numba.njit(nogil=True, cache=True)
-def _transpose(indptr, indices, weight, own, one, pointers, targets, weights):
+def _transpose(
+    indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, own: bool, one: np.ndarray, pointers: np.ndarray,
+    targets: np.ndarray, weights: np.ndarray,
+) -> None:  # fmt: skip
+    """Sort edges by source, in two passes of counting; with ``own``, each target's own edge comes last."""
     num_targets = indptr.size - 1
+    # 1. Edges per source, added up to where each source's edges begin.
     for e in range(indices.size):
         pointers[indices[e] + 1] += 1
     if own:
@@ -143,6 +151,7 @@ def _transpose(indptr, indices, weight, own, one, pointers, targets, weights):
             pointers[t + 1] += 1
     for s in range(pointers.size - 1):
         pointers[s + 1] += pointers[s]
+    # 2. Each edge to the next free place of its source; targets come in order, so theirs is kept.
     free = pointers[:-1].copy()
     for t in range(num_targets):
         for e in range(indptr[t], indptr[t + 1]):

@@ -1,7 +1,7 @@
 """Aggregate and update on the CPU: tiles of rows that stay in the cache between the aggregation and the product.
 
 A worker takes a range of targets (or sources), tile by tile: compiled loops add up the rows of the tile's edges, and
-torch's BLAS multiplies the tile. In backward the gradient's rows are likewise read once, for all products they are in.
+torch's BLAS multiplies the tile. In backward the gradient's rows, too, are read once, for all products they are in.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_layout import WIDTHS, blocks_of, huge_pages
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.intrinsics import WIDTHS
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.worker_threads import run_all
 
@@ -42,12 +43,12 @@ def aggregate_update(
     aggregate_first: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the function of this name in ``aggregate_update_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype = x.dtype
-    x, weight = _wide(x), _wide(weight)
-    by_self = None if self_weight is None else _wide(self_weight)
-    plus = None if bias is None else _wide(bias)
-    rows = _Rows(edges, x.dtype, mean)
+    x, weight = wide(x), wide(weight)
+    by_self = None if self_weight is None else wide(self_weight)
+    plus = None if bias is None else wide(bias)
+    rows = _SortedEdges(edges, x.dtype, mean)
     out = huge_pages(x.new_empty((rows.count, weight.size(0))))
     kept = huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
     if aggregate_first:
@@ -94,11 +95,11 @@ def aggregate_update_backward(
     aggregate_first: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Do what the function of this name in ``aggregate_update_reference.py`` does."""
+    """Do what the function of this name in ``reference.py`` does."""
     dtype = x.dtype
     wants_x, wants_weight, wants_self, wants_bias = wanted
-    grad, x, weight = _wide(grad), _wide(x), _wide(weight)
-    by_self = None if self_weight is None else _wide(self_weight)
+    grad, x, weight = wide(grad), wide(x), wide(weight)
+    by_self = None if self_weight is None else wide(self_weight)
     num_targets, num_sources = grad.size(0), x.size(0)
     received = wants_x or (wants_weight and not aggregate_first)  # whether the gradient goes back along the edges
     own = aggregate_first and by_self is not None
@@ -133,7 +134,9 @@ def aggregate_update_backward(
         _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
     grad_x = huge_pages(x.new_empty((num_sources, x.size(1)))) if wants_x else x.new_empty(0)
     if received:
-        rows = _Rows(torch.ops.lightning_gnn.edges_by_source(_wide_edges(edges), num_sources, own), x.dtype, False)
+        rows = _SortedEdges(
+            torch.ops.lightning_gnn.edges_by_source(_wide_edges(edges), num_sources, own), x.dtype, False
+        )
 
         def receive(first: int, last: int) -> None:
             buffer, part = _buffer(table), got.of(first)
@@ -155,11 +158,11 @@ def aggregate_update_backward(
     return [gradient.to(dtype) for gradient in (grad_x, grad_weight, sent.sum("self"), sent.sum("bias"))]
 
 
-class _Rows:
+class _SortedEdges:
     """Sorted edges, as the compiled loops read them.
 
     Args:
-        edges: See ``edge_order.py``.
+        edges: ``indptr``, ``indices`` and, if there are any, weights, as ``edge_order.py`` sorts them.
         dtype: Of the features.
         mean: Whether sums are divided by the number of edges.
     """
@@ -175,18 +178,16 @@ class _Rows:
     def sums(self, x: Tensor, start: int, stop: int, out: Tensor) -> None:
         """Write the sums of rows ``[start, stop)``; ``x`` and ``out`` are contiguous."""
         num_columns = x.size(1)
-        blocks = blocks_of((0, num_columns), num_columns, 0 if self.weight is None else 1, WIDTHS, True, 0)[0][0]
+        blocks = kernels.blocks_of((0, num_columns), num_columns, 0 if self.weight is None else 1, WIDTHS, True, 0)[0][
+            0
+        ]
         indptr, degrees = self.indptr[start : stop + 1], self.degrees[start:stop]
         source, target = x.view(-1).numpy(), out.view(-1).numpy()
-        if self.weight is None:
-            kernels.sum_rows(
-                source, blocks, indptr, self.indices, self.places, degrees, 0, stop - start, target, num_columns
-            )
-        else:
-            kernels.weighted_sum_rows(
-                source, blocks, indptr, self.indices, self.weight, 1, self.places, degrees, 0, stop - start, target,
-                num_columns,
-            )  # fmt: skip
+        weight, stride = (source, 0) if self.weight is None else (self.weight, 1)
+        kernels.sum_rows(
+            source, blocks, indptr, self.indices, weight, stride, self.places, degrees, 0, stop - start, target,
+            num_columns,
+        )  # fmt: skip
 
 
 class _Parts:
@@ -277,9 +278,5 @@ def _nothing() -> None:
     pass
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
-
-
 def _wide_edges(edges: list[Tensor]) -> list[Tensor]:
-    return [*edges[:2], *(_wide(weight) for weight in edges[2:])]
+    return [*edges[:2], *(wide(weight) for weight in edges[2:])]

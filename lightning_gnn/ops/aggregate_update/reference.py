@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.library import define
 
 Sums = Callable[[list[Tensor], Tensor, bool], Tensor]
 """Edges, x and whether to divide by the number of edges, to the aggregated rows of x."""
@@ -136,14 +136,14 @@ def aggregate_update_backward(
     """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
 
     Args:
-        edges: This and what else has its name in :func:`aggregate_update`: what that got.
+        edges: By target.
         grad: Of the result, ``[num_targets, out]``, contiguous.
-        x: See ``edges``.
-        weight: See ``edges``.
-        self_weight: See ``edges``.
+        x: ``[num_sources, in]``.
+        weight: ``[out, in]``.
+        self_weight: ``[out, in]``, or None.
         aggregated: What :func:`aggregate_update` kept, or None.
-        mean: See ``edges``.
-        aggregate_first: See ``edges``.
+        mean: Whether the sums were divided by the number of edges.
+        aggregate_first: Whether x was aggregated, and not the products.
         wanted: Which of the four.
     """
     return update_backward(sums, edges, grad, x, weight, self_weight, aggregated, mean, aggregate_first, wanted)
@@ -159,16 +159,17 @@ def _divisors(edges: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]:
-    return torch.ops.lightning_gnn.edges_by_source(edges, num_sources, own)
+    by_source: list[Tensor] = torch.ops.lightning_gnn.edges_by_source(edges, num_sources, own)
+    return by_source
 
 
-library.define(
+define(
     "aggregate_update(Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, bool mean,"
-    " bool aggregate_first, bool keep) -> (Tensor, Tensor)"
+    " bool aggregate_first, bool keep) -> (Tensor, Tensor)",
+    aggregate_update,
 )
-library.define(
+define(
     "aggregate_update_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor weight, Tensor? self_weight,"
-    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted) -> Tensor[]"
+    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted) -> Tensor[]",
+    aggregate_update_backward,
 )
-library.impl("aggregate_update", aggregate_update, "CompositeExplicitAutograd")
-library.impl("aggregate_update_backward", aggregate_update_backward, "CompositeExplicitAutograd")

@@ -15,7 +15,7 @@ from lightning_gnn.ops.aggregate.graph_operators import (
     Direction,
     Graph,
     GraphOperator,
-    define,
+    define_over_graph,
     differentiated,
     graph_arguments,
     keep,
@@ -53,6 +53,19 @@ def edge_softmax(
     Raises:
         TypeError: The scores are not floating, or of two dtypes.
         ValueError: A shape or a device does not fit the graph, or ``backend`` is unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CompressedGraph, aggregate, edge_softmax
+        >>> graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 2]]), num_nodes=3)
+        >>> source_scores = torch.tensor([[0.0], [0.0], [1.0]])
+        >>> attention = edge_softmax(graph, source_scores, torch.zeros(3, 1))
+        >>> attention.view(-1)  # one edge into node 1, two into node 2
+        tensor([1.0000, 0.2689, 0.7311])
+        >>> aggregate(graph, torch.eye(3), attention.view(-1))
+        tensor([[0.0000, 0.0000, 0.0000],
+                [1.0000, 0.0000, 0.0000],
+                [0.0000, 0.2689, 0.7311]])
     """
     if not isinstance(graph, CompressedGraph):
         if backend is not None:
@@ -81,7 +94,8 @@ class GraphSoftmax(GraphOperator):
         """Compute without autograd."""
         side = Direction(graph)
         _, ranges = side.plan(1, one_group=True)
-        return side.functions.edge_softmax(side.chunks, target, source, slope, ranges)
+        attention: Tensor = side.functions.edge_softmax(side.chunks, target, source, slope, ranges)
+        return attention
 
     @staticmethod
     def fake(source: Tensor, target: Tensor, slope: float, *graph: Any) -> Tensor:
@@ -95,7 +109,7 @@ class GraphSoftmax(GraphOperator):
         keep(ctx, (source, target, output), graph)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Compute both gradients at once, or in steps where they are to be differentiated themselves."""
         (source, target, attention), graph = kept(ctx)
         wants = ctx.needs_input_grad[:2]
@@ -107,8 +121,11 @@ class GraphSoftmax(GraphOperator):
         return *(g if want else None for g, want in zip(grads, wants, strict=True)), None, *NO_GRAPH
 
     @staticmethod
-    def jvp(ctx: Any, source_tangent: Tensor | None, target_tangent: Tensor | None, *_: Any) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, source_tangent: Tensor | None, target_tangent: Tensor | None, *_: Any) -> Tensor:
         """Weigh the tangents of the edges' scores, less their weighted mean."""
+        source: Tensor
+        target: Tensor
+        attention: Tensor
         (source, target, attention), graph = kept(ctx)
         at_source = torch.zeros_like(source) if source_tangent is None else source_tangent
         at_target = torch.zeros_like(target) if target_tangent is None else target_tangent
@@ -157,7 +174,7 @@ def _fake_backward(
     return tuple(scores.new_empty(scores.shape if wanted else 0) for scores, wanted in pairs)
 
 
-_backward_operator = define(
+_backward_operator = define_over_graph(
     "graph_softmax_backward(Tensor source, Tensor target, Tensor attention, Tensor grad, float slope,"
     " bool wants_source, bool wants_target) -> (Tensor, Tensor)",
     _backward,
@@ -184,14 +201,16 @@ def _slopes(source: Tensor, target: Tensor, slope: float, graph: Graph) -> Tenso
 def _at_edges(source: Tensor, target: Tensor, graph: Graph) -> Tensor:
     """Add numbers of both ends of each edge, ``[E, H]``."""
     source, target = source.unsqueeze(2), target.unsqueeze(2)
-    of_target = GraphProducts.call(target.contiguous(), torch.ones_like(source), *graph)
-    return of_target + GraphProducts.call(torch.ones_like(target), source.contiguous(), *graph)
+    of_target: Tensor = GraphProducts.call(target.contiguous(), torch.ones_like(source), *graph)
+    of_source: Tensor = GraphProducts.call(torch.ones_like(target), source.contiguous(), *graph)
+    return of_target + of_source
 
 
 def _sums(values: Tensor, transposed: bool, graph: Graph) -> Tensor:
     """Add up numbers of the edges ``[E, H]`` into each target, or out of each source."""
     ones = values.new_ones(num_rows(graph, not transposed), values.size(1), 1)
-    return GraphSum.call(ones, values, None, None, transposed, *graph).squeeze(2)
+    sums: Tensor = GraphSum.call(ones, values, None, None, transposed, *graph)
+    return sums.squeeze(2)
 
 
 def _check_scores(graph: CompressedGraph, source: Tensor, target: Tensor) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
-import numba
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.library import library
-from lightning_gnn.ops.memory import copy_bytes
+from lightning_gnn.ops.library import define
 
 
 def gather_rows(
@@ -47,6 +42,17 @@ def gather_rows(
         TypeError: ``index`` is not of an integer dtype, or the dtype of ``out`` does not follow from the table's.
         ValueError: A shape does not fit, ``out`` is not contiguous, a tensor is where it cannot be read, or the table
             requires a gradient, which a copy would lose.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import gather_rows
+        >>> table = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> gather_rows(table, torch.tensor([2, 0]))
+        tensor([[5., 6.],
+                [1., 2.]])
+        >>> quantised = torch.tensor([[10, 20], [-3, 7]], dtype=torch.int8)
+        >>> gather_rows(quantised, torch.tensor([1]), scales=torch.tensor([1.0, 0.5]))
+        tensor([[-1.5000,  3.5000]])
     """
     if out is None:
         shape = (index.numel(), *table.shape[1:])
@@ -57,78 +63,11 @@ def gather_rows(
     return out
 
 
-library.define(
+define(
     "gather_rows(Tensor table, Tensor index, Tensor(a!) out, Tensor? scales=None, Tensor? slot=None,"
-    " Tensor? cache=None, bool check=False) -> ()"
+    " Tensor? cache=None, bool check=False) -> ()",
+    None,
 )
-
-
-@torch.library.impl(library, "gather_rows", "CPU")
-def _gather_cpu(
-    table: Tensor,
-    index: Tensor,
-    out: Tensor,
-    scales: Tensor | None = None,
-    slot: Tensor | None = None,
-    cache: Tensor | None = None,
-    check: bool = True,
-) -> None:
-    check_arguments(table, index, out, scales, slot, cache)
-    if index.numel() == 0:
-        return
-    check_index(index, table.size(0))
-    if out.numel() == 0:
-        return
-    if slot is not None:
-        gather_torch(table, index, out, scales, slot, cache)
-    elif scales is not None:
-        rows = out if out.dtype == torch.float32 else pool.empty(out.shape, torch.float32)
-        shape = (-1, rows[0].numel())
-        contiguous = table.contiguous().reshape(shape)
-        _dequantise(contiguous.numpy(), scales.numpy(), index.contiguous().numpy(), rows.view(shape).numpy())
-        if rows is not out:
-            out.copy_(rows)
-    elif out.dtype != table.dtype:
-        rows = pool.empty(out.shape, table.dtype)
-        _gather_cpu(table, index, rows)
-        out.copy_(rows)
-    # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
-    # per worker would only fight the others.
-    elif threading.current_thread() is threading.main_thread() or not table.is_contiguous():
-        torch.index_select(table, 0, index, out=out)
-    else:
-        row_bytes = table[0].numel() * table.element_size()
-        _copy_rows(_as_bytes(table), index.contiguous().numpy(), _as_bytes(out), row_bytes)
-
-
-def gather_torch(
-    table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
-) -> None:
-    """Gather with torch's own operators, for devices without a kernel; the arguments are checked already.
-
-    Args:
-        table: ``[num_rows, ...]``, anywhere.
-        index: int64 or int32 ``[n]``.
-        out: ``[n, ...]``, on the device of the index.
-        scales: float32 ``[num_rows]``, anywhere, or None.
-        slot: int32 ``[num_rows]``, anywhere, or None.
-        cache: ``[cache_rows, ...]`` of the table's dtype, anywhere; given if ``slot`` is.
-    """
-
-    def taken(source: Tensor, which: Tensor) -> Tensor:
-        return source.index_select(0, which.to(source.device)).to(out.device)
-
-    if slot is None or cache is None:
-        values = taken(table, index)
-    else:
-        place = taken(slot, index)
-        hit = place >= 0
-        values = torch.empty(out.shape, dtype=table.dtype, device=out.device)
-        values[hit] = taken(cache, place[hit])
-        values[~hit] = taken(table, index[~hit])
-    if scales is not None:
-        values = values.to(torch.float32) * taken(scales, index).view(-1, *[1] * (out.dim() - 1))
-    out.copy_(values)
 
 
 def check_arguments(
@@ -180,22 +119,3 @@ def check_index(index: Tensor, num_rows: int) -> None:
     low, high = (int(value) for value in torch.aminmax(index))
     if low < 0 or high >= num_rows:
         raise IndexError(f"index holds row {low if low < 0 else high}, but the table has {num_rows} rows")
-
-
-def _as_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy_rows(table, index, out, row_bytes):
-    for i in range(index.size):
-        copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
-
-
-@numba.njit(nogil=True, cache=True)
-def _dequantise(table, scales, index, out):
-    for i in range(index.size):
-        row = index[i]
-        scale = scales[row]
-        for j in range(table.shape[1]):
-            out[i, j] = np.float32(table[row, j]) * scale

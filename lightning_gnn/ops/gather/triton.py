@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.gather.definition import check_arguments, check_index, gather_torch
+from lightning_gnn.ops.gather.definition import check_arguments, check_index
+from lightning_gnn.ops.gather.reference import gather_torch
 from lightning_gnn.ops.library import library, triton_installed
 
 

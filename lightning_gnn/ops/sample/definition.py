@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.library import library
-from lightning_gnn.ops.sample.numba import sample_numba, widen
+from lightning_gnn.ops.library import define
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.triton import triton_sampler
 
@@ -84,6 +82,20 @@ def sample_neighbors(
         TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
         IndexError: A seed outside ``[0, num_nodes)``.
         ValueError: A fanout below -1, a key of more than 64 bits, a negative position, or an unknown backend.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn import CSCGraph, sample_neighbors
+        >>> edge_index = torch.tensor([[1, 2, 3, 4, 4], [0, 0, 0, 1, 2]])  # from source to target
+        >>> graph = CSCGraph.from_edge_index(edge_index, num_nodes=5)
+        >>> sample = sample_neighbors(graph, torch.tensor([0]), fanouts=[-1, 1])
+        >>> sample.node  # the seed, then the new nodes of each hop
+        tensor([0, 1, 2, 3, 4])
+        >>> sample.edge_index  # local ids
+        tensor([[1, 2, 3, 4, 4],
+                [0, 0, 0, 1, 2]])
+        >>> sample.num_sampled_nodes, sample.num_sampled_edges
+        ([1, 3, 1], [3, 2])
     """
     fanouts = check_fanouts(fanouts)
     check_flags(replace=replace, disjoint=disjoint)
@@ -110,29 +122,12 @@ def sample_neighbors(
     return NeighborSample(node, edge_index, edge, tree if disjoint else None, node_counts, edge_counts)
 
 
-library.define(
+define(
     "sample_neighbors(Tensor indptr, Tensor indices, Tensor seeds, int[] fanouts, int key, bool replace, bool disjoint,"
     " int first_tree) -> (Tensor node, Tensor edge_index, Tensor edge, Tensor batch, int[] num_sampled_nodes, int[]"
-    " num_sampled_edges)"
+    " num_sampled_edges)",
+    None,
 )
-
-
-@torch.library.impl(library, "sample_neighbors", "CPU")
-def _sample_cpu(indptr, indices, seeds, fanouts, key, replace, disjoint, first_tree):
-    node, row, col, edge, tree, node_counts, edge_counts = sample_numba(
-        indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint, first_tree
-    )
-    edge_index = pool.empty((2, row.size), torch.int64)
-    widen(row, edge_index[0].numpy())
-    widen(col, edge_index[1].numpy())
-    batch = torch.empty(0, dtype=torch.int64) if tree is None else _owned(tree)
-    return _owned(node), edge_index, _owned(edge), batch, node_counts.tolist(), edge_counts.tolist()
-
-
-def _owned(array: np.ndarray) -> Tensor:
-    out = pool.empty(array.shape, torch.int64)
-    widen(array, out.numpy())
-    return out
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:

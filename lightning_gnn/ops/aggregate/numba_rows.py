@@ -1,11 +1,13 @@
-"""What the CPU backend derives from a graph's chunks and from a plan: global columns, split rows, column blocks."""
+"""What compiled loops on the CPU read and run on: the rows of a graph's chunks, large pages, shares of a plan."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numba
@@ -14,26 +16,26 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-WIDTHS = (64, 32, 16, 8, 4, 2, 1)
-MAX_WIDTHS = (64, 16, 4, 1)
-HEAD_WIDTHS = (8, 16, 32)
+from lightning_gnn.ops.worker_threads import run_all
+
+SMALL = 1 << 19
+"""Edges times columns up to which threads would take longer to wake up than one takes to finish."""
 PACK_FROM = 4096
 """Columns from which on feature rows are packed into contiguous slices: as many 256-byte pieces fill half a level-2
 cache of 2 MB."""
 PACK_DEGREE = 12
 """Edges per column from which on packing, which reads and writes every row once, pays."""
 HUGE_PAGE = 1 << 21
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass
-class Layout:
-    """One direction of a graph, as the compiled loops read it.
+class Rows:
+    """One direction of a graph, as the compiled loops read it: rows of entries, several for a vertex that is split.
 
     Args:
-        indptr: int64 ``[R + 1]``.
+        indptr: First entry of each row, int64 ``[R + 1]``.
         indices: Column of each entry, in the order of ``order`` if that is given, int32 ``[num_edges]``.
-        rows: Vertex of each row, int32 ``[R]``.
+        vertices: Vertex of each row, int32 ``[R]``.
         row_ptr: First row of each chunk, int64 ``[num_chunks + 1]``.
         places: Where the result of each row goes, int64 ``[R]``: its vertex, or, for a piece of a split row, a row of
             its own behind those of the vertices.
@@ -49,7 +51,7 @@ class Layout:
 
     indptr: np.ndarray
     indices: np.ndarray
-    rows: np.ndarray
+    vertices: np.ndarray
     row_ptr: np.ndarray
     places: np.ndarray
     split: np.ndarray
@@ -72,25 +74,30 @@ class Layout:
         return buffer
 
 
-_layouts = WeakIdKeyDictionary()
+_rows: MutableMapping[Tensor, Rows] = WeakIdKeyDictionary()
 
 
-def layout_of(chunks: list[Tensor], num_rows: int, num_columns: int) -> Layout:
-    """Return the layout of one direction, derived at its first use and kept as long as its tensors."""
-    layout = _layouts.get(chunks[3])
-    if layout is None:
-        layout = _layouts[chunks[3]] = _derive(chunks, num_rows, num_columns)
-    return layout
+def rows_of(chunks: list[Tensor], num_rows: int, num_columns: int) -> Rows:
+    """Return the rows of one direction, derived at its first use and kept as long as its tensors.
+
+    Args:
+        chunks: One direction of a graph, see ``backends.py``.
+        num_rows: Vertices on the row side.
+        num_columns: Vertices on the column side.
+    """
+    rows = _rows.get(chunks[3])
+    if rows is None:
+        rows = _rows[chunks[3]] = _derive(chunks, num_rows, num_columns)
+    return rows
 
 
-def _derive(chunks: list[Tensor], num_rows: int, num_columns: int) -> Layout:
-    rows, row_ptr, indptr, local, columns, column_ptr = (tensor.detach().numpy() for tensor in chunks)
+def _derive(chunks: list[Tensor], num_rows: int, num_columns: int) -> Rows:
+    vertices, row_ptr, indptr, local, columns, column_ptr = (tensor.detach().numpy() for tensor in chunks)
     degrees = np.zeros(num_rows, np.int64)
-    counts = np.diff(indptr)
-    np.add.at(degrees, rows, counts)
-    rows_per_vertex = np.bincount(rows, minlength=num_rows)
-    pieces = rows_per_vertex[rows] > 1
-    places = rows.astype(np.int64)
+    np.add.at(degrees, vertices, np.diff(indptr))
+    rows_per_vertex = np.bincount(vertices, minlength=num_rows)
+    pieces = rows_per_vertex[vertices] > 1
+    places = vertices.astype(np.int64)
     split = np.flatnonzero(pieces)
     places[split] = num_rows + np.arange(split.size)
     order, rank = None, np.empty(0, np.int32)
@@ -103,11 +110,11 @@ def _derive(chunks: list[Tensor], num_rows: int, num_columns: int) -> Layout:
         rank[order] = np.arange(num_columns, dtype=np.int32)
     indices = np.empty(local.size, np.int32)
     _global_columns(indptr, row_ptr, local, columns, column_ptr, rank, indices)
-    total = degrees[rows]
-    return Layout(
+    total = degrees[vertices]
+    return Rows(
         indptr=indptr,
         indices=indices,
-        rows=rows,
+        vertices=vertices,
         row_ptr=row_ptr,
         places=places,
         split=split,
@@ -120,74 +127,65 @@ def _derive(chunks: list[Tensor], num_rows: int, num_columns: int) -> Layout:
 
 
 @numba.njit(nogil=True, cache=True)
-def _count_columns(indptr, row_ptr, local, columns, column_ptr, popularity):
+def _count_columns(
+    indptr: np.ndarray, row_ptr: np.ndarray, local: np.ndarray, columns: np.ndarray, column_ptr: np.ndarray,
+    popularity: np.ndarray,
+) -> None:  # fmt: skip
     for c in range(row_ptr.size - 1):
         for e in range(indptr[row_ptr[c]], indptr[row_ptr[c + 1]]):
             popularity[columns[column_ptr[c] + local[e]]] += 1
 
 
 @numba.njit(nogil=True, cache=True)
-def _global_columns(indptr, row_ptr, local, columns, column_ptr, rank, indices):
+def _global_columns(
+    indptr: np.ndarray, row_ptr: np.ndarray, local: np.ndarray, columns: np.ndarray, column_ptr: np.ndarray,
+    rank: np.ndarray, indices: np.ndarray,
+) -> None:  # fmt: skip
     for c in range(row_ptr.size - 1):
         for e in range(indptr[row_ptr[c]], indptr[row_ptr[c + 1]]):
+            # From the chunk's list of columns to the graph's, and on to where packed features lie.
             column = columns[column_ptr[c] + local[e]]
             indices[e] = rank[column] if rank.size else column
 
 
-@functools.lru_cache(maxsize=256)
-def blocks_of(
-    slices: tuple[int, ...], channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
-) -> tuple[tuple[np.ndarray, ...], int]:
-    """Cut the columns of each slice into blocks, and lay these out in the gathered array.
+def execute(shares: list[Callable[[], object]], work: int) -> None:
+    """Run every share, side by side unless ``work``, edges times columns, is little."""
+    if work <= SMALL:
+        for share in shares:
+            share()
+    elif shares:
+        run_all(shares)
+
+
+def execute_by_vertex(
+    vertices: np.ndarray, row_ptr: np.ndarray, chunk_ranges: list[int], work: int, share: Callable[[int, int], None]
+) -> None:
+    """Call ``share(first row, one past the last)`` for ranges of chunks, moved so that no vertex is in two of them.
 
     Args:
-        slices: Bounds of the slices.
-        channels: C, columns per weight.
-        heads: H, weights per entry, or 0.
-        widths: Which widths a block may have, falling; ``HEAD_WIDTHS`` fuses narrow heads besides.
-        overlap: Whether the last block may overlap the one before.
-        packed_rows: Rows of the packed array, or 0 where it is not packed.
-
-    Returns:
-        The table of each slice (see ``numba_kernels.py``), and the elements of the packed array.
+        vertices: Vertex of each row; equal ones are adjacent.
+        row_ptr: First row of each chunk.
+        chunk_ranges: Bounds of the chunks of each worker.
+        work: As in :func:`execute`.
+        share: What to call.
     """
-    num_columns, total, tables = slices[-1], 0, []
-    for start, stop in pairwise(slices):
-        table: list[tuple[int, ...]] = []
-        for column, width, head, count in _blocks(start, stop, channels, heads, widths, overlap):
-            base, stride = (total, width) if packed_rows else (column, num_columns)
-            total += width * packed_rows
-            fresh = head not in {row[4] for row in table}
-            table.append((column, width, base, stride, head, count, 0 if fresh else 1))
-        tables.append(np.array(table, np.int64).reshape(-1, 7))
-    return tuple(tables), total
+    bounds = []
+    for chunk in chunk_ranges:
+        row = int(row_ptr[chunk])
+        while 0 < row < vertices.size and vertices[row] == vertices[row - 1]:
+            row += 1
+        bounds.append(row)
+    execute([partial(share, first, last) for first, last in pairwise(bounds) if last > first], work)
 
 
-def _blocks(start, stop, channels, heads, widths, overlap):
-    """Yield first column, width, first head and number of heads (0: no weights) of each block."""
-    if heads <= 1:
-        yield from ((at, width, 0, heads) for at, width in _cut(start, stop, widths, overlap))
-        return
-    if channels in HEAD_WIDTHS and widths is WIDTHS and start % channels == 0 and stop % channels == 0:
-        for at, width in _cut(start, stop, tuple(w for w in WIDTHS if w >= channels), False):
-            yield at, width, at // channels, width // channels
-        return
-    for head in range(start // channels, -(-stop // channels)):
-        first, last = max(start, head * channels), min(stop, (head + 1) * channels)
-        yield from ((at, width, head, 1) for at, width in _cut(first, last, widths, overlap))
+def wide(tensor: Tensor) -> Tensor:
+    """Return contiguous numbers of the dtype in which they are added up: float32 at least."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 
 
-def _cut(start, stop, widths, overlap):
-    at = start
-    while at < stop:
-        left = stop - at
-        above = [width for width in widths if width >= left]
-        if overlap and above and stop - above[-1] >= start:
-            yield stop - above[-1], above[-1]
-            return
-        width = next(width for width in widths if width <= left)
-        yield at, width
-        at += width
+def flat(tensor: Tensor) -> np.ndarray:
+    """Return the numbers as an array of one dimension, of the same memory if they lie together."""
+    return tensor.contiguous().view(-1).numpy()
 
 
 def huge_pages(tensor: Tensor) -> Tensor:
@@ -201,7 +199,5 @@ def huge_pages(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _madvise():
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "madvise", None)
+def _madvise() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None

@@ -1,0 +1,75 @@
+"""Gathering rows on the CPU: by torch in the main thread, by a compiled copy, outside the GIL, in worker threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.graph.memory import pool
+from lightning_gnn.ops.gather.definition import check_arguments, check_index
+from lightning_gnn.ops.gather.reference import gather_torch
+from lightning_gnn.ops.intrinsics import copy_bytes
+from lightning_gnn.ops.library import library
+
+
+@torch.library.impl(library, "gather_rows", "CPU")
+def _gather_cpu(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    slot: Tensor | None = None,
+    cache: Tensor | None = None,
+    check: bool = True,
+) -> None:
+    check_arguments(table, index, out, scales, slot, cache)
+    if index.numel() == 0:
+        return
+    check_index(index, table.size(0))
+    if out.numel() == 0:
+        return
+    if slot is not None:
+        gather_torch(table, index, out, scales, slot, cache)
+    elif scales is not None:
+        rows = out if out.dtype == torch.float32 else pool.empty(out.shape, torch.float32)
+        shape = (-1, rows[0].numel())
+        contiguous = table.contiguous().reshape(shape)
+        _dequantise(contiguous.numpy(), scales.numpy(), index.contiguous().numpy(), rows.view(shape).numpy())
+        if rows is not out:
+            out.copy_(rows)
+    elif out.dtype != table.dtype:
+        rows = pool.empty(out.shape, table.dtype)
+        _gather_cpu(table, index, rows)
+        out.copy_(rows)
+    # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
+    # per worker would only fight the others.
+    elif threading.current_thread() is threading.main_thread() or not table.is_contiguous():
+        torch.index_select(table, 0, index, out=out)
+    else:
+        row_bytes = table[0].numel() * table.element_size()
+        _copy_rows(_as_bytes(table), index.contiguous().numpy(), _as_bytes(out), row_bytes)
+
+
+def _as_bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes: int) -> None:
+    for i in range(index.size):
+        # Bytes, so that one compiled loop serves every dtype. Rows are long enough for the memory to keep up: a
+        # prefetch gains nothing here.
+        copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
+
+
+@numba.njit(nogil=True, cache=True)
+def _dequantise(table: np.ndarray, scales: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    for i in range(index.size):
+        row = index[i]
+        scale = scales[row]
+        for j in range(table.shape[1]):
+            out[i, j] = np.float32(table[row, j]) * scale

@@ -1,0 +1,410 @@
+"""Instructions that compiled loops need and Numba does not have: prefetches, block copies, accumulators in registers.
+
+The loops over the entries of a row have vectors for accumulators, of a width known when they are compiled. LLVM keeps a
+``<64 x float>`` in registers of whatever width the processor has: four with AVX-512, eight with AVX2. Each column is
+added up on its own, in the order of the entries, with fused multiply-adds, so that a result depends neither on the
+width nor on the processor's vectors.
+
+Such a loop is emitted once for each kind of block in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``): how many
+columns a block has, and how many weights an entry has for them, none, one, or several that take adjacent columns each.
+At run time a switch finds the loop of the block's ``width`` and ``heads``. Positions count elements.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import Parameter, Signature
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+Kinds = tuple[tuple[int, int], ...]
+
+WIDTHS = (64, 32, 16, 8, 4, 2, 1)
+"""Columns that a block may have: 64 of float32 are four cache lines, and as many as the registers hold."""
+MAX_WIDTHS = (64, 16, 4, 1)
+"""The same for maxima, whose loops are longer, and compile longer: fewer kinds."""
+HEAD_WIDTHS = (8, 16, 32)
+"""Columns of a head of which several share a block."""
+_FUSED = tuple((width, width // each) for each in HEAD_WIDTHS for width in WIDTHS if width > each)
+SUMS: Kinds = tuple((width, heads) for width in WIDTHS for heads in (0, 1)) + _FUSED
+MAXIMA: Kinds = tuple((width, heads) for width in MAX_WIDTHS for heads in (0, 1))
+PRODUCTS: Kinds = tuple((width, 1) for width in WIDTHS) + _FUSED
+COPIES: Kinds = tuple((width, 0) for width in WIDTHS)
+
+AHEAD = 20
+"""How many entries ahead rows are asked for: tried 4 to 32; below, the memory's latency shows, above, rows are lost."""
+_LINE = 64
+_EXP_WIDTH = 16
+_ROUNDS = 1.5 * 2**23
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2, highest power first (Cephes)."""
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+
+
+def _ask_for(builder: Any, pointer: ir.Value) -> None:
+    """Emit a prefetch for reading, into all caches, of the line at a byte pointer."""
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
+def _element(context: Any, builder: Any, array: Any, value: Any, index: Any, index_type: Any) -> ir.Value:
+    """Return a byte pointer to an element of a C-contiguous array, without a check."""
+    view = context.make_array(array)(context, builder, value)
+    at = context.cast(builder, index, index_type, types.intp)
+    pointer = cgutils.get_item_pointer(context, builder, array, view, [at], wraparound=False)  # type: ignore[no-untyped-call]
+    return builder.bitcast(pointer, cgutils.voidptr_t)
+
+
+def _prefetch(typingctx: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read.
+
+    Args:
+        typingctx: Numba's, not given by callers.
+        array: A C-contiguous array.
+        index: An integer.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _ask_for(builder, _element(context, builder, signature.args[0], args[0], args[1], signature.args[1]))
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen
+
+
+def _copy_bytes(
+    typingctx: Any, target: Any, target_at: Any, source: Any, source_at: Any, count: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Copy ``count`` bytes from ``source[source_at:]`` to ``target[target_at:]``, without checks.
+
+    Args:
+        typingctx: Numba's, not given by callers.
+        target: A C-contiguous uint8 array.
+        target_at: Where to write.
+        source: A C-contiguous uint8 array that does not overlap.
+        source_at: Where to read.
+        count: How many bytes.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        to = _element(context, builder, kinds[0], args[0], args[1], kinds[1])
+        origin = _element(context, builder, kinds[2], args[2], args[3], kinds[3])
+        size = context.cast(builder, args[4], kinds[4], types.intp)
+        cgutils.raw_memcpy(builder, to, origin, size, 1)  # type: ignore[no-untyped-call]
+        return context.get_dummy_value()
+
+    return types.void(target, target_at, source, source_at, count), codegen
+
+
+class _Block:
+    """Emits instructions for a block of columns: ``width`` of them, with ``heads`` weights per entry.
+
+    Args:
+        context: Numba's.
+        builder: Numba's, at the place where to emit.
+        values: The arguments of the intrinsic by name.
+        kinds: Their types by name; ``x`` says the dtype.
+        width: Columns of the block.
+        heads: Weights of an entry for them.
+    """
+
+    def __init__(
+        self, context: Any, builder: Any, values: dict[str, Any], kinds: dict[str, Any], width: int, heads: int
+    ) -> None:
+        self.context, self.builder = context, builder
+        self.args, self.types = values, kinds
+        self.width, self.heads = width, heads
+        self.scalar = context.get_value_type(kinds["x"].dtype)
+        self.bytes: int = kinds["x"].dtype.bitwidth // 8
+        self.vector = ir.VectorType(self.scalar, width)
+
+    def pointer(self, name: str, at: ir.Value) -> ir.Value:
+        array = self.context.make_array(self.types[name])(self.context, self.builder, self.args[name])
+        return self.builder.gep(array.data, [at])
+
+    def load(self, name: str, at: ir.Value, vector: ir.Type | None = None) -> ir.Value:
+        vector = vector or self.vector
+        value = self.builder.load(self.builder.bitcast(self.pointer(name, at), vector.as_pointer()))
+        value.align = self.bytes
+        return value
+
+    def store(self, value: ir.Value, name: str, at: ir.Value) -> None:
+        pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
+        self.builder.store(value, pointer).align = self.bytes
+
+    def constant(self, number: float) -> ir.Constant:
+        return ir.Constant(self.vector, [number] * self.width)
+
+    def variable(self, value: ir.Value) -> ir.Value:
+        slot = cgutils.alloca_once(self.builder, value.type)  # type: ignore[no-untyped-call]
+        self.builder.store(value, slot)
+        return slot
+
+    def row(self, entry: ir.Value) -> ir.Value:
+        """Where the block of an entry's row begins."""
+        column = self.builder.sext(self.builder.load(self.pointer("indices", entry)), _I64)
+        return self.builder.add(self.args["base"], self.builder.mul(column, self.args["stride"]))
+
+    @contextmanager
+    def entries(self, *gathered: str) -> Iterator[ir.Value]:
+        """Emit a loop over the entries; the rows of later ones, of the next rows too, are on their way."""
+        builder, last = self.builder, self.args["last"]
+        with cgutils.for_range_slice(builder, self.args["begin"], self.args["end"], _I64(1), intp=_I64) as (entry, _):
+            # Past the last entry there is nothing to ask for but the last one again.
+            ahead = builder.add(entry, _I64(AHEAD))
+            ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
+            later = self.row(ahead)
+            for name in gathered:
+                first = builder.bitcast(self.pointer(name, later), cgutils.voidptr_t)
+                for offset in range(0, self.width * self.bytes, _LINE):
+                    _ask_for(builder, builder.gep(first, [_I64(offset)]))
+            yield entry
+
+    def splat(self, value: ir.Value) -> ir.Value:
+        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, _I32(0))
+        return self._shuffle(one, one, [0] * self.width)
+
+    def weights(self, entry: ir.Value) -> ir.Value:
+        """The entry's weight of each column."""
+        at = self.builder.add(self.builder.mul(entry, self.args["weight_stride"]), self.args["weight_at"])
+        if self.heads == 1:
+            return self.splat(self.builder.load(self.pointer("weight", at)))
+        few = self.load("weight", at, ir.VectorType(self.scalar, self.heads))
+        each = self.width // self.heads
+        return self._shuffle(few, few, [column // each for column in range(self.width)])
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        name = f"llvm.fma.v{self.width}f{8 * self.bytes}"
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, [a, b, c])
+
+    def same(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Equal, or both NaN."""
+        nan = self.builder.and_(self.builder.fcmp_unordered("uno", a, a), self.builder.fcmp_unordered("uno", b, b))
+        return self.builder.or_(self.builder.fcmp_ordered("==", a, b), nan)
+
+    def head_sums(self, value: ir.Value) -> ir.Value:
+        """Add up the columns of each head, halves first: a fixed order."""
+        each = self.width // self.heads
+        while each > 1:
+            half = each // 2
+            low = [head * each + column for head in range(self.heads) for column in range(half)]
+            high = [at + half for at in low]
+            value = self.builder.fadd(self._shuffle(value, value, low), self._shuffle(value, value, high))
+            each = half
+        return value
+
+    def _shuffle(self, a: ir.Value, b: ir.Value, order: Sequence[int]) -> ir.Value:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
+
+
+def _row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], Any]:
+    """Make an intrinsic of a function that emits a block: a switch from ``width`` and ``heads`` to each kind of block.
+
+    Args:
+        table: The kinds. Whoever cuts columns into blocks keeps to them; another one is undefined.
+        names: Of the intrinsic's arguments; ``width`` and ``heads`` (where there are weights) among them are int64.
+    """
+
+    def make(emit: Callable[[_Block], None]) -> Any:
+        def typed(typingctx: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
+            return types.void(*arguments), codegen
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = dict(zip(names.split(), args, strict=True))
+            kinds = dict(zip(names.split(), signature.args, strict=True))
+            number = builder.shl(values["width"], _I64(8))
+            number = builder.add(number, values["heads"]) if "heads" in values else number
+            end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
+            switch = builder.switch(number, unknown)
+            for width, heads in table:
+                case = builder.append_basic_block(f"width_{width}_heads_{heads}")
+                switch.add_case(_I64((width << 8) + heads), case)
+                builder.position_at_end(case)
+                emit(_Block(context, builder, values, kinds, width, heads))
+                builder.branch(end)
+            builder.position_at_end(unknown)
+            builder.unreachable()
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        # Numba calls it by these names.
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names.split())]
+        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(typed)
+
+    return make
+
+
+@_row_loop(SUMS, "x base stride indices weight weight_stride weight_at begin end last divisor out at width heads")
+def add_entries(block: _Block) -> None:
+    """Write ``sum over e of weight[e] * x[row(e)]``, divided by ``divisor`` unless that is 1.
+
+    Arguments of the intrinsic:
+        x: Floating, one dimension; the block of row c begins at ``base + c * stride``.
+        base: int64.
+        stride: int64.
+        indices: int32 ``[num_edges]``, the row of each entry.
+        weight: Of the dtype of ``x``; those of entry e begin at ``e * weight_stride + weight_at``.
+        weight_stride: int64.
+        weight_at: int64.
+        begin: First entry.
+        end: One past the last entry.
+        last: The last entry that there is at all, for looking ahead.
+        divisor: Of the dtype of ``x``.
+        out: Of the dtype of ``x``.
+        at: Where to write.
+        width: Columns of the block.
+        heads: Weights per entry for them.
+    """
+    builder = block.builder
+    total = block.variable(block.constant(0.0))
+    with block.entries("x") as entry:
+        row = block.load("x", block.row(entry))
+        sofar = builder.load(total)
+        new = block.fma(block.weights(entry), row, sofar) if block.heads else builder.fadd(sofar, row)
+        builder.store(new, total)
+    divisor = block.args["divisor"]
+    with builder.if_then(builder.fcmp_unordered("!=", divisor, ir.Constant(block.scalar, 1.0)), likely=False):
+        builder.store(builder.fdiv(builder.load(total), block.splat(divisor)), total)
+    block.store(builder.load(total), "out", block.args["at"])
+
+
+@_row_loop(MAXIMA, "x base stride indices weight weight_stride weight_at begin end last out ties at width heads")
+def max_entries(block: _Block) -> None:
+    """Write the largest ``weight[e] * x[row(e)]``, NaN being larger than any number, and how many entries attain it.
+
+    Without an entry both are -inf and 0. The arguments are those of ``add_entries``; ``ties`` is of the dtype of ``x``.
+    """
+    builder = block.builder
+    best = block.variable(block.constant(float("-inf")))
+    count = block.variable(block.constant(0.0))
+    with block.entries("x") as entry:
+        row = block.load("x", block.row(entry))
+        message = builder.fmul(block.weights(entry), row) if block.heads else row
+        largest, known = builder.load(best), builder.load(count)
+        # Unordered or greater: a NaN wins, but not over a NaN.
+        wins = builder.and_(
+            builder.fcmp_unordered(">", message, largest), builder.fcmp_ordered("ord", largest, largest)
+        )
+        more = builder.fadd(known, block.constant(1.0))
+        known = builder.select(block.same(message, largest), more, known)
+        builder.store(builder.select(wins, block.constant(1.0), known), count)
+        builder.store(builder.select(wins, message, largest), best)
+    block.store(builder.load(best), "out", block.args["at"])
+    block.store(builder.load(count), "ties", block.args["at"])
+
+
+@_row_loop(
+    MAXIMA,
+    "grad best base stride indices weight weight_stride weight_at begin end last x row_at out at width heads",
+)
+def route_entries(block: _Block) -> None:
+    """Write ``sum over e of weight[e] * grad[row(e)]`` over what attains a maximum: ``weight[e] * x == best[row(e)]``.
+
+    ``grad`` and ``best`` are laid out as ``x`` of ``add_entries`` is; ``x[row_at:]`` is the block of the row itself.
+    """
+    builder = block.builder
+    own = block.load("x", block.args["row_at"])
+    total = block.variable(block.constant(0.0))
+    with block.entries("best", "grad") as entry:
+        row = block.row(entry)
+        message, value = own, block.load("grad", row)
+        if block.heads:
+            weight = block.weights(entry)
+            message, value = builder.fmul(weight, own), builder.fmul(weight, value)
+        value = builder.select(block.same(message, block.load("best", row)), value, block.constant(0.0))
+        builder.store(builder.fadd(builder.load(total), value), total)
+    block.store(builder.load(total), "out", block.args["at"])
+
+
+@_row_loop(PRODUCTS, "x base stride indices side side_at begin end last out out_stride out_at add width heads")
+def dot_entries(block: _Block) -> None:
+    """Write, or add, the dot products of ``side[side_at:]`` and each entry's row, one per head.
+
+    Arguments of the intrinsic:
+        x: Floating, one dimension; the block of row c begins at ``base + c * stride``.
+        base: int64.
+        stride: int64.
+        indices: int32 ``[num_edges]``, the row of each entry.
+        side: Of the dtype of ``x``.
+        side_at: Where the row's own block begins.
+        begin: First entry.
+        end: One past the last entry.
+        last: The last entry that there is at all.
+        out: Of the dtype of ``x``; the products of entry e begin at ``e * out_stride + out_at``.
+        out_stride: int64.
+        out_at: int64.
+        add: Boolean: add to what is there.
+        width: Columns of the block.
+        heads: How many heads share them, at least 1.
+    """
+    builder = block.builder
+    own = block.load("side", block.args["side_at"])
+    with block.entries("x") as entry:
+        sums = block.head_sums(builder.fmul(own, block.load("x", block.row(entry))))
+        at = builder.add(builder.mul(entry, block.args["out_stride"]), block.args["out_at"])
+        sofar = block.load("out", at, sums.type)
+        sofar = builder.select(block.args["add"], sofar, ir.Constant(sums.type, [0.0] * block.heads))
+        block.store(builder.fadd(sums, sofar), "out", at)
+
+
+@_row_loop(COPIES, "x source out at width")
+def copy_block(block: _Block) -> None:
+    """Copy ``width`` elements from ``x[source:]`` to ``out[at:]``."""
+    block.store(block.load("x", block.args["source"]), "out", block.args["at"])
+
+
+def _exp_span(typingctx: Any, x: Any, begin: Any, end: Any) -> tuple[Any, Callable[..., Any]]:
+    """Replace the float32 numbers ``x[begin:end]``, none of them above 0, by their exp.
+
+    Correct to three units in the last place; below exp(-87.3), where float32 stops being normal, 0.
+    """
+
+    def emit(block: _Block, begin: ir.Value, end: ir.Value) -> None:
+        builder = block.builder
+        integers = ir.VectorType(_I32, block.width)
+        with cgutils.for_range_slice(builder, begin, end, _I64(block.width), intp=_I64) as (at, _):
+            x = block.load("x", at)
+            # x = n * log(2) + r, with n rounded by adding a number whose last bit counts ones.
+            shifted = block.fma(x, block.constant(1.4426950408889634), block.constant(_ROUNDS))
+            n = builder.fsub(shifted, block.constant(_ROUNDS))
+            # log(2) in two parts, of which n times the first is exact.
+            r = block.fma(n, block.constant(-0.693359375), x)
+            r = block.fma(n, block.constant(2.12194440e-4), r)
+            # exp(r) = 1 + r + r^2 * polynomial, by Horner.
+            power = block.constant(_EXP[0])
+            for coefficient in _EXP[1:]:
+                power = block.fma(power, r, block.constant(coefficient))
+            power = builder.fadd(block.fma(builder.fmul(r, r), power, r), block.constant(1.0))
+            # Times 2^n: n, which stands in the last bits of the shifted number, is added to the exponent.
+            exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * block.width))
+            scaled = builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), block.vector)
+            scaled = builder.select(
+                builder.fcmp_ordered("<", x, block.constant(-87.33654022216797)), block.constant(0.0), scaled
+            )
+            # A NaN stays one.
+            block.store(builder.select(builder.fcmp_unordered("uno", x, x), x, scaled), "x", at)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values, kinds = {"x": args[0]}, {"x": signature.args[0]}
+        begin, end = args[1:]
+        # As many whole vectors as there are, then one number at a time, by the same formula.
+        length = builder.sub(end, begin)
+        middle = builder.sub(end, builder.srem(length, _I64(_EXP_WIDTH)))
+        emit(_Block(context, builder, values, kinds, _EXP_WIDTH, 0), begin, middle)
+        emit(_Block(context, builder, values, kinds, 1, 0), middle, end)
+        return context.get_dummy_value()
+
+    return types.void(x, begin, end), codegen
+
+
+prefetch: Any = intrinsic(_prefetch)
+copy_bytes: Any = intrinsic(_copy_bytes)
+exp_span: Any = intrinsic(_exp_span)
