@@ -9,14 +9,15 @@ import numpy as np
 
 from benchmarks import ascend_sim_model as model
 from lightning_gnn.ascend_ops.machines import Machine, machine
-from lightning_gnn.ascend_ops.structs import (
+from lightning_gnn.ascend_ops.tiling import (
     aggregate_vector_tiling,
     combine_tiling,
+    cube_tables,
+    row_tables,
     up,
     update_constants,
     update_tiling,
 )
-from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
@@ -29,14 +30,11 @@ def compare_vector(chip: Machine, chunks: Any, plan: Any, flat: bool = False) ->
 
     rows = chunks.num_rows
     tables = row_tables(
-        *model.tables_of(chunks), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+        model.tables_of(chunks), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
         num_columns=plan.num_columns,
     )  # fmt: skip
     wide = up(plan.num_columns)
-    packed = aggregate_vector_tiling(
-        tables.num_groups, tables.num_members, tables.range_offset, tables.panel_offset, tables.panel_columns, wide,
-        num_edges=chunks.num_edges, weighted=True,
-    )  # fmt: skip
+    packed = aggregate_vector_tiling(tables, wide, weighted=True)
     setting, parameters = _setting(chip, plan.num_workers, flat)
     inputs = (np.zeros((rows, wide), np.float16), tables.vertices, tables.columns,
               np.ones(chunks.num_edges, np.float32), tables.plan)  # fmt: skip
@@ -52,7 +50,7 @@ def compare_cube(
     from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
 
     rows = chunks.num_rows
-    tables = cube_tables(*model.tables_of(chunks), plan.chunk_ranges, plan.num_groups, plan.num_columns)
+    tables = cube_tables(model.tables_of(chunks), plan.chunk_ranges, plan.num_groups, plan.num_columns)
     wide = up(plan.num_columns)
     setting, parameters = _setting(chip, 2 * plan.num_workers, flat)
     inputs = (np.zeros((rows, wide), np.float16), tables.plan, tables.row_blocks, tables.tiles, tables.columns,

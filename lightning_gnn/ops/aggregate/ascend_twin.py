@@ -105,7 +105,7 @@ def aggregate_chunks(
     _launch("aggregate_cube", tables.num_blocks, [*inputs, values.values, tables.runs],
             [y], [parts, workspace], [tables.tiling])  # fmt: skip
     if len(tables.splits):
-        from lightning_gnn.ascend_ops.structs import combine_tiling
+        from lightning_gnn.ascend_ops.tiling import combine_tiling
 
         blocks = min(2 * tables.num_blocks, len(tables.splits))
         combine = combine_tiling(len(tables.splits), wide)
@@ -130,11 +130,11 @@ def edge_products(
     num_edges, heads, columns = chunks[3].numel(), row_side.size(1), row_side.size(2)
     if num_edges == 0 or columns == 0:
         return column_side.new_zeros((num_edges, heads))
-    from lightning_gnn.ascend_ops.structs import products_tiling
+    from lightning_gnn.ascend_ops.tiling import products_tiling
 
     tables = _rows(chunks, chunk_ranges)
     left, right = _half_rows(row_side, PRODUCT_EXPONENT), _half_rows(column_side, PRODUCT_EXPONENT)
-    tiling = products_tiling(tables.num_members, tables.range_offset, heads, columns)
+    tiling = products_tiling(tables, heads, columns)
     out = np.zeros((num_edges, heads), np.float32)
     inputs = [left.values, right.values, tables.vertices, tables.columns, tables.plan]
     _launch("edge_products", tables.num_members, inputs, [out], [], [tiling])
@@ -214,7 +214,7 @@ def _cube(
         from lightning_gnn.ascend_ops.tiling import cube_tables
 
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
-        tables = cube_tables(*arrays, pairs, num_groups, columns, heads=heads)
+        tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
         degrees = np.zeros(num_rows, np.int64)
         np.add.at(degrees, arrays[0], np.diff(arrays[2]))
         most = max(int(degrees.max(initial=1)), 1)
@@ -231,7 +231,7 @@ def _rows(chunks: list[Tensor], chunk_ranges: list[int]) -> RowTables:
     def make() -> RowTables:
         from lightning_gnn.ascend_ops.tiling import row_tables
 
-        return row_tables(*(_numpy(tensor) for tensor in chunks), num_members=members)
+        return row_tables([_numpy(tensor) for tensor in chunks], num_members=members)
 
     return _made(chunks, ("rows", members), make)
 
@@ -245,14 +245,14 @@ def _made(chunks: list[Tensor], key: Any, make: Callable[[], Made]) -> Made:
 
 
 def _softmax_tiling(tables: RowTables, heads: int, slope: float) -> Array:
-    from lightning_gnn.ascend_ops.structs import softmax_tiling
+    from lightning_gnn.ascend_ops.tiling import softmax_tiling
 
-    return softmax_tiling(tables.num_members, tables.range_offset, heads, slope)
+    return softmax_tiling(tables, heads, slope)
 
 
 def _half_rows(x: Tensor, exponent: int, rescale: bool = False) -> _Half:
     """Return ``[N, H * C]``, each head filled up with zeros to a multiple of 16 columns."""
-    from lightning_gnn.ascend_ops.structs import up
+    from lightning_gnn.ascend_ops.tiling import up
 
     scaled, factor = _scaled(x, exponent, rescale)
     out = torch.zeros((x.size(0), x.size(1), up(x.size(2))), dtype=torch.float16)
