@@ -67,7 +67,7 @@ def _for_this_process(kind: str, key: str, make: Callable[[Path], Any], title: s
     return folder
 
 
-_keep = [_for_this_process]
+_keep: list[Callable[[str, str, Callable[[Path], Any], str], Path]] = [_for_this_process]
 
 
 @lru_cache(maxsize=4)

@@ -13,9 +13,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.accelerators.registry import _AcceleratorRegistry
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_fabric.utilities.types import _DEVICE
 from pytorch_lightning.accelerators import Accelerator
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 _RUNTIME = "libascendcl.so"

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from lightning_fabric.plugins import CheckpointIO
-from lightning_fabric.strategies import _StrategyRegistry
+from lightning_fabric.strategies.registry import _StrategyRegistry
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_fabric.utilities.types import _DEVICE
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import SingleDeviceStrategy
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_gnn.accelerators.npu import NPUAccelerator, check_available
@@ -24,9 +24,9 @@ class SingleNPUStrategy(SingleDeviceStrategy):
 
     Args:
         device: Which, e.g. ``"npu:1"``; None takes the one that ``Trainer(devices=…)`` names.
-        accelerator: As for every strategy.
-        checkpoint_io: As for every strategy.
-        precision_plugin: As for every strategy.
+        accelerator: What the device is; None takes the trainer's.
+        checkpoint_io: How checkpoints are written and read; None takes Lightning's.
+        precision_plugin: Number formats of the steps; None takes the trainer's.
 
     Raises:
         MisconfigurationException: There is no NPU to use, or the device is none.

@@ -145,7 +145,7 @@ class FullGraphDataModule(ResumableDataModule):
                 "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
             )
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Data]:
         """Return the graph as the only batch."""
         return only_batch(self.data)
 
