@@ -27,6 +27,17 @@ class NPUAccelerator(Accelerator):
 
     Raises:
         MisconfigurationException: There is no NPU to use; says what is missing and how to get it.
+
+    Examples:
+        On a machine without an NPU:
+
+        >>> from pytorch_lightning import Trainer
+        >>> from lightning_gnn import NPUAccelerator
+        >>> NPUAccelerator.is_available()
+        False
+        >>> trainer = Trainer(accelerator="npu" if NPUAccelerator.is_available() else "cpu", logger=False)
+        >>> type(trainer.accelerator).__name__
+        'CPUAccelerator'
     """
 
     def __init__(self) -> None:

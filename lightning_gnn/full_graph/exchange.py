@@ -134,7 +134,7 @@ class _Spread(torch.autograd.Function):
         return exchange.spread(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return slice_to_rows(grad, ctx.exchange), None
 
 
@@ -145,7 +145,7 @@ class _Collect(torch.autograd.Function):
         return exchange.collect(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return rows_to_slice(grad, ctx.exchange), None
 
 

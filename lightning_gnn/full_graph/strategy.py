@@ -84,6 +84,33 @@ class AscendHybridParallelStrategy(DDPStrategy):
             than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
             not fit (says how many ranks would do); several processes from a notebook; a normalisation over nodes.
         TypeError: A batch is not a full graph.
+
+    Examples:
+        >>> import torch
+        >>> from pytorch_lightning import Trainer
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import AscendHybridParallelStrategy, FullGraphDataModule
+        >>> from lightning_gnn.nn import GCN, NodeClassifier
+        >>> y = torch.arange(40) % 2
+        >>> ring = torch.arange(40)
+        >>> edge_index = torch.stack([ring, (ring + 2) % 40])  # neighbours are of one class
+        >>> x = torch.nn.functional.one_hot(y).float()
+        >>> first = ring < 20
+        >>> data = Data(x, edge_index, y=y, train_mask=first, val_mask=~first)
+        >>> trainer = Trainer(
+        ...     accelerator="cpu",
+        ...     strategy=AscendHybridParallelStrategy(num_groups=1),
+        ...     max_epochs=10,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     enable_model_summary=False,
+        ... )
+        >>> _ = torch.manual_seed(0)
+        >>> model = GCN(in_channels=2, hidden_channels=8, num_layers=2, out_channels=2)
+        >>> trainer.fit(NodeClassifier(model, num_classes=2, lr=0.1), FullGraphDataModule(data, num_chunks=4))
+        >>> trainer.callback_metrics["val_acc"].item()
+        1.0
     """
 
     strategy_name = "ascend_hybrid"
