@@ -82,8 +82,8 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
 
 extern "C" {
 
-// chunks and ranges (pairs, numRanges of them) are null where `what` takes none. Returns null on an error, whose message
-// it writes to `error`, which has `room` bytes.
+// chunks and ranges (pairs, numRanges of them) are null where `what` takes none. On an error it returns null and writes
+// the message to `error`, which has `room` bytes.
 void* lgnn_tiling(const char* what, const lightning_gnn::ChunksView* chunks, const int64_t* ranges, int64_t numRanges,
                   const uint32_t* numbers, char* error, uint64_t room)
 {
