@@ -2,7 +2,7 @@
 
 No NPU is needed: the kernels of ``ascend_ops/csrc`` are followed instruction by instruction on a model of the chip
 (``ascend_sim_engine``), which agrees with the CPU twin that runs the real ones; the numbers of the chips and where they
-are from stand in ``ascend_ops/machines.py``. The figure is milliseconds of a GCN epoch, simulated. The paper's numbers
+are from stand in ``ascend_sim_machines.py``. The figure is milliseconds of a GCN epoch, simulated. The paper's numbers
 are printed beside the model's and go nowhere else.
 
 The JSON also holds, under ``extra``: the figures' data, what the gains become when an assumption is changed, the chips'
@@ -24,9 +24,9 @@ from rich.table import Table
 from benchmarks.ascend_sim_check import agreement
 from benchmarks.ascend_sim_epoch import SHAPES, STEPS, Epoch, Graph, Setting, make_graph, simulate
 from benchmarks.ascend_sim_figures import draw, findings
+from benchmarks.ascend_sim_machines import Machine, machine
 from benchmarks.harness import parse
 from benchmarks.machine import machine as this_machine
-from lightning_gnn.ascend_ops.machines import Machine, machine
 
 SIZES = {"shrink": (1, 40)}
 DATASETS = ("CiteSeer", "Cora", "PubMed", "Reddit", "Products")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import ascend_sim_model as model
-from lightning_gnn.ascend_ops.machines import Machine, machine
+from benchmarks.ascend_sim_machines import Machine, machine
 from lightning_gnn.ascend_ops.tiling import (
     aggregate_vector_tiling,
     combine_tiling,

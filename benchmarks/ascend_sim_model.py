@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.ascend_sim_engine import LOGGED, PATHS, UNITS, Chip, layout, make_chip
 from benchmarks.ascend_sim_kernels import queues, run_combine, run_cube, run_cube_unified, run_update, run_vector
-from lightning_gnn.ascend_ops.machines import Machine
+from benchmarks.ascend_sim_machines import Machine
 from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables, fields, up
 
 UPDATE_TILE = 128

@@ -447,7 +447,7 @@ def cut_out(
     graph: CompressedGraph,
     position: np.ndarray,
     rows: tuple[int, int],
-    cut: ChunkRange,
+    part: ChunkRange,
     settings: PlanSettings,
 ) -> CompressedGraph:
     """Build the bipartite graph of a range, whose forward order is that part of the whole graph's.
@@ -458,14 +458,14 @@ def cut_out(
         graph: The whole graph, on the CPU.
         position: Position of each vertex in the order of the owners, int64 ``[V]``.
         rows: First forward row and the one after the last.
-        cut: The result of :func:`chunk_range`.
+        part: The result of :func:`chunk_range`.
         settings: Who executes its aggregations.
     """
-    start, stop = cut.edges
+    start, stop = part.edges
     target_of: np.ndarray = np.full(position.size, -1, np.int32)
-    target_of[cut.targets] = np.arange(cut.targets.size)
+    target_of[part.targets] = np.arange(part.targets.size)
     source_of: np.ndarray = np.full(position.size, -1, np.int32)
-    source_of[cut.sources] = np.arange(cut.sources.size)
+    source_of[part.sources] = np.arange(part.sources.size)
 
     whole = graph.forward
     first_row, last_row = rows
@@ -474,8 +474,8 @@ def cut_out(
         target_of[position[whole.rows.numpy()[first_row:last_row]]],
         whole.indptr.numpy()[first_row : last_row + 1] - start,
         np.clip(whole.row_ptr.numpy(), first_row, last_row) - first_row,
-        cut.targets.size,
-        cut.sources.size,
+        part.targets.size,
+        part.sources.size,
     )
     whole = graph.backward
     assert whole.edge_ids is not None
@@ -487,7 +487,7 @@ def cut_out(
     # Rows of sources that the range does not need go, and of split hubs the parts that are left empty, but for one.
     present = (back_rows >= 0) & (np.diff(indptr) > 0)
     if not present.all():
-        missing: np.ndarray = np.ones(cut.sources.size, bool)
+        missing: np.ndarray = np.ones(part.sources.size, bool)
         missing[back_rows[present]] = False
         candidates = np.flatnonzero((back_rows >= 0) & ~present)
         candidates = candidates[missing[back_rows[candidates]]]
@@ -499,8 +499,8 @@ def cut_out(
         back_rows[present],
         np.concatenate([indptr[:-1][present], indptr[-1:]]),
         left[whole.row_ptr.numpy()],
-        cut.sources.size,
-        cut.targets.size,
+        part.sources.size,
+        part.targets.size,
     )
     edge_ids = torch.from_numpy((places[kept] - start).astype(np.int32 if stop - start < 2**31 else np.int64))
     return CompressedGraph(forward, replace(backward, edge_ids=edge_ids), settings=settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_gnn.ascend_ops.machines import machine
+from benchmarks.ascend_sim_machines import machine
 from lightning_gnn.ascend_ops.tiling import cube_tables, fields, row_tables, up
 from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
 from tests.ascend_ops.chunk_arrays import random_chunks
