@@ -122,7 +122,7 @@ def load(progress: Callable[[str], None] | None = None) -> Path:
         if _loaded is None:
             library = build(progress)
             try:
-                torch.ops.load_library(str(library))
+                torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
             except Exception as error:
                 raise BindingError(f"torch cannot load {library}: {error}") from error
             _loaded = library

@@ -67,7 +67,7 @@ def _for_this_process(kind: str, key: str, make: Callable[[Path], Any], title: s
     return folder
 
 
-_keep = [_for_this_process]
+_keep: list[Callable[[str, str, Callable[[Path], Any], str], Path]] = [_for_this_process]
 
 
 @lru_cache(maxsize=4)
@@ -81,8 +81,8 @@ def compiler(name: str | None = None) -> tuple[str, str]:
     path = shutil.which(wanted)
     if path is None:
         raise BuildError(
-            f"the Ascend twin compiles kernels with {wanted!r}, which is not installed: install g++ 10 or newer "
-            "(Debian, Ubuntu: apt install g++) or name another compiler in the environment variable CXX"
+            f"the Ascend kernels' tiling and twin are compiled with {wanted!r}, which is not installed: install g++ 10 "
+            "or newer (Debian, Ubuntu: apt install g++) or name another compiler in the environment variable CXX"
         )
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     return path, version
@@ -125,7 +125,7 @@ def build(
     for source, kernels in wanted:
         if not kernels:
             raise BuildError(f'{source} defines no kernel (extern "C" __global__ __aicore__ void name(...))')
-    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    say = progress or _say
     name = f"libtwin-{runtime_key[:16]}.so"
 
     def make_runtime(pool: ThreadPoolExecutor, folder: Path) -> None:
@@ -155,6 +155,25 @@ def build(
     return runtime, [Built(library, kernels) for library, (_, kernels) in zip(libraries, wanted, strict=True)]
 
 
+def build_tiling() -> Path:
+    """Builds the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and returns its library.
+
+    Raises:
+        BuildError: The compiler is missing or refused a source; the message holds its output.
+    """
+    path, version = compiler()
+    flags = ["-std=c++17", "-fPIC", "-O2", "-Wall", "-Wextra"]
+    sources = sorted(CSRC.glob("host_*.cpp"))
+    name = "libtiling.so"
+
+    def make(folder: Path) -> None:
+        _say(f"building the Ascend kernels' tiling with {Path(path).name} into {folder.parent}")
+        _link(path, flags, list(map(str, sources)), folder / name, CSRC)
+
+    key = digest([version, *flags], [*sources, *sorted(CSRC.glob("*tiling.h"))])
+    return keep_folder("twin", key, make, f"tiling, {version}") / name
+
+
 def sanitizer_environment() -> dict[str, str]:
     """Environment in which a Python process can load libraries that were built with ``sanitize=True``."""
     path, _ = compiler()
@@ -167,6 +186,10 @@ def sanitizer_environment() -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _flags(sanitize: bool) -> list[str]:

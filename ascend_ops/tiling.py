@@ -1,37 +1,34 @@
-"""What the Ascend C kernels read, computed in numpy: the mirror of csrc/host_tiling.cpp.
+"""What the Ascend C kernels read, from chunks and a plan: csrc/host_tiling.cpp, called from Python.
 
-The layouts are described once, in csrc/tiling.h; the tests compare the field names here with that file and the tables
-with those that the C++ makes.
+The NPU's binding links the same C++. The layouts of the tables and structs are in csrc/tiling.h. The C++ compiler
+builds the library on first use, and it is kept as the twin is (:mod:`lightning_gnn.ascend_ops.build`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gnn.ascend_ops.structs import (
-    CUBE_EDGE,
-    ENTRY_BATCH,
-    LIMITS,
-    MAX_PANEL,
-    VECTOR_PANEL,
-    check_sizes,
-    pack,
-    up,
-)
+from lightning_gnn.ascend_ops.build import CSRC, build_tiling
 
 Array = npt.NDArray[Any]
+Words = npt.NDArray[np.uint32]
 Ranges = Sequence[tuple[int, int]]
+
+CUBE_EDGE = 16
+"""Rows and columns of a fractal of the cube unit."""
 
 
 @dataclass(frozen=True, eq=False)
 class CubeTables:
-    """What aggregate_cube reads, one direction of a graph and one plan (csrc/tiling.h has the layouts).
+    """What aggregate_cube reads, one direction of a graph and one plan.
 
     Args:
         tiling: ``AggregateTiling``, uint32.
@@ -48,7 +45,7 @@ class CubeTables:
         workspace_bytes: Bytes of the workspace.
     """
 
-    tiling: npt.NDArray[np.uint32]
+    tiling: Words
     plan: npt.NDArray[np.int32]
     row_blocks: npt.NDArray[np.int32]
     tiles: npt.NDArray[np.int32]
@@ -80,7 +77,7 @@ class CubeTables:
 
 @dataclass(frozen=True, eq=False)
 class RowTables:
-    """What the vertex-by-vertex kernels read (``RowsTiling`` in csrc/tiling.h).
+    """What the vertex-by-vertex kernels read.
 
     Args:
         plan: int32.
@@ -103,66 +100,8 @@ class RowTables:
     panel_columns: int
 
 
-def cut_panels(
-    heads: int, head_columns: int, num_groups: int, max_panel: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Share the columns out to groups in blocks of 16 and cut each slice into panels that no head's end crosses.
-
-    As :func:`lightning_gnn.graph.hybrid_plan.slice_columns` does it; with fewer blocks than groups, the last groups
-    have none.
-
-    Args:
-        heads: Number of heads.
-        head_columns: Columns of a head, filled up to a multiple of 16.
-        num_groups: M.
-        max_panel: Columns of the widest panel.
-
-    Returns:
-        First panel of each group, int32 ``[M + 1]``, and the panels (first column, columns, head, 0).
-    """
-    blocks, per_head, widest = heads * head_columns // CUBE_EDGE, head_columns // CUBE_EDGE, max_panel // CUBE_EDGE
-    share, rest = divmod(blocks, num_groups)
-    bounds = [0]
-    for group in range(num_groups):
-        more = group >= num_groups - rest if share else group < rest
-        bounds.append(bounds[-1] + share + more)
-    first, panels = [0], []
-    for start, stop in pairwise(bounds):
-        while start < stop:
-            head = start // per_head
-            end = min(stop, (head + 1) * per_head)
-            pieces = -(-(end - start) // widest)
-            width, wider = divmod(end - start, pieces)
-            for piece in range(pieces):
-                step = width + (piece < wider)
-                panels.append((start * CUBE_EDGE, step * CUBE_EDGE, head, 0))
-                start += step
-        first.append(len(panels))
-    return np.array(first, np.int32), np.array(panels, np.int32).reshape(-1, 4)
-
-
-def _starts(counts: Array) -> npt.NDArray[np.int64]:
-    """Return where each of consecutive pieces starts, and the end."""
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-
-def _check_ranges(chunk_ranges: Ranges, num_chunks: int) -> None:
-    at = 0
-    for start, stop in chunk_ranges:
-        if start != at or stop < start:
-            raise ValueError(f"chunk ranges must follow each other from 0 to {num_chunks}, but are {chunk_ranges}")
-        at = stop
-    if at != num_chunks or not chunk_ranges:
-        raise ValueError(f"chunk ranges must follow each other from 0 to {num_chunks}, but are {chunk_ranges}")
-
-
 def cube_tables(
-    rows: Array,
-    row_ptr: Array,
-    indptr: Array,
-    local: Array,
-    columns: Array,
-    column_ptr: Array,
+    chunks: Sequence[Array],
     chunk_ranges: Ranges,
     num_groups: int,
     num_columns: int,
@@ -170,18 +109,15 @@ def cube_tables(
     heads: int = 1,
     tile_rows: int = 128,
     tile_columns: int = 128,
-    panel: int = MAX_PANEL,
-    arch: str = "dav-c220",
+    panel: int = 256,
 ) -> CubeTables:
     """Make what aggregate_cube reads from one direction of a graph and a plan.
 
     Args:
-        rows: Vertex of each row, int32 ``[R]``, as in :class:`lightning_gnn.graph.chunks.Chunks`, like the next five.
-        row_ptr: int64 ``[num_chunks + 1]``.
-        indptr: int64 ``[R + 1]``.
-        local: int32 ``[num_edges]``.
-        columns: int32 ``[L]``.
-        column_ptr: int64 ``[num_chunks + 1]``.
+        chunks: The six arrays of :class:`lightning_gnn.graph.chunks.Chunks`: vertex of each row, int32 ``[R]``; first
+            row of each chunk, int64 ``[num_chunks + 1]``; first entry of each row, int64 ``[R + 1]``; column of each
+            entry, int32 ``[num_edges]``; vertex of each column, int32 ``[L]``; first column of each chunk, int64
+            ``[num_chunks + 1]``.
         chunk_ranges: Chunks of each of the G members of a group, ``HybridPlan.chunk_ranges``.
         num_groups: M.
         num_columns: D, columns of the features (of one head); the kernel sees them filled up to a multiple of 16.
@@ -189,169 +125,34 @@ def cube_tables(
         tile_rows: Rows of a dense tile.
         tile_columns: Columns of a dense tile.
         panel: Columns of the features handled at once.
-        arch: A key of :data:`LIMITS`.
 
     Raises:
-        ValueError: A tile size does not fit, ranges do not cover the chunks, or there is no column.
+        BuildError: There is no C++ compiler.
+        ValueError: A tile size does not fit the local memories, ranges do not cover the chunks, there is no column.
     """
-    check_sizes(tile_rows, tile_columns, panel, arch)
-    _check_ranges(chunk_ranges, row_ptr.size - 1)
-    if num_columns < 1 or heads < 1 or num_groups < 1:
-        raise ValueError(f"num_columns={num_columns}, heads={heads} and num_groups={num_groups} must be at least 1")
-    head_columns = up(num_columns)
-    group_panel, panels = cut_panels(heads, head_columns, num_groups, panel)
-
-    # Row blocks: the rows with entries, chunk by chunk.
-    degree = np.diff(indptr)
-    kept = np.flatnonzero(degree > 0)
-    chunk = np.repeat(np.arange(row_ptr.size - 1), np.diff(row_ptr))[kept]
-    per_chunk = np.bincount(chunk, minlength=row_ptr.size - 1)
-    block_start = _starts(-(-per_chunk // tile_rows))
-    place = np.arange(kept.size) - _starts(per_chunk)[chunk]
-    block, row = block_start[chunk] + place // tile_rows, place % tile_rows
-    num_blocks = int(block_start[-1])
-    block_rows = np.bincount(block, minlength=num_blocks)
-
-    # Tiles: the distinct columns of a row block, ascending.
-    entry_row = np.repeat(np.arange(kept.size), degree[kept])
-    vertex = columns[column_ptr[:-1][chunk[entry_row]] + local].astype(np.int64)
-    bound = int(vertex.max()) + 1 if vertex.size else 1
-    pairs, pair_of = np.unique(block[entry_row] * bound + vertex, return_inverse=True)
-    pair_block = pairs // bound
-    pair_count = np.bincount(pair_block, minlength=num_blocks)
-    block_tile = _starts(-(-pair_count // tile_columns))
-    rank = np.arange(pairs.size) - _starts(pair_count)[pair_block]
-    pair_tile, pair_column = block_tile[pair_block] + rank // tile_columns, rank % tile_columns
-    num_tiles = int(block_tile[-1])
-    tile_width = np.bincount(pair_tile, minlength=num_tiles)
-    k = -(-tile_width // CUBE_EDGE) * CUBE_EDGE
-    column_start = _starts(k)
-    tile_vertices = np.full(column_start[-1], -1, np.int32)
-    tile_vertices[column_start[pair_tile] + pair_column] = pairs % bound
-
-    # Entries: by tile, half and place in it; parallel edges share a place.
-    half_rows = np.repeat(-(-block_rows // CUBE_EDGE) * (CUBE_EDGE // 2), np.diff(block_tile))
-    cells = tile_rows // 2 * tile_columns
-    tile = pair_tile[pair_of]
-    half = row[entry_row] >= half_rows[tile]
-    cell = (row[entry_row] - half * half_rows[tile]) * k[tile] + pair_column[pair_of]
-    keys, key_of = np.unique((2 * tile + half) * cells + cell, return_inverse=True)
-    key_half = keys // cells
-    counts = np.bincount(key_half, minlength=2 * num_tiles)
-    padded = -(-counts // CUBE_EDGE) * CUBE_EDGE
-    entry_start = _starts(padded)
-    if entry_start[-1] >= 2**31:
-        raise ValueError(f"{entry_start[-1]} entries are too many for 32-bit tables; use more devices")
-    where = entry_start[key_half] + np.arange(keys.size) - _starts(counts)[key_half]
-    positions = np.repeat(np.repeat(half_rows * k, 2), padded).astype(np.uint16)
-    positions[where] = keys % cells
-
-    tiles = np.zeros((num_tiles, 8), np.int32)
-    tiles[:, 0], tiles[:, 1] = column_start[:-1], tile_width
-    tiles[:, 2:6] = np.stack([entry_start[:-1], padded], axis=1).reshape(num_tiles, 4)
-    target, splits, num_parts = _destinations(rows[kept].astype(np.int64))
-    run_start, run_table = _runs(block, row, target, num_blocks)
-    row_blocks = np.zeros((num_blocks, 8), np.int32)
-    row_blocks[:, 0], row_blocks[:, 1], row_blocks[:, 2] = block_tile[:-1], block_tile[1:], block_rows
-    row_blocks[:, 3], row_blocks[:, 4] = run_start[:-1], run_start[1:]
-
-    ranges = block_start[np.array([start for start, _ in chunk_ranges] + [chunk_ranges[-1][1]])]
-    plan, range_offset, panel_offset = _plan(group_panel, ranges, panels)
-    widest = int(panels[:, 1].max())
-    slot = tile_rows * tile_columns + tile_columns * widest
-    members = len(chunk_ranges)
-    tiling = pack(
-        "AggregateTiling",
-        groups=num_groups,
-        members=members,
-        tileRows=tile_rows,
-        tileColumns=tile_columns,
-        panelColumns=widest,
-        accumulators=2 if 8 * tile_rows * widest <= LIMITS[arch]["L0C"] else 1,
-        entryBatch=ENTRY_BATCH,
-        ldx=heads * head_columns,
-        ldy=heads * head_columns,
-        ldParts=heads * head_columns,
-        valueStride=positions.size,
-        slotHalves=slot,
-        rangeOffset=range_offset,
-        panelOffset=panel_offset,
-    )
-    return CubeTables(
-        tiling=tiling,
-        plan=plan,
-        row_blocks=row_blocks,
-        tiles=tiles,
-        columns=tile_vertices,
-        positions=positions,
-        slots=where[key_of].astype(np.int32),
-        runs=run_table,
-        splits=splits,
-        num_parts=num_parts,
-        num_blocks=num_groups * members,
-        workspace_bytes=num_groups * members * 2 * slot * 2,
-    )
-
-
-def _plan(group_panel: Array, ranges: Array, panels: Array) -> tuple[npt.NDArray[np.int32], int, int]:
-    parts = [group_panel, ranges, panels.reshape(-1)]
-    return np.concatenate(parts).astype(np.int32), group_panel.size, group_panel.size + ranges.size
-
-
-def _destinations(vertex: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], int]:
-    """Where each row's result goes: to y, or to the float parts where a vertex has several rows."""
-    order = np.argsort(vertex, kind="stable")
-    split_vertices, first, count = np.unique(vertex[order], return_index=True, return_counts=True)
-    chosen = count > 1
-    split_count = count[chosen]
-    starts = _starts(split_count)
-    num_parts = int(starts[-1])
-    # the rows of split vertices, in the order of vertices, rows of one vertex in their own order
-    members = order[np.repeat(first[chosen], split_count) + np.arange(num_parts) - np.repeat(starts[:-1], split_count)]
-    target = vertex.copy()
-    target[members] = -1 - np.arange(num_parts)
-    splits = np.zeros((split_count.size, 4), np.int32)
-    splits[:, 0], splits[:, 1], splits[:, 2] = split_vertices[chosen], starts[:-1], starts[1:]
-    return target, splits, num_parts
-
-
-def _runs(block: Array, row: Array, target: Array, num_blocks: int) -> tuple[Array, npt.NDArray[np.int32]]:
-    """Cut the rows of each block into runs whose destinations follow each other."""
-    if target.size == 0:
-        return np.zeros(num_blocks + 1, np.int64), np.zeros((0, 4), np.int32)
-    step = np.diff(target)
-    same = (np.diff(block) == 0) & np.where(target[:-1] >= 0, step == 1, (step == -1) & (target[1:] < 0))
-    starts = np.flatnonzero(np.concatenate([[True], ~same]))
-    runs = np.zeros((starts.size, 4), np.int32)
-    runs[:, 0], runs[:, 2] = row[starts], target[starts]
-    runs[:, 1] = np.diff(np.concatenate([starts, [target.size]]))
-    return _starts(np.bincount(block[starts], minlength=num_blocks)), runs
+    numbers = (num_groups, num_columns, heads, tile_rows, tile_columns, panel)
+    names = ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "slots", "runs", "splits", "sizes")
+    made = _make("cube tables", numbers, names, chunks, chunk_ranges)
+    num_parts, num_blocks, workspace_bytes = made.pop("sizes").tolist()
+    widths = {"row_blocks": 8, "tiles": 8, "runs": 4, "splits": 4}
+    shaped = {name: array.reshape(-1, widths[name]) if name in widths else array for name, array in made.items()}
+    return CubeTables(**shaped, num_parts=num_parts, num_blocks=num_blocks, workspace_bytes=workspace_bytes)
 
 
 def row_tables(
-    rows: Array,
-    row_ptr: Array,
-    indptr: Array,
-    local: Array,
-    columns: Array,
-    column_ptr: Array,
+    chunks: Sequence[Array],
     *,
     chunk_ranges: Ranges | None = None,
-    num_members: int | None = None,
+    num_members: int = 1,
     num_groups: int = 1,
     num_columns: int = 1,
     heads: int = 1,
-    max_panel: int = VECTOR_PANEL,
+    max_panel: int = 2048,
 ) -> RowTables:
-    """Make what the vertex-by-vertex kernels read; the first six arguments are those of :func:`cube_tables`.
+    """Make what the vertex-by-vertex kernels read.
 
     Args:
-        rows: Vertex of each row.
-        row_ptr: First row of each chunk.
-        indptr: First entry of each row.
-        local: Column of each entry.
-        columns: Vertex of each column.
-        column_ptr: First column of each chunk.
+        chunks: Six arrays, as for :func:`cube_tables`.
         chunk_ranges: Chunks of each member; a split vertex belongs to the chunk of its first part.
         num_members: Without ranges: into how many shares of about as many entries the vertices are cut.
         num_groups: M.
@@ -360,36 +161,224 @@ def row_tables(
         max_panel: Columns of the features handled at once.
 
     Raises:
+        BuildError: There is no C++ compiler.
         ValueError: Parts of a vertex lie apart, or ranges do not cover the chunks.
     """
-    degree = np.diff(indptr)
-    kept = np.flatnonzero(degree > 0)
-    vertex = rows[kept].astype(np.int64)
-    chunk = np.repeat(np.arange(row_ptr.size - 1), np.diff(row_ptr))
-    first = np.flatnonzero(np.concatenate([[True], np.diff(vertex) != 0])) if kept.size else kept
-    if np.unique(vertex).size != first.size:
-        raise ValueError("the rows of a vertex must lie side by side")
-    table = np.zeros((first.size, 4), np.int32)
-    table[:, 0] = vertex[first]
-    table[:, 1] = indptr[kept[first]]
-    table[:, 2] = np.concatenate([table[1:, 1], indptr[-1:]]) if first.size else 0
-    group_panel, panels = cut_panels(heads, up(num_columns), num_groups, max_panel)
-    if chunk_ranges is not None:
-        _check_ranges(chunk_ranges, row_ptr.size - 1)
-        wanted = [start for start, _ in chunk_ranges] + [chunk_ranges[-1][1]]
-        ranges = np.searchsorted(chunk[kept[first]], wanted)
-    else:
-        shares = num_members or 1
-        wanted = [int(indptr[-1]) * share // shares for share in range(shares)]
-        ranges = np.concatenate([np.searchsorted(table[:, 1], wanted), [first.size]])
-    plan, range_offset, panel_offset = _plan(group_panel, ranges, panels)
+    numbers = (num_members, num_groups, num_columns, heads, max_panel)
+    made = _make("row tables", numbers, ("plan", "vertices", "columns", "sizes"), chunks, chunk_ranges)
+    range_offset, panel_offset, groups, members, panel_columns = made["sizes"].tolist()
     return RowTables(
-        plan=plan,
-        vertices=table,
-        columns=columns[column_ptr[:-1][np.repeat(chunk, degree)] + local].astype(np.int32),
+        plan=made["plan"],
+        vertices=made["vertices"].reshape(-1, 4),
+        columns=made["columns"],
         range_offset=range_offset,
         panel_offset=panel_offset,
-        num_groups=num_groups,
-        num_members=ranges.size - 1,
-        panel_columns=int(panels[:, 1].max()),
+        num_groups=groups,
+        num_members=members,
+        panel_columns=panel_columns,
     )
+
+
+def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> Words:
+    """Return ``RowsTiling`` for aggregate_vector.
+
+    Args:
+        tables: What else the kernel reads.
+        stride: Elements from row to row of x and y.
+        weighted: Whether there are weights.
+    """
+    of_tables = (tables.range_offset, tables.panel_offset, tables.num_groups, tables.num_members, tables.panel_columns)
+    return _words("aggregate_vector", *of_tables, stride, tables.columns.size, weighted)
+
+
+def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:
+    """Return ``RowsTiling`` for edge_softmax, edge_softmax_backward and edge_sum.
+
+    Args:
+        tables: What else the kernel reads.
+        heads: Number of heads.
+        slope: Slope of the leaky ReLU below 0.
+    """
+    bits = int(np.float32(slope).view(np.uint32))
+    return _words("edge_softmax", tables.num_members, tables.range_offset, heads, bits)
+
+
+def products_tiling(tables: RowTables, heads: int, num_columns: int) -> Words:
+    """Return ``RowsTiling`` for edge_products.
+
+    Args:
+        tables: What else the kernel reads.
+        heads: Number of heads.
+        num_columns: Columns of one head.
+    """
+    return _words("edge_products", tables.num_members, tables.range_offset, heads, num_columns)
+
+
+def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 0, float_out: bool = False) -> Words:
+    """Return ``CombineTiling``.
+
+    Args:
+        num_vertices: Rows to make.
+        num_columns: Columns, a multiple of 16, also the strides of parts and result.
+        parts_per_row: Parts of each row, where there is no list.
+        float_out: Whether the result is float32, not float16.
+    """
+    return _words("combine_parts", num_vertices, num_columns, parts_per_row, float_out)
+
+
+def gather_tiling(num_rows: int, row_bytes: int, table_stride: int | None = None) -> Words:
+    """Return ``GatherTiling``.
+
+    Args:
+        num_rows: Rows to gather.
+        row_bytes: Bytes of a row.
+        table_stride: Bytes from row to row of the table, by default those of a row.
+    """
+    return _words("gather_rows", num_rows, row_bytes, row_bytes if table_stride is None else table_stride)
+
+
+def update_tiling(
+    m: int,
+    k: int,
+    n: int,
+    lda: int,
+    ldb: int,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: bool = False,
+    relu: bool = False,
+    float_out: bool = False,
+    split_k: int = 1,
+) -> Words:
+    """Return ``UpdateTiling``: y ``[m, n]`` = a ``[m, k]`` times b ``[k, n]``.
+
+    Args:
+        m: Rows of the result.
+        k: Length of the products.
+        n: Columns of the result; y has them filled up to a multiple of 16.
+        lda: Elements from row to row of a as stored, a multiple of 16 (the fillers are 0).
+        ldb: The same of b.
+        transpose_a: Whether a is stored ``[k, m]``.
+        transpose_b: Whether b is stored ``[n, k]``.
+        bias: Whether a bias is added.
+        relu: Whether negative results become 0.
+        float_out: Whether y is float32; with ``split_k > 1`` it always is.
+        split_k: Into how many parts k is cut at most; a part has at least 128.
+
+    Raises:
+        ValueError: A size is 0, a stride is too small or no multiple of 16, or bias or ReLU meet a cut k.
+    """
+    return _words("update", m, k, n, lda, ldb, transpose_a, transpose_b, bias, relu, float_out, split_k)
+
+
+def update_constants() -> npt.NDArray[np.float16]:
+    """Return the constants that update reads: 16 x 128 zeros, then 128 x 16 with ones in the columns 0 and 1."""
+    ones = np.zeros((128, 16), np.float16)
+    ones[:, :2] = 1
+    return np.concatenate([np.zeros(16 * 128, np.float16), ones.reshape(-1)])
+
+
+def update_bias(bias: npt.ArrayLike) -> npt.NDArray[np.float16]:
+    """Return a bias as two float16 rows that add up to nearly float32, and fourteen of zeros.
+
+    Args:
+        bias: float32 ``[n]``.
+
+    Returns:
+        ``[16, n]``, n filled up to a multiple of 16.
+    """
+    exact = np.asarray(bias, np.float32)
+    rows = np.zeros((16, up(exact.size)), np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows[0, : exact.size] = exact
+        rest = exact - rows[0, : exact.size]
+        rows[1, : exact.size] = np.where(np.isfinite(rest), rest, 0)
+    return rows
+
+
+def up(value: int, unit: int = CUBE_EDGE) -> int:
+    """Return the least multiple of ``unit`` that is not less."""
+    return -(-value // unit) * unit
+
+
+def fields(struct: str, words: Words) -> dict[str, int]:
+    """Return a tiling struct's words by the names that csrc/tiling.h gives them.
+
+    Args:
+        struct: A struct of that file, such as ``"AggregateTiling"``.
+        words: Its words.
+    """
+    return dict(zip(_field_names()[struct], words.tolist(), strict=True))
+
+
+@cache
+def _field_names() -> dict[str, list[str]]:
+    structs = re.findall(r"^struct (\w+) \{\n(.*?)^\};", (CSRC / "tiling.h").read_text(), re.MULTILINE | re.DOTALL)
+    return {name: re.findall(r"^    uint32_t (\w+);", body, re.MULTILINE) for name, body in structs}
+
+
+class _ChunksView(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "row_ptr", "indptr", "local", "columns", "column_ptr")),
+        ("num_chunks", ctypes.c_int64),
+    ]
+
+
+_CHUNK_DTYPES = (np.int32, np.int64, np.int64, np.int32, np.int32, np.int64)
+_DTYPES = {"tiling": np.uint32, "positions": np.uint16, "sizes": np.uint64}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_tiling()))
+    pointer, size = ctypes.c_void_p, ctypes.c_uint64
+    library.lgnn_tiling.restype = library.lgnn_array.restype = pointer
+    library.lgnn_tiling.argtypes = [ctypes.c_char_p, pointer, pointer, ctypes.c_int64, pointer, ctypes.c_char_p, size]
+    library.lgnn_array.argtypes = [pointer, ctypes.c_char_p, pointer]
+    library.lgnn_free.argtypes = [pointer]
+    return library
+
+
+def _words(what: str, *numbers: int) -> Words:
+    return _make(what, numbers, ("tiling",))["tiling"]
+
+
+def _make(
+    what: str,
+    numbers: Sequence[int],
+    names: Sequence[str],
+    chunks: Sequence[Array] = (),
+    ranges: Ranges | None = None,
+) -> dict[str, Array]:
+    """Call the C++, and copy the arrays of these names."""
+    if not all(0 <= number < 2**32 for number in numbers):
+        raise ValueError(f"the numbers of {what} must be from 0 to 2^32 - 1, but are {tuple(map(int, numbers))}")
+    words = np.array(numbers, np.uint32)
+    # These must live as long as the call.
+    arrays = [np.ascontiguousarray(array, dtype) for array, dtype in zip(chunks, _CHUNK_DTYPES, strict=bool(chunks))]
+    view = _ChunksView(*(array.ctypes.data for array in arrays), arrays[1].size - 1) if arrays else None
+    pairs = None if ranges is None else np.array(ranges, np.int64).reshape(-1, 2)
+    library, error = _library(), ctypes.create_string_buffer(1024)
+    handle = library.lgnn_tiling(
+        what.encode(),
+        None if view is None else ctypes.byref(view),
+        None if pairs is None else pairs.ctypes.data,
+        0 if pairs is None else len(pairs),
+        words.ctypes.data,
+        error,
+        len(error),
+    )
+    if not handle:
+        raise ValueError(error.value.decode())
+    made: dict[str, Array] = {}
+    try:
+        for name in names:
+            size = ctypes.c_uint64()
+            address = library.lgnn_array(handle, name.encode(), ctypes.byref(size))
+            dtype = np.dtype(_DTYPES.get(name, np.int32))
+            made[name] = np.empty(size.value // dtype.itemsize, dtype)
+            ctypes.memmove(made[name].ctypes.data, address, size.value)
+    finally:
+        library.lgnn_free(handle)
+    return made

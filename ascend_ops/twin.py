@@ -92,7 +92,7 @@ class LaunchResult:
 
     def busy(self, unit: str) -> float:
         """Busy cycles of one unit, summed over all cores."""
-        return sum(core[unit] for core in self.cores)
+        return float(sum(core[unit] for core in self.cores))
 
 
 class _Argument(ctypes.Structure):
@@ -217,7 +217,7 @@ class Twin:
 
     def source_line(self, number: int) -> str:
         """``file:line`` of the number in a timeline record's field ``line``."""
-        return self._library.twin_line(int(number)).decode()
+        return str(self._library.twin_line(int(number)).decode())
 
     def _records(self) -> np.ndarray:
         count = ctypes.c_int64()
@@ -225,7 +225,8 @@ class Twin:
         if not pointer:
             return np.zeros(0, RECORD)
         raw = ctypes.string_at(pointer, count.value * RECORD.itemsize)
-        return np.frombuffer(raw, RECORD).copy()
+        records: np.ndarray = np.frombuffer(raw, RECORD).copy()
+        return records
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,9 @@
 """NeutronAscend's figures 4, 5, 10, 12 and 13 in simulation, for its own chip and for the Atlas A2.
 
-No NPU is needed: the kernels of ``ascend_ops/csrc`` are followed instruction by instruction on a model of the chip
-(``ascend_sim_engine``), which agrees with the CPU twin that runs the real ones; the numbers of the chips and where they
-are from stand in ``ascend_ops/machines.py``. The figure is milliseconds of a GCN epoch, simulated. The paper's numbers
-are printed beside the model's and go nowhere else.
+No NPU is needed, but a C++ compiler: the kernels of ``ascend_ops/csrc`` are followed instruction by instruction on a
+model of the chip (``ascend_sim_engine``), which agrees with the CPU twin that runs the real ones; the numbers of the
+chips and where they are from stand in ``ascend_sim_machines.py``. The figure is milliseconds of a GCN epoch,
+simulated. The paper's numbers are printed beside the model's and go nowhere else.
 
 The JSON also holds, under ``extra``: the figures' data, what the gains become when an assumption is changed, the chips'
 tables, how well the model agrees with the twin, and ``notes`` on where it differs from the paper and why.
@@ -24,9 +24,9 @@ from rich.table import Table
 from benchmarks.ascend_sim_check import agreement
 from benchmarks.ascend_sim_epoch import SHAPES, STEPS, Epoch, Graph, Setting, make_graph, simulate
 from benchmarks.ascend_sim_figures import draw, findings
+from benchmarks.ascend_sim_machines import Machine, machine
 from benchmarks.harness import parse
 from benchmarks.machine import machine as this_machine
-from lightning_gnn.ascend_ops.machines import Machine, machine
 
 SIZES = {"shrink": (1, 40)}
 DATASETS = ("CiteSeer", "Cora", "PubMed", "Reddit", "Products")

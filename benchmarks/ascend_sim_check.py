@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import ascend_sim_model as model
-from lightning_gnn.ascend_ops.machines import Machine, machine
-from lightning_gnn.ascend_ops.structs import (
+from benchmarks.ascend_sim_machines import Machine, machine
+from lightning_gnn.ascend_ops.tiling import (
     aggregate_vector_tiling,
     combine_tiling,
+    cube_tables,
+    row_tables,
     up,
     update_constants,
     update_tiling,
 )
-from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
+from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin, launch
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
@@ -25,18 +27,13 @@ from lightning_gnn.graph.synthetic import planted_power_law
 
 def compare_vector(chip: Machine, chunks: Any, plan: Any, flat: bool = False) -> tuple[model.Launch, Any]:
     """Run aggregate_vector in the model and in the twin; ``flat``: HBM is as fast as L2."""
-    from lightning_gnn.ascend_ops.twin import ReadOnly, launch
-
     rows = chunks.num_rows
     tables = row_tables(
-        *model.tables_of(chunks), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+        model.tables_of(chunks), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
         num_columns=plan.num_columns,
     )  # fmt: skip
     wide = up(plan.num_columns)
-    packed = aggregate_vector_tiling(
-        tables.num_groups, tables.num_members, tables.range_offset, tables.panel_offset, tables.panel_columns, wide,
-        num_edges=chunks.num_edges, weighted=True,
-    )  # fmt: skip
+    packed = aggregate_vector_tiling(tables, wide, weighted=True)
     setting, parameters = _setting(chip, plan.num_workers, flat)
     inputs = (np.zeros((rows, wide), np.float16), tables.vertices, tables.columns,
               np.ones(chunks.num_edges, np.float32), tables.plan)  # fmt: skip
@@ -49,10 +46,8 @@ def compare_cube(
     chip: Machine, chunks: Any, plan: Any, flat: bool = False, twin: Any = None, buffers: int = 2
 ) -> tuple[model.Launch, Any]:
     """Run aggregate_cube in the model and in the twin, which has it for split cores only."""
-    from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
-
     rows = chunks.num_rows
-    tables = cube_tables(*model.tables_of(chunks), plan.chunk_ranges, plan.num_groups, plan.num_columns)
+    tables = cube_tables(model.tables_of(chunks), plan.chunk_ranges, plan.num_groups, plan.num_columns)
     wide = up(plan.num_columns)
     setting, parameters = _setting(chip, 2 * plan.num_workers, flat)
     inputs = (np.zeros((rows, wide), np.float16), tables.plan, tables.row_blocks, tables.tiles, tables.columns,
@@ -70,8 +65,6 @@ def compare_cube(
 
 def compare_update(chip: Machine, m: int, k: int, n: int, flat: bool = False, **how: Any) -> tuple[model.Launch, Any]:
     """Run update in the model and in the twin, on four blocks; ``how``: transpose_a, transpose_b, bias, split_k."""
-    from lightning_gnn.ascend_ops.twin import ReadOnly, launch
-
     lda, ldb = up(m if how.get("transpose_a") else k), up(k if how.get("transpose_b") else n)
     packed = update_tiling(m, k, n, lda, ldb, **how)
     a = np.zeros((k if how.get("transpose_a") else m, lda), np.float16)
@@ -86,8 +79,6 @@ def compare_update(chip: Machine, m: int, k: int, n: int, flat: bool = False, **
 
 def compare_combine(chip: Machine, first_part: np.ndarray, columns: int, flat: bool = False) -> tuple[Any, Any]:
     """Run combine_parts in the model and in the twin, on four blocks."""
-    from lightning_gnn.ascend_ops.twin import ReadOnly, launch
-
     rows = first_part.size - 1
     listed = np.zeros((rows, 4), np.int32)
     listed[:, 0], listed[:, 1], listed[:, 2] = np.arange(rows), first_part[:-1], first_part[1:]
@@ -115,19 +106,14 @@ def small_graph(nodes: int = 400, edges: int = 6000) -> CompressedGraph:
 
 def agreement(archs: Sequence[str]) -> dict[str, Any]:
     """Return the cycles of the model over those of the twin, kernel by kernel."""
-    from lightning_gnn.ascend_ops.build import BuildError
-
     chunks = small_graph().forward
     plan = plan_cores(100, chunks.loads.numpy(), PlanSettings(num_groups=2), 6)
     result: dict[str, Any] = {}
-    try:
-        for arch in archs:
-            chip = machine(arch)
-            pairs = {"aggregate_vector": compare_vector(chip, chunks, plan)}
-            if not chip.unified:
-                pairs["aggregate_cube"] = compare_cube(chip, chunks, plan)
-                pairs["update"] = compare_update(chip, 400, 100, 256, transpose_b=True, bias=True)
-            result[arch] = {kernel: ours.cycles / real.makespan for kernel, (ours, real) in pairs.items()}
-    except BuildError as error:
-        result["note"] = f"not checked: {str(error).splitlines()[0].split(':')[0]}"
+    for arch in archs:
+        chip = machine(arch)
+        pairs = {"aggregate_vector": compare_vector(chip, chunks, plan)}
+        if not chip.unified:
+            pairs["aggregate_cube"] = compare_cube(chip, chunks, plan)
+            pairs["update"] = compare_update(chip, 400, 100, 256, transpose_b=True, bias=True)
+        result[arch] = {kernel: ours.cycles / real.makespan for kernel, (ours, real) in pairs.items()}
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +22,7 @@ from benchmarks.ascend_sim_model import (
     tables_of,
     update,
 )
-from lightning_gnn.ascend_ops.structs import LIMITS, MAX_PANEL, STRUCTS, up
-from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, cut_panels, row_tables
+from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
@@ -109,7 +108,7 @@ def make_topology(
 
 @dataclass(eq=False)
 class Graph:
-    """A graph in the forms that the steps of figure 10 need; the tables of the cube kernel are made once."""
+    """A graph in the forms that the steps of figure 10 need."""
 
     name: str
     topology: CSCGraph
@@ -132,53 +131,16 @@ class Graph:
         return self._tables[key]
 
     def cube_tables(self, plan: HybridPlan, tile_columns: int) -> CubeTables:
-        """Return what aggregate_cube reads; but for the plan, it depends on the graph alone."""
-        key = ("cube", tile_columns)
-        arrays = tables_of(self.compressed.forward)
-        if key not in self._tables:
-            whole = ((0, self.compressed.num_chunks),)
-            self._tables[key] = cube_tables(*arrays, whole, 1, HIDDEN, tile_columns=tile_columns)
-        return replan(self._tables[key], arrays, plan, MAX_PANEL)
+        """Return what aggregate_cube reads for a plan."""
+        return _cube_tables(self, plan.chunk_ranges, plan.num_groups, plan.num_columns, tile_columns)
 
 
-def replan(tables: CubeTables, arrays: tuple[np.ndarray, ...], plan: HybridPlan, panel: int) -> CubeTables:
-    """Return tables for another plan: row blocks, tiles, entries and runs are the graph's own.
-
-    Args:
-        tables: Those of one member and one group.
-        arrays: The chunks.
-        plan: Which columns and chunks each core takes.
-        panel: Columns of the features handled at once.
-    """
-    _, row_ptr, indptr = arrays[:3]
-    fields = STRUCTS["AggregateTiling"].split()
-    value = dict(zip(fields, tables.tiling.tolist(), strict=True))
-    rows = value["tileRows"]
-    with_entries = np.concatenate([[0], np.cumsum(np.diff(indptr) > 0)])[row_ptr]
-    block_start = np.concatenate([[0], np.cumsum(-(-np.diff(with_entries) // rows))])
-    ranges = block_start[[*(start for start, _ in plan.chunk_ranges), plan.chunk_ranges[-1][1]]]
-    first_panel, panels = cut_panels(1, up(plan.num_columns), plan.num_groups, panel)
-    widest = int(panels[:, 1].max())
-    slot = rows * value["tileColumns"] + value["tileColumns"] * widest
-    value |= {
-        "groups": plan.num_groups,
-        "members": plan.group_size,
-        "panelColumns": widest,
-        "accumulators": 2 if 8 * rows * widest <= LIMITS["dav-c220"]["L0C"] else 1,
-        "ldx": up(plan.num_columns),
-        "ldy": up(plan.num_columns),
-        "ldParts": up(plan.num_columns),
-        "slotHalves": slot,
-        "rangeOffset": first_panel.size,
-        "panelOffset": first_panel.size + ranges.size,
-    }
-    return replace(
-        tables,
-        tiling=np.array([value[name] for name in fields], np.uint32),
-        plan=np.concatenate([first_panel, ranges, panels.reshape(-1)]).astype(np.int32),
-        num_blocks=plan.num_workers,
-        workspace_bytes=plan.num_workers * 4 * slot,
-    )
+@lru_cache(maxsize=8)
+def _cube_tables(
+    graph: Graph, chunk_ranges: tuple[tuple[int, int], ...], num_groups: int, num_columns: int, tile_columns: int
+) -> CubeTables:
+    arrays = tables_of(graph.compressed.forward)
+    return cube_tables(arrays, chunk_ranges, num_groups, num_columns, tile_columns=tile_columns)
 
 
 @lru_cache(maxsize=8)
@@ -301,7 +263,7 @@ def simulate(
         if step == "baseline":
             source = graph.ranges_of_vertices(vector_cores)
             ranges = tuple(pairwise(range(vector_cores + 1)))
-            tables = row_tables(*tables_of(source.forward), chunk_ranges=ranges, num_columns=width)
+            tables = row_tables(tables_of(source.forward), chunk_ranges=ranges, num_columns=width)
             loads[width] = source.forward.loads.numpy() * width
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
         chosen = graph.compressed if cube else graph.natural
@@ -311,7 +273,7 @@ def simulate(
         plans[width], loads[width] = plan, plan.work
         if not cube:
             tables = row_tables(
-                *tables_of(chosen.forward), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+                tables_of(chosen.forward), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
                 num_columns=width,
             )  # fmt: skip
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ascend_sim_engine import UNITS
-from lightning_gnn.ascend_ops.machines import Machine, machine
+from benchmarks.ascend_sim_machines import Machine, machine
 
 THIRD = 4 / 3
 """Gains that differ by more than this factor are explained."""

@@ -10,9 +10,8 @@ import numpy as np
 
 from benchmarks.ascend_sim_engine import LOGGED, PATHS, UNITS, Chip, layout, make_chip
 from benchmarks.ascend_sim_kernels import queues, run_combine, run_cube, run_cube_unified, run_update, run_vector
-from lightning_gnn.ascend_ops.machines import Machine
-from lightning_gnn.ascend_ops.structs import STRUCTS, up
-from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables
+from benchmarks.ascend_sim_machines import Machine
+from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables, fields, up
 
 UPDATE_TILE = 128
 
@@ -134,7 +133,7 @@ def aggregate_cube(
         num_sources: Rows of x.
         slots: Slots of the workspace between vector and cube cores, by default as many as buffers.
     """
-    field = dict(zip(STRUCTS["AggregateTiling"].split(), tables.tiling.tolist(), strict=True))
+    field = fields("AggregateTiling", tables.tiling)
     members, at = field["members"], field["panelOffset"]
     plan = tables.plan.astype(np.int64)
     panels = np.ascontiguousarray(plan[at:].reshape(-1, 4))

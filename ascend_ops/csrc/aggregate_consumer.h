@@ -23,6 +23,8 @@ public:
         runsGm.SetGlobalBuffer((__gm__ int32_t*)runs);
         yGm.SetGlobalBuffer((__gm__ half*)y);
         partsGm.SetGlobalBuffer((__gm__ float*)parts);
+        // L1 and L0 have two buffers each, so that three tiles are under way: one comes from the slot, one moves from
+        // L1 to L0, one is multiplied. L0B holds 128 columns at a time: two such buffers fill it.
         const uint32_t dense = tiling.tileRows * tiling.tileColumns * sizeof(half);
         pipe.InitBuffer(a1Queue, BUFFER_NUM, dense);
         pipe.InitBuffer(b1Queue, BUFFER_NUM, tiling.tileColumns * tiling.panelColumns * sizeof(half));
@@ -36,12 +38,15 @@ public:
     {
         AscendC::LocalTensor<float> sum;
         for (; walk.Valid(); walk.Next()) {
+            // The sums of a row block and panel stay in L0C, in float32, over all of its tiles.
             if (walk.First()) {
                 sum = sumQueue.AllocTensor<float>();
             }
             Load(walk);
             Product(walk, sum);
             if (walk.Last()) {
+                // The queue lets Fixpipe wait for the last product; with a second accumulator the next row block starts
+                // meanwhile.
                 sumQueue.EnQue(sum);
                 sum = sumQueue.DeQue<float>();
                 Store(walk, sum);
@@ -59,9 +64,12 @@ private:
         const uint32_t m = Up16(walk.rows), k = Up16(walk.columns);
         AscendC::LocalTensor<half> a1 = a1Queue.AllocTensor<half>();
         AscendC::LocalTensor<half> b1 = b1Queue.AllocTensor<half>();
+        // Both vector cores have written the slot. The rows of the tile lie row by row; the copy to L1 makes fractals
+        // of them.
         AscendC::CrossCoreWaitFlag(FLAG_READY + slot);
         LoadNz(a1, wsGm[base], m, k, k, m);
         LoadNz(b1, wsGm[base + tiling.tileRows * tiling.tileColumns], k, walk.width, walk.width, k);
+        // Raised by MTE2, so after the copies: from L1 on, nobody needs the slot.
         AscendC::CrossCoreSetFlag<0x2, PIPE_MTE2>(FLAG_FREE + slot);
         a1Queue.EnQue(a1);
         b1Queue.EnQue(b1);
@@ -77,6 +85,8 @@ private:
         a1Queue.FreeTensor(a1);
         a2Queue.EnQue(a2);
         a2 = a2Queue.DeQue<half>();
+        // The dense tile stays in L0A; the features pass by, 128 columns at a time. In NZ, columns [column, column + n)
+        // of B and of the sums are one piece of memory each.
         for (uint32_t column = 0; column < walk.width; column += CUBE_COLUMNS) {
             const uint32_t n = Least(walk.width - column, CUBE_COLUMNS);
             AscendC::LocalTensor<half> b2 = b2Queue.AllocTensor<half>();
@@ -94,6 +104,8 @@ private:
     {
         const uint32_t m = Up16(walk.rows);
         for (uint32_t run = walk.runBegin; run < walk.runEnd; ++run) {
+            // sum[row * 16] is row `row` of the first 16 columns; Fixpipe finds the others by the stride m, writes
+            // plain rows, and rounds to float16 on the way where y is meant.
             const uint32_t row = runsGm.GetValue(run * RUN_FIELDS);
             const uint32_t count = runsGm.GetValue(run * RUN_FIELDS + 1);
             const int32_t target = runsGm.GetValue(run * RUN_FIELDS + 2);

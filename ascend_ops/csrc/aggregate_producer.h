@@ -31,6 +31,8 @@ public:
         columnsGm.SetGlobalBuffer((__gm__ int32_t*)columns);
         positionsGm.SetGlobalBuffer((__gm__ uint16_t*)positions);
         valuesGm.SetGlobalBuffer((__gm__ half*)values);
+        // Two buffers to every queue: a copy fills or empties one while the other is worked on. The dense tile has one
+        // block more than its cells, into which the fillers of the entries are written.
         const uint32_t cells = tiling.tileRows / 2 * tiling.tileColumns;
         const uint32_t features = tiling.tileColumns / 2 * tiling.panelColumns;
         pipe.InitBuffer(indexQueue, BUFFER_NUM, tiling.tileColumns / 2 * sizeof(int32_t));
@@ -45,8 +47,11 @@ public:
 
     __aicore__ inline void Run(AggregateWalk& walk)
     {
+        // A bit for each place of a gathered row, set for as long as all that was seen there was finite: so a tile
+        // costs one And, and the scalar unit looks once, at the end.
         AscendC::LocalTensor<uint16_t> finite = maskBuffer.Get<uint16_t>()[maskBytes];  // the third mask
         AscendC::Duplicate(finite, static_cast<uint16_t>(0xFFFF), static_cast<int32_t>(maskBytes / 2));
+        // One step ahead: the lists of the next tile are on their way while this one is made.
         Fetch(walk);
         while (walk.Valid()) {
             Step(walk);
@@ -81,6 +86,7 @@ private:
         const uint32_t valid = Mine(walk.columns, k);
         const bool waits = walk.step >= 2;
 
+        // MTE2 gathers the rows while the scalar unit scatters the weights: neither waits for the other.
         CopyRows(walk, valid);
         AscendC::LocalTensor<half> dense = Densify(walk, cells);
         walk.Next();
@@ -90,6 +96,8 @@ private:
         if (waits) {
             AscendC::CrossCoreWaitFlag(FLAG_FREE + slot);  // the cube core has read what was in this slot
         }
+        // A slot holds the dense tile, then the rows; each vector core writes its half of both. The queue orders V
+        // before MTE3; that the scalar unit is through, Densify has waited for.
         denseQueue.EnQue(dense);
         dense = denseQueue.DeQue<half>();
         AscendC::DataCopy(wsGm[base + sub * cells], dense, cells);
@@ -122,6 +130,7 @@ private:
 
     __aicore__ inline void FetchEntries(uint32_t begin, uint32_t count, uint32_t head)
     {
+        // One buffer for both lists, places in front and weights behind: one AllocTensor and one event for the two.
         AscendC::LocalTensor<half> entries = entryQueue.AllocTensor<half>();
         AscendC::DataCopy(entries.template ReinterpretCast<uint16_t>(), positionsGm[begin], count);
         AscendC::DataCopy(entries[tiling.entryBatch],
@@ -134,10 +143,13 @@ private:
         AscendC::LocalTensor<int32_t> index = indexQueue.DeQue<int32_t>();
         AscendC::LocalTensor<half> rows = rowsQueue.AllocTensor<half>();
         Sync<AscendC::HardEvent::MTE2_S>();  // the queue orders MTE2 -> V, but the scalar unit reads here
+        // One copy for each column of the tile: a panel's width is a multiple of 16 halves, so rows are whole 32-byte
+        // blocks both in global memory and in UB.
         for (uint32_t i = 0; i < valid; ++i) {
             const uint64_t row = static_cast<uint64_t>(index.GetValue(i)) * tiling.ldx + walk.column;
             AscendC::DataCopy(rows[i * walk.width], xGm[row], walk.width);
         }
+        // The buffer of the list is filled by MTE2 again: not before the scalar unit has read it.
         Sync<AscendC::HardEvent::S_MTE2>();
         indexQueue.FreeTensor(index);
         rowsQueue.EnQue(rows);
@@ -146,6 +158,7 @@ private:
     __aicore__ inline AscendC::LocalTensor<half> Densify(const AggregateWalk& walk, uint32_t cells)
     {
         AscendC::LocalTensor<half> dense = denseQueue.AllocTensor<half>();
+        // Only the vector unit clears fast; then the scalar unit writes into what it cleared.
         AscendC::Duplicate(dense, static_cast<half>(0.0f), static_cast<int32_t>(cells + ENTRY_ALIGN));
         Sync<AscendC::HardEvent::V_S>();
         AscendC::LocalTensor<uint16_t> cell = dense.template ReinterpretCast<uint16_t>();
@@ -165,6 +178,7 @@ private:
             Sync<AscendC::HardEvent::S_MTE2>();
             entryQueue.FreeTensor(entries);
         }
+        // MTE3 copies the tile out: after the last scalar write.
         Sync<AscendC::HardEvent::S_MTE3>();
         return dense;
     }
@@ -177,11 +191,13 @@ private:
         AscendC::LocalTensor<uint64_t> places = entries.template ReinterpretCast<uint64_t>();
         AscendC::LocalTensor<uint64_t> weights = entries[tiling.entryBatch].template ReinterpretCast<uint64_t>();
         for (uint32_t i = 0; i < count / 4; ++i) {
+            // Four places and their four weights, in 16-bit lanes of a register each.
             const uint64_t place = places.GetValue(i);
             uint64_t weight = weights.GetValue(i);
             // An exponent of all ones (not finite) carries into the top bit of its 16-bit lane.
             const uint64_t strange = (((weight & exponents) + one) >> 15) & lowest;
             strangeWeights |= strange;
+            // 0 for what is not finite; the lanes of `strange` hold 1 or 0.
             weight &= ~(strange * 0xFFFFULL);
             cell.SetValue(place & 0xFFFF, static_cast<uint16_t>(weight & 0xFFFF));
             cell.SetValue((place >> 16) & 0xFFFF, static_cast<uint16_t>((weight >> 16) & 0xFFFF));
@@ -199,6 +215,7 @@ private:
         AscendC::LocalTensor<uint16_t> mask = below.template ReinterpretCast<uint16_t>();
         AscendC::LocalTensor<half> rows = rowsQueue.DeQue<half>();
         AscendC::LocalTensor<half> clean = cleanQueue.AllocTensor<half>();
+        // Columns that fill the tile up were not copied: their rows hold what an earlier tile left.
         if (valid < features) {
             AscendC::Duplicate(rows[valid], static_cast<half>(0.0f), static_cast<int32_t>(features - valid));
             AscendC::PipeBarrier<PIPE_V>();
@@ -208,6 +225,7 @@ private:
         AscendC::CompareScalar(above, rows, static_cast<half>(-HALF_MAX), AscendC::CMPMODE::GE, features);
         AscendC::PipeBarrier<PIPE_V>();
         const int32_t words = static_cast<int32_t>(features / 16);
+        // Finite is what is neither above the largest half nor below the least; a comparison with NaN is false.
         AscendC::And(mask, mask, above.template ReinterpretCast<uint16_t>(), words);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::And(finite, finite, mask, words);

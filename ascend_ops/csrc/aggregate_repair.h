@@ -52,6 +52,8 @@ private:
         const uint32_t k = Up16(walk.columns), cells = Up16(walk.rows) / 2 * k;
         for (uint32_t i = 0; i < walk.entryCount[part]; ++i) {
             const uint32_t at = walk.entryBegin[part] + i;
+            // Straight from global memory, entry by entry: slow, and no buffer has to be planned for what hardly ever
+            // happens.
             const uint32_t place = positionsGm.GetValue(at);
             if (place >= cells) {
                 return;  // only fillers are left
@@ -71,6 +73,8 @@ private:
         rowQueue.EnQue(source);
         source = rowQueue.DeQue<half>();
 
+        // weight * row in float32: in half, a large but finite product would look infinite. The rest of the last 256
+        // bytes that are compared is 0, which is finite.
         AscendC::LocalTensor<float> product = productBuffer.Get<float>();
         AscendC::LocalTensor<float> zeros = product[room];
         AscendC::Duplicate(product, 0.0f, static_cast<int32_t>(2 * room));
@@ -82,6 +86,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::LocalTensor<uint8_t> below = maskBuffer.Get<uint8_t>();
         AscendC::LocalTensor<uint8_t> above = below[UpTo(room / 8, 32)];
+        // A bit for each element that is finite: both comparisons hold; NaN fails both.
         AscendC::CompareScalar(below, product, FLOAT_MAX, AscendC::CMPMODE::LE, compared);
         AscendC::CompareScalar(above, product, -FLOAT_MAX, AscendC::CMPMODE::GE, compared);
         AscendC::PipeBarrier<PIPE_V>();
@@ -89,6 +94,7 @@ private:
         AscendC::And(mask, mask, above.template ReinterpretCast<uint16_t>(), static_cast<int32_t>(compared / 16));
         Sync<AscendC::HardEvent::V_S>();
         AscendC::LocalTensor<uint64_t> words = below.template ReinterpretCast<uint64_t>();
+        // The scalar unit looks whether anything is not finite; most rows of the block end here.
         uint64_t all = ~0ULL;
         for (uint32_t i = 0; i < compared / 64; ++i) {
             all &= words.GetValue(i);
@@ -96,6 +102,7 @@ private:
         Sync<AscendC::HardEvent::S_V>();
         if (all != ~0ULL) {
             AscendC::PipeBarrier<PIPE_V>();
+            // What is finite is in the result already: add 0 there.
             AscendC::Select(product, below, zeros, product, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, compared);
             AscendC::PipeBarrier<PIPE_V>();
             AddTo(Destination(walk, row), walk, product);
@@ -119,6 +126,8 @@ private:
     {
         if (target >= 0) {
             AscendC::LocalTensor<half> out = outQueue.AllocTensor<half>();
+            // Cast and copy are ordered by the queue; the copy adds in memory, since the block's other core may add to
+            // the same row.
             AscendC::Cast(out, product, AscendC::RoundMode::CAST_RINT, walk.width);
             outQueue.EnQue(out);
             out = outQueue.DeQue<half>();

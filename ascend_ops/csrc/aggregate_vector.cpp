@@ -22,6 +22,7 @@ public:
         valuesGm.SetGlobalBuffer((__gm__ float*)values);
         planGm.SetGlobalBuffer((__gm__ int32_t*)plan);
         yGm.SetGlobalBuffer((__gm__ half*)y);
+        // Columns and weights of a batch in one buffer; rows and results have two, one in use and one on its way.
         pipe.InitBuffer(listQueue, BUFFER_NUM, tiling.batch * 2 * sizeof(int32_t));
         pipe.InitBuffer(rowQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
         pipe.InitBuffer(outQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
@@ -49,12 +50,14 @@ private:
         const uint32_t vertex = verticesGm.GetValue(i * VERTEX_FIELDS);
         const uint32_t begin = verticesGm.GetValue(i * VERTEX_FIELDS + 1);
         const uint32_t end = verticesGm.GetValue(i * VERTEX_FIELDS + 2);
+        // The last vertex's Cast still reads the sums: the barrier lets it end before they are cleared.
         LocalTensor<float> sum = sumBuffer.Get<float>();
         PipeBarrier<PIPE_V>();
         Duplicate(sum, 0.0f, static_cast<int32_t>(width));
         for (uint32_t e = begin; e < end; e += tiling.batch) {
             Entries(e, Least(end - e, tiling.batch), sum);
         }
+        // Rounded once, at the end. Nobody else writes this row and slice.
         LocalTensor<half> out = outQueue.AllocTensor<half>();
         PipeBarrier<PIPE_V>();
         Cast(out, sum, RoundMode::CAST_RINT, width);
@@ -87,6 +90,7 @@ private:
             }
             LocalTensor<half> row = rowQueue.DeQue<half>();
             PipeBarrier<PIPE_V>();
+            // To float32 first: thousands of halves would lose the small ones.
             Cast(wide, row, RoundMode::CAST_NONE, width);
             rowQueue.FreeTensor(row);
             PipeBarrier<PIPE_V>();
@@ -96,6 +100,7 @@ private:
                 Add(sum, sum, wide, count);
             }
         }
+        // The scalar unit has read its list: MTE2 may fill the buffer again.
         Sync<HardEvent::S_MTE2>();
         listQueue.FreeTensor(list);
     }

@@ -23,6 +23,7 @@ public:
         if (block >= tiling.groups * tiling.members) {
             return;
         }
+        // A group's blocks are neighbours: they share the columns, so rows that one brought to L2 serve the others.
         const uint32_t group = block / tiling.members;
         const uint32_t member = block % tiling.members;
         panelBegin = planGm.GetValue(group);
@@ -43,6 +44,7 @@ public:
 
     __aicore__ inline void Next()
     {
+        // Tiles are innermost, so that the sums of a row block and panel are finished before others begin.
         ++step;
         if (++tile < tileEnd) {
             OpenTile();

@@ -26,6 +26,7 @@ public:
     __aicore__ inline void Process()
     {
         for (uint32_t i = GetBlockIdx(); i < tiling.numVertices; i += GetBlockNum()) {
+            // Parts of a cut product are numbered evenly; those of split vertices are listed.
             uint32_t row = i, begin = i * tiling.partsPerRow, end = begin + tiling.partsPerRow;
             if (tiling.partsPerRow == 0) {
                 row = listGm.GetValue(i * SPLIT_FIELDS);
@@ -51,6 +52,7 @@ private:
         const int32_t count = static_cast<int32_t>(n);
         LocalTensor<float> sum = sumBuffer.Get<float>();
         Duplicate(sum, 0.0f, count);
+        // The next part is on its way while this one is added, always in the same order.
         CopyIn(begin, column, n);
         for (uint32_t part = begin; part < end; ++part) {
             if (part + 1 < end) {
@@ -65,6 +67,7 @@ private:
         const uint64_t at = static_cast<uint64_t>(row) * tiling.ldy + column;
         if (tiling.floatOut != 0) {
             LocalTensor<float> out = outQueue.AllocTensor<float>();
+            // A move to the queue's buffer, which the copy out takes over.
             Muls(out, sum, 1.0f, count);
             outQueue.EnQue(out);
             out = outQueue.DeQue<float>();

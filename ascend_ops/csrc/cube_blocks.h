@@ -15,6 +15,8 @@ __aicore__ inline void LoadNz(const AscendC::LocalTensor<half>& target, const As
                               uint32_t rows, uint32_t columns, uint32_t ld, uint32_t paddedRows)
 {
     AscendC::Nd2NzParams p;
+    // One matrix. Of each row, every 16 columns go to another fractal, a padded height (dstNzC0Stride) apart; the next
+    // row is the next 32 bytes (dstNzNStride = 1).
     p.ndNum = 1;
     p.nValue = rows;
     p.dValue = columns;
@@ -29,6 +31,7 @@ __aicore__ inline void LoadNz(const AscendC::LocalTensor<half>& target, const As
 __aicore__ inline AscendC::LoadData2DParams Fractals(uint32_t repeat, uint32_t stride, bool transpose)
 {
     AscendC::LoadData2DParams p;
+    // `repeat` fractals, read `stride` fractals apart and written one after another.
     p.startIndex = 0;
     p.repeatTimes = static_cast<uint8_t>(repeat);
     p.srcStride = static_cast<uint16_t>(stride);
@@ -44,6 +47,7 @@ __aicore__ inline void LoadA(const AscendC::LocalTensor<half>& target, const Asc
                              uint32_t m, uint32_t k)
 {
     const uint32_t mf = m / CUBE_EDGE, kf = k / CUBE_EDGE;
+    // Row i of fractals: in NZ its fractals are mf apart, in Zz side by side.
     for (uint32_t i = 0; i < mf; ++i) {
         AscendC::LoadData(target[i * kf * FRACTAL], source[i * FRACTAL], Fractals(kf, mf, false));
     }
@@ -61,6 +65,7 @@ __aicore__ inline void LoadB(const AscendC::LocalTensor<half>& target, const Asc
                              uint32_t k, uint32_t n)
 {
     const uint32_t kf = k / CUBE_EDGE, nf = n / CUBE_EDGE;
+    // The same along n, and the unit wants each fractal of B column by column.
     for (uint32_t i = 0; i < kf; ++i) {
         AscendC::LoadData(target[i * nf * FRACTAL], source[i * FRACTAL], Fractals(nf, kf, true));
     }
@@ -95,10 +100,12 @@ __aicore__ inline void StoreRows(const AscendC::GlobalTensor<T>& target, const A
                                  uint32_t m, uint32_t rows, uint32_t columns, uint32_t ld, bool relu)
 {
     AscendC::FixpipeParamsV220 p;
+    // NZ back to rows: a fractal of float32 is 16 columns wide, its neighbour is srcStride rows further.
     p.nSize = columns;
     p.mSize = rows;
     p.srcStride = m;
     p.dstStride = ld;
+    // Fixpipe rounds to float16 where the target is half, and applies ReLU on the way.
     p.quantPre = sizeof(T) == sizeof(float) ? QuantMode_t::NoQuant : QuantMode_t::F322F16;
     p.deqScalar = 0;
     p.ndNum = 1;

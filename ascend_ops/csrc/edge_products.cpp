@@ -27,6 +27,7 @@ public:
         columnsGm.SetGlobalBuffer((__gm__ int32_t*)columns);
         planGm.SetGlobalBuffer((__gm__ int32_t*)plan);
         outGm.SetGlobalBuffer((__gm__ float*)out);
+        // Head by head, a result takes a whole block: a reduction writes one float per 32 bytes there, see OneHead.
         together = tiling.heads * tiling.headColumns <= tiling.panelColumns;
         results = UpTo(tiling.batch * (together ? tiling.heads : BLOCK_FLOATS), BLOCK_FLOATS);
         pipe.InitBuffer(columnQueue, BUFFER_NUM, UpTo(tiling.batch * sizeof(int32_t), 32));
@@ -41,6 +42,7 @@ public:
     __aicore__ inline void Process()
     {
         const VertexRange range = RangeOfBlock(planGm, tiling);
+        // The reduction writes one float of each block, but whole blocks are added: the other seven must be something.
         Duplicate(pieceBuffer.Get<float>(), 0.0f, static_cast<int32_t>(results));
         for (uint32_t i = range.begin; i < range.end; ++i) {
             const uint32_t vertex = verticesGm.GetValue(i * VERTEX_FIELDS);
@@ -110,6 +112,8 @@ private:
         LocalTensor<half> row = aQueue.AllocTensor<half>();
         DataCopy(row, aGm[static_cast<uint64_t>(vertex) * tiling.ldy + at], total);
         aQueue.EnQue(row);
+        // The vertex's row once, and the rows of all its entries of this batch; the cast of the first runs while the
+        // others are copied.
         LocalTensor<half> rows = bQueue.AllocTensor<half>();
         for (uint32_t i = 0; i < n; ++i) {
             DataCopy(rows[i * total], bGm[static_cast<uint64_t>(column.GetValue(i)) * tiling.ldx + at], total);
@@ -123,12 +127,15 @@ private:
         Cast(product, rows, RoundMode::CAST_NONE, n * total);
         bQueue.FreeTensor(rows);
         PipeBarrier<PIPE_V>();
+        // Products, 64 columns of all entries at a time: a repeat for each entry, the vertex's row standing still.
         const uint8_t rowBlocks = static_cast<uint8_t>(total / BLOCK_FLOATS);
         for (uint32_t c = 0; c < total; c += LANES) {
             Mul(product[c], product[c], left[c], static_cast<uint64_t>(Least(total - c, LANES)),
                 static_cast<uint8_t>(n), BinaryRepeatParams(1, 1, 1, rowBlocks, rowBlocks, 0));
         }
         PipeBarrier<PIPE_V>();
+        // Fold each head onto its first 64 columns, then one reduction gives all results: a repeat for each entry and
+        // head.
         const uint8_t headBlocks = static_cast<uint8_t>(width / BLOCK_FLOATS);
         const uint8_t sums = static_cast<uint8_t>(n * heads);
         for (uint32_t c = LANES; c < width; c += LANES) {

@@ -29,6 +29,7 @@ public:
         rows.CopyRow(row, targetGm, vertex);
         targetQueue.EnQue(row);
         row = targetQueue.DeQue<float>();
+        // Into a buffer of its own, which outlives the queue's: the row is needed for all batches of the vertex.
         AscendC::Adds(targetBuffer.Get<float>(), row, 0.0f, static_cast<int32_t>(rows.lanes));
         targetQueue.FreeTensor(row);
         AscendC::PipeBarrier<PIPE_V>();
@@ -42,6 +43,7 @@ public:
         AscendC::DataCopyPad(column, columnsGm[first], AscendC::DataCopyExtParams(1, n * sizeof(int32_t), 0, 0, 0),
                              AscendC::DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
         columnQueue.EnQue(column);
+        // The queue orders MTE2 before V, but it is the scalar unit that reads the indices.
         column = columnQueue.DeQue<int32_t>();
         Sync<AscendC::HardEvent::MTE2_S>();
         AscendC::LocalTensor<float> source = sourceQueue.AllocTensor<float>();
@@ -52,6 +54,7 @@ public:
         columnQueue.FreeTensor(column);
         sourceQueue.EnQue(source);
         source = sourceQueue.DeQue<float>();
+        // One instruction for all entries: a repeat for each, the target's row standing still.
         AscendC::Add(scores, source, targetBuffer.Get<float>(), static_cast<uint64_t>(rows.lanes),
                      static_cast<uint8_t>(n), rows.OneToAll());
         sourceQueue.FreeTensor(source);

@@ -44,6 +44,7 @@ public:
 private:
     __aicore__ inline void Vertex(uint32_t vertex, uint32_t begin, uint32_t end)
     {
+        // First pass: the maximum and the sum of exponentials, batch by batch; all in vectors of heads.
         scores.OpenVertex(rows, vertex);
         for (uint32_t e = begin; e < end; e += tiling.batch) {
             const uint32_t n = Least(end - e, tiling.batch);
@@ -52,6 +53,7 @@ private:
             Exponentials(scoreBuffer.Get<float>(), n);
             UpdateSum(n, e == begin);
         }
+        // Second pass: divide. Only where a vertex has several batches are its scores gathered again.
         const bool kept = end - begin <= tiling.batch;  // the exponentials are still there
         for (uint32_t e = begin; e < end; e += tiling.batch) {
             const uint32_t n = Least(end - e, tiling.batch);
@@ -82,6 +84,7 @@ private:
     {
         const int32_t lanes = static_cast<int32_t>(rows.lanes);
         LocalTensor<float> fold = foldBuffer.Get<float>();
+        // A copy, since folding spoils its rows and the scores are needed for the exponentials.
         Adds(fold, scoreBuffer.Get<float>(), 0.0f, static_cast<int32_t>(n) * lanes);
         PipeBarrier<PIPE_V>();
         rows.FoldMax(fold, n);
@@ -90,6 +93,7 @@ private:
         } else {
             Max(fold, fold, Maximum(), lanes);
             PipeBarrier<PIPE_V>();
+            // The maximum grew: what was summed up so far counts exp(old - new) times as much.
             Sub(Scale(), Maximum(), fold, lanes);
             PipeBarrier<PIPE_V>();
             Exp(Scale(), Scale(), lanes);

@@ -28,6 +28,7 @@ public:
         targetGradGm.SetGlobalBuffer((__gm__ float*)targetGrad);
         floats = UpTo(tiling.batch * UpTo(Least(tiling.heads, HEAD_BLOCK), BLOCK_FLOATS), HEAD_BLOCK);
         scores.Init(pipe, source, target, columns, tiling.batch, floats);
+        // One buffer each: a second of all three would not fit UB beside the scores and the work.
         pipe.InitBuffer(alphaQueue, 1, floats * sizeof(float));
         pipe.InitBuffer(gradQueue, 1, floats * sizeof(float));
         pipe.InitBuffer(outQueue, 1, floats * sizeof(float));
@@ -61,6 +62,8 @@ private:
         scores.OpenVertex(rows, vertex);
         Duplicate(inner, 0.0f, 2 * static_cast<int32_t>(HEAD_BLOCK));
         PipeBarrier<PIPE_V>();
+        // First pass: the sum of alpha * g over the row, which every entry's gradient needs. Second pass: the
+        // gradients.
         for (uint32_t e = begin; e < end; e += tiling.batch) {
             InnerProducts(e, Least(end - e, tiling.batch), inner);
         }
@@ -108,6 +111,7 @@ private:
         LocalTensor<float> steep = work[floats];
         LocalTensor<uint8_t> positive = maskBuffer.Get<uint8_t>();
         scores.Gather(rows, work, first, n);
+        // The side of the leaky ReLU on which a score lies, one bit each; gathered again rather than kept in memory.
         CompareScalar(positive, work, 0.0f, CMPMODE::GT, compared);
         PipeBarrier<PIPE_V>();
         LocalTensor<float> alpha = CopyIn(alphaQueue, alphaGm, first, n);
@@ -118,6 +122,7 @@ private:
         Mul(steep, steep, alpha, count);
         alphaQueue.FreeTensor(alpha);
         PipeBarrier<PIPE_V>();
+        // Both slopes of all, and the mask picks: there is no branch per element.
         Muls(work, steep, slope, count);
         PipeBarrier<PIPE_V>();
         Select(work, positive, steep, work, SELMODE::VSEL_TENSOR_TENSOR_MODE, compared);
@@ -129,6 +134,7 @@ private:
         rows.StoreRows(scoreGradGm, out, first, n);
         outQueue.FreeTensor(out);
         PipeBarrier<PIPE_V>();
+        // work is spoiled after this: it has been copied out.
         rows.FoldSum(work, n);
         Add(total, total, work, static_cast<int32_t>(rows.lanes));
         PipeBarrier<PIPE_V>();

@@ -44,10 +44,12 @@ private:
     {
         const int32_t lanes = static_cast<int32_t>(rows.lanes);
         LocalTensor<float> sum = sumQueue.AllocTensor<float>();
+        // Sums of a vertex stay in UB over its batches, and leave it once.
         Duplicate(sum, 0.0f, lanes);
         for (uint32_t e = begin; e < end; e += tiling.batch) {
             const uint32_t n = Least(end - e, tiling.batch);
             LocalTensor<float> values = Gather(e, n);
+            // Folding spoils the gathered rows, which nobody needs again.
             PipeBarrier<PIPE_V>();
             rows.FoldSum(values, n);
             Add(sum, sum, values, lanes);
@@ -68,6 +70,7 @@ private:
         edge = edgeQueue.DeQue<int32_t>();
         Sync<HardEvent::MTE2_S>();
         LocalTensor<float> values = valueQueue.AllocTensor<float>();
+        // Entries of a transposed row have their values anywhere: one copy for each, all heads together.
         for (uint32_t i = 0; i < n; ++i) {
             rows.CopyRow(values[i * rows.lanes], valuesGm, edge.GetValue(i));
         }

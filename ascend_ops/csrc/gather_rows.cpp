@@ -17,6 +17,7 @@ public:
         indexGm.SetGlobalBuffer((__gm__ int32_t*)index);
         outGm.SetGlobalBuffer((__gm__ uint8_t*)out);
         pipe.InitBuffer(indexQueue, BUFFER_NUM, UpTo(tiling.batch * sizeof(int32_t), 32));
+        // Rows only pass through: one queue is filled by MTE2 and emptied by MTE3.
         pipe.InitBuffer(rowsQueue, BUFFER_NUM, tiling.batch * tiling.piece);
     }
 
@@ -39,6 +40,7 @@ private:
         indexQueue.EnQue(index);
         index = indexQueue.DeQue<int32_t>();
         Sync<HardEvent::MTE2_S>();
+        // Rows longer than a piece go in pieces, the same piece of all rows of the batch together.
         for (uint32_t at = 0; at < tiling.rowBytes; at += tiling.piece) {
             const uint32_t bytes = Least(tiling.rowBytes - at, tiling.piece), room = UpTo(bytes, 32);
             LocalTensor<uint8_t> rows = rowsQueue.AllocTensor<uint8_t>();
@@ -54,6 +56,7 @@ private:
                         DataCopyExtParams(static_cast<uint16_t>(n), bytes, 0, tiling.rowBytes - bytes, 0));
             rowsQueue.FreeTensor(rows);
         }
+        // The scalar unit has read the indices: MTE2 may fill their buffer again.
         Sync<HardEvent::S_MTE2>();
         indexQueue.FreeTensor(index);
     }

@@ -34,6 +34,8 @@ public:
     __aicore__ inline void CopyRows(const AscendC::LocalTensor<float>& target,
                                     const AscendC::GlobalTensor<float>& source, uint64_t row, uint32_t count) const
     {
+        // Each row is padded to whole 32-byte blocks on the way; where there are more heads than fit, those of other
+        // passes are skipped in global memory.
         const AscendC::DataCopyExtParams shape(static_cast<uint16_t>(count), heads * sizeof(float),
                                                (total - heads) * sizeof(float), 0, 0);
         const AscendC::DataCopyPadExtParams<float> fill(true, 0, static_cast<uint8_t>(lanes - heads), 0.0f);
@@ -43,6 +45,7 @@ public:
     __aicore__ inline void StoreRows(const AscendC::GlobalTensor<float>& target,
                                      const AscendC::LocalTensor<float>& source, uint64_t row, uint32_t count) const
     {
+        // Fillers are left out again.
         const AscendC::DataCopyExtParams shape(static_cast<uint16_t>(count), heads * sizeof(float), 0,
                                                (total - heads) * sizeof(float), 0);
         AscendC::DataCopyPad(target[row * total + first], source, shape);
@@ -59,6 +62,8 @@ public:
     __aicore__ inline void FoldSum(const AscendC::LocalTensor<float>& rows, uint32_t count) const
     {
         while (count > 1) {
+            // The last half of the rows onto the first, until one is left: log2(count) instructions, in an order that
+            // depends on the count alone. An odd row in the middle waits for the next turn.
             const uint32_t half = count / 2;
             count -= half;
             AscendC::Add(rows, rows, rows[count * lanes], static_cast<int32_t>(half * lanes));

@@ -44,6 +44,10 @@ RowsTiling SoftmaxTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads,
 
 RowsTiling ProductsTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, uint32_t numColumns)
 {
+    if (heads < 1 || numColumns < 1) {
+        throw std::invalid_argument("heads=" + std::to_string(heads) + " and num_columns=" +
+                                    std::to_string(numColumns) + " must be at least 1");
+    }
     const uint32_t headColumns = Up(numColumns, CUBE_EDGE);
     const bool together = heads * headColumns <= PRODUCTS_PANEL;
     RowsTiling t{};
@@ -71,6 +75,9 @@ CombineTiling MakeCombineTiling(uint32_t numVertices, uint32_t numColumns, uint3
 
 GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tableStride)
 {
+    if (rowBytes < 1) {
+        throw std::invalid_argument("row_bytes must be at least 1, but is 0");
+    }
     GatherTiling t{};
     t.numRows = numRows;
     t.rowBytes = rowBytes;

@@ -22,8 +22,13 @@ struct Panels {
 
 // Columns go to groups in blocks of 16, one block more to the last groups (to the first, where there are fewer blocks
 // than groups); a slice is cut where a head ends and into panels of about the same width.
-Panels CutPanels(uint32_t heads, uint32_t headColumns, uint32_t groups, uint32_t maxPanel)
+Panels CutPanels(uint32_t heads, uint32_t numColumns, uint32_t groups, uint32_t maxPanel)
 {
+    if (numColumns < 1 || heads < 1 || groups < 1) {
+        throw std::invalid_argument("num_columns=" + std::to_string(numColumns) + ", heads=" + std::to_string(heads) +
+                                    " and num_groups=" + std::to_string(groups) + " must be at least 1");
+    }
+    const uint32_t headColumns = static_cast<uint32_t>(Up(numColumns, CUBE_EDGE));
     const uint32_t blocks = heads * headColumns / CUBE_EDGE, perHead = headColumns / CUBE_EDGE;
     const uint32_t widest = maxPanel / CUBE_EDGE, share = blocks / groups, rest = blocks % groups;
     Panels panels;
@@ -286,12 +291,7 @@ CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32
 {
     CheckSizes(tileRows, tileColumns, panel, limits);
     CheckRanges(ranges, chunks.numChunks);
-    if (numColumns < 1 || heads < 1 || groups < 1) {
-        throw std::invalid_argument("num_columns=" + std::to_string(numColumns) + ", heads=" + std::to_string(heads) +
-                                    " and num_groups=" + std::to_string(groups) + " must be at least 1");
-    }
-    const uint32_t headColumns = static_cast<uint32_t>(Up(numColumns, CUBE_EDGE));
-    const Panels panels = CutPanels(heads, headColumns, groups, panel);
+    const Panels panels = CutPanels(heads, numColumns, groups, panel);
     CubeTables tables{};
     CubeBuilder builder(chunks, tileRows, tileColumns, tables);
     std::vector<int32_t> blockOfChunk;
@@ -314,7 +314,7 @@ CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32
     t.panelColumns = panels.widest;
     t.accumulators = 8ULL * tileRows * panels.widest <= limits.l0c ? 2 : 1;
     t.entryBatch = ENTRY_BATCH;
-    t.ldx = t.ldy = t.ldParts = heads * headColumns;
+    t.ldx = t.ldy = t.ldParts = heads * static_cast<uint32_t>(Up(numColumns, CUBE_EDGE));
     t.valueStride = static_cast<uint32_t>(tables.positions.size());
     t.slotHalves = tileRows * tileColumns + tileColumns * panels.widest;
     t.rangeOffset = groups + 1;
@@ -327,6 +327,10 @@ CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32
 RowTables MakeRowTables(const ChunksView& chunks, const Ranges* ranges, uint32_t members, uint32_t groups,
                         uint32_t numColumns, uint32_t heads, uint32_t maxPanel)
 {
+    if (members < 1 || maxPanel < CUBE_EDGE) {
+        throw std::invalid_argument("num_members=" + std::to_string(members) + " must be at least 1 and max_panel=" +
+                                    std::to_string(maxPanel) + " at least 16");
+    }
     RowTables tables{};
     const int64_t numEdges = chunks.indptr[chunks.rowPtr[chunks.numChunks]];
     tables.columns.resize(numEdges);
@@ -377,7 +381,7 @@ RowTables MakeRowTables(const ChunksView& chunks, const Ranges* ranges, uint32_t
         }
         bounds.push_back(numVertices);
     }
-    const Panels panels = CutPanels(heads, static_cast<uint32_t>(Up(numColumns, CUBE_EDGE)), groups, maxPanel);
+    const Panels panels = CutPanels(heads, numColumns, groups, maxPanel);
     tables.plan = Concatenate(panels, bounds);
     tables.groups = groups;
     tables.members = members;

@@ -1,6 +1,6 @@
 // The host's part of the tiling: from chunks and a plan to the tables of tiling.h, and from sizes to the structs.
-// No CANN and no torch here, so that any compiler builds it; ascend_ops/tiling.py and structs.py are its mirror and
-// the tests compare the two byte by byte.
+// No CANN and no torch here, so that any compiler builds it: the binding for the NPU links it, and ascend_ops/tiling.py
+// calls it through host_tiling_c.cpp.
 #ifndef LIGHTNING_GNN_HOST_TILING_H
 #define LIGHTNING_GNN_HOST_TILING_H
 

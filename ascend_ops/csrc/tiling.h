@@ -1,7 +1,7 @@
 // What host and kernels agree on: one struct per kernel and the layout of the tables that the kernels read.
-// Plain data and no CANN include, so that the host, the kernels, the CPU twin and the Python mirror
-// (ascend_ops/tiling.py, compared with this file by the tests) are held to the same definition.
-// Every field is a uint32_t: the kernels read a struct from global memory word by word (load_tiling.h).
+// Plain data and no CANN include, so that the host, the kernels and the CPU twin are held to the same definition.
+// Every field is a uint32_t, alone on its line: the kernels read a struct from global memory word by word
+// (load_tiling.h), and ascend_ops/tiling.py takes the fields' names from here.
 #ifndef LIGHTNING_GNN_TILING_H
 #define LIGHTNING_GNN_TILING_H
 

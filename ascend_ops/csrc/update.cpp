@@ -34,6 +34,8 @@ public:
         constantsGm.SetGlobalBuffer((__gm__ half*)constants);
         halfGm.SetGlobalBuffer((__gm__ half*)y);
         floatGm.SetGlobalBuffer((__gm__ float*)y);
+        // 128 x 128 x 128: two tiles of 32 KiB fill L0A and L0B, two sums of 64 KiB fill L0C, so loads, products and
+        // stores of neighbouring steps overlap.
         const uint32_t aBytes = tiling.tileM * tiling.tileK * sizeof(half);
         const uint32_t bBytes = tiling.tileK * tiling.tileN * sizeof(half);
         pipe.InitBuffer(a1Queue, BUFFER_NUM, aBytes);
@@ -48,6 +50,7 @@ public:
         const uint32_t across = (tiling.n + tiling.tileN - 1) / tiling.tileN;
         const uint32_t down = (tiling.m + tiling.tileM - 1) / tiling.tileM;
         const uint64_t tiles = static_cast<uint64_t>(across) * down * tiling.splitK;
+        // Tiles go to the blocks in turn, the parts of k of one tile to neighbouring blocks.
         for (uint64_t i = GetBlockIdx(); i < tiles; i += GetBlockNum()) {
             const uint32_t part = static_cast<uint32_t>(i % tiling.splitK);
             const uint32_t place = static_cast<uint32_t>(i / tiling.splitK);
@@ -65,11 +68,13 @@ private:
         const uint32_t end = static_cast<uint32_t>(steps * (part + 1) / tiling.splitK);
         LocalTensor<float> sum = sumQueue.AllocTensor<float>();
         bool first = true;
+        // The bias first, as one product of depth 16 that also clears the sums.
         if (tiling.hasBias != 0) {
             LoadBias(m, column, n);
             Step(sum, m, CUBE_EDGE, n, true, false, false);
             first = false;
         }
+        // Along k the sums stay in L0C, in float32.
         for (uint32_t step = begin; step < end; ++step) {
             const uint32_t at = step * tiling.tileK, depth = Least(tiling.k - at, tiling.tileK);
             LoadTiles(row, rows, column, n, at, depth);
@@ -78,6 +83,7 @@ private:
         }
         sumQueue.EnQue(sum);
         sum = sumQueue.DeQue<float>();
+        // Row r, part s: row r * splitK + s, so consecutive rows are splitK * ldy apart.
         const uint64_t to = (static_cast<uint64_t>(row) * tiling.splitK + part) * tiling.ldy + column;
         if (tiling.floatOut != 0) {
             lightning_gnn::StoreRows(floatGm[to], sum, m, rows, n, tiling.splitK * tiling.ldy, tiling.relu != 0);
@@ -137,6 +143,7 @@ private:
         LocalTensor<half> b1 = b1Queue.DeQue<half>();
         LocalTensor<half> a2 = a2Queue.AllocTensor<half>();
         LocalTensor<half> b2 = b2Queue.AllocTensor<half>();
+        // L1 to L0: what is stored transposed needs no other copy, only other fractals (cube_blocks.h).
         if (transposeA) {
             LoadTransposedA(a2, a1, m, k);
         } else {

@@ -18,7 +18,7 @@ namespace {
 constexpr int HALF_EXPONENT = 15;  // 2^15 is the last power of two that float16 has
 
 // What is left for weight times feature, so that the sum of a vertex cannot overflow float16.
-std::pair<Range, Range> RangesFor(int sumExponent, bool weighted, bool mean)
+std::pair<Scaling, Scaling> ScalingsFor(int sumExponent, bool weighted, bool mean)
 {
     const int left = HALF_EXPONENT - sumExponent;
     const int weight = !weighted ? 0 : left >= 0 ? left / 2 : left;
@@ -40,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
     }
     const auto tables = CubeTablesOf(chunks, numRows, heads, columns, slices, chunkRanges);
     const bool mean = reduce == "mean", weighted = weight.has_value();
-    const auto [forRows, forWeights] = RangesFor(tables->sumExponent, weighted, mean);
+    const auto [forRows, forWeights] = ScalingsFor(tables->sumExponent, weighted, mean);
     const Half rows = HalfRows(x, forRows);
     const Half values = weighted ? HalfValues(*weight, tables->slots, tables->valueStride, forWeights)
                                  : Half{tables->ones, {}};

@@ -28,10 +28,10 @@ at::Tensor Wide(const at::Tensor& x)
     return x.scalar_type() == at::kFloat ? x : x.to(at::kFloat);
 }
 
-bool Rescaled(const at::Tensor& x, Range range)
+bool Rescaled(const at::Tensor& x, Scaling scaling)
 {
     if (x.scalar_type() == at::kHalf) {
-        return range.rescale;
+        return scaling.rescale;
     }
     TORCH_WARN_ONCE("lightning_gnn: the NPU kernels compute in float16 with float32 sums; ", x.scalar_type(),
                     " is scaled by a power of two per tensor and converted. Use precision=\"16-mixed\" to convert less.");
@@ -40,27 +40,27 @@ bool Rescaled(const at::Tensor& x, Range range)
 
 }  // namespace
 
-Half HalfRows(const at::Tensor& x, Range range)
+Half HalfRows(const at::Tensor& x, Scaling scaling)
 {
     const int64_t columns = x.size(2), padded = (columns + CUBE_EDGE - 1) / CUBE_EDGE * CUBE_EDGE;
     const auto options = x.options().dtype(at::kHalf);
     const std::vector<int64_t> sizes = {x.size(0), x.size(1), padded};
     Half half{padded == columns ? at::empty(sizes, options) : at::zeros(sizes, options), {}};
     at::Tensor source = x;
-    if (Rescaled(x, range)) {
+    if (Rescaled(x, scaling)) {
         source = Wide(x);
-        half.scale = Scale(source, range.exponent);
+        half.scale = Scale(source, scaling.exponent);
         source = half.scale.defined() ? source * half.scale : source;
     }
     half.values.narrow(2, 0, columns).copy_(source);
     return half;
 }
 
-Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Range range)
+Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Scaling scaling)
 {
     at::Tensor source = Wide(weight), scale;
-    if (Rescaled(weight, range)) {
-        scale = Scale(source, range.exponent);
+    if (Rescaled(weight, scaling)) {
+        scale = Scale(source, scaling.exponent);
         source = scale.defined() ? source * scale : source;
     }
     at::Tensor values = at::zeros({weight.size(1), stride}, weight.options().dtype(at::kFloat));

@@ -15,16 +15,16 @@ struct Half {
 // float16 has 5 bits of exponent, too few for the gradients of a mean over a large split. So wider numbers are brought
 // near 2^exponent by a factor of their own per tensor: the largest finite one ends in (2^(exponent - 2), 2^exponent].
 // float16 stays as it is unless `rescale`. inf and NaN stay what they are.
-struct Range {
+struct Scaling {
     int exponent;
     bool rescale;
 };
 
 // x [N, H, C] -> [N, H, C filled up to a multiple of 16 with zeros].
-Half HalfRows(const at::Tensor& x, Range range);
+Half HalfRows(const at::Tensor& x, Scaling scaling);
 
 // One value per entry and head [E, H] -> [H, stride] in the kernel's order: slots [E] says where, parallel edges add up.
-Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Range range);
+Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Scaling scaling);
 
 // Takes the fillers and the factors off: y [N, H, padded] -> [N, H, columns] of a dtype; divisor [N] or undefined.
 at::Tensor Result(const at::Tensor& y, int64_t columns, const at::Tensor& scale, const at::Tensor& otherScale,

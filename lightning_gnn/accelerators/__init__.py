@@ -4,8 +4,7 @@ from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_gnn.accelerators.npu import NPUAccelerator, why_unavailable
-from lightning_gnn.accelerators.single_npu import SingleNPUStrategy, choose_npus
+from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, choose_npus, why_unavailable
 
 if NPUAccelerator.name() not in AcceleratorRegistry:
     NPUAccelerator.register_accelerators(AcceleratorRegistry)

@@ -4,15 +4,16 @@ Source: "NeutronAscend: Optimizing GNN Training with Ascend AI Processors". The 
 of workers share out the feature columns, the members of a group the chunks; ranks exchange rows and slices.
 
 Reading order: ``graph/compress.py`` (the graph in chunks), ``graph/hybrid_plan.py`` (who computes what),
-``ops/aggregate/definition.py`` (one operator for all plans), ``full_graph/row_shard.py`` and
-``full_graph/exchange.py`` (several ranks), ``full_graph/strategy.py``, ``full_graph/datamodule.py``; on an NPU
-``ascend_ops/binding.py``.
+``full_graph/plan.py`` (the same for ranks, and who owns which rows), ``full_graph/shard.py`` and
+``full_graph/exchange.py`` (an aggregation over several ranks), ``ops/aggregate/definition.py`` (one operator for all
+plans; on an NPU ``ops/aggregate/npu.py`` and ``ascend_ops/binding.py``), ``full_graph/strategy.py`` and
+``full_graph/datamodule.py`` (the plug-ins).
 """
 
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.full_graph.devices import plan_devices
+from lightning_gnn.full_graph.plan import plan_devices
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 
 if AscendHybridParallelStrategy.strategy_name not in StrategyRegistry:

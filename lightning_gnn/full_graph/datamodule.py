@@ -52,6 +52,20 @@ class FullGraphDataModule(ResumableDataModule):
         TypeError: The graph is not homogeneous, a mask is not bool, an option is unknown.
         ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, NaN,
             an argument is out of range.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import FullGraphDataModule
+        >>> edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        >>> train_mask = torch.tensor([True, True, False, False])
+        >>> data = Data(torch.eye(4), edge_index, y=torch.tensor([0, 1, 0, 1]), train_mask=train_mask)
+        >>> datamodule = FullGraphDataModule(data, num_chunks=2)
+        >>> loader = datamodule.train_dataloader()
+        >>> len(loader)
+        1
+        >>> next(iter(loader)).edge_index
+        CompressedGraph(num_sources=4, num_targets=4, num_edges=4, num_chunks=2, order='natural')
     """
 
     def __init__(
@@ -145,7 +159,7 @@ class FullGraphDataModule(ResumableDataModule):
                 "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
             )
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Data]:
         """Return the graph as the only batch."""
         return only_batch(self.data)
 

@@ -65,7 +65,7 @@ class Exchange:
         parts = [rows[:, start:stop] for rows in chosen for start, stop in self.slices]
         sizes = [part.numel() for part in parts]
         sent = x.new_empty(sum(sizes))
-        for flat, part in zip(sent.split(sizes), parts, strict=True):
+        for flat, part in zip(torch.split(sent, sizes), parts, strict=True):
             flat.view(part.shape).copy_(part)
         received = [count * self.width for count in self.counts]
         return self._all_to_all(sent, sizes, received).view(-1, self.width)
@@ -84,7 +84,7 @@ class Exchange:
         shapes = [(height, stop - start) for height in heights for start, stop in self.slices]
         sizes = [height * width for height, width in shapes]
         flat = self._all_to_all(y.reshape(-1), sent, sizes)
-        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
         if len(self.own) == 1 and self.own[0] is None and self._consecutive():
             return torch.cat(parts, dim=1)
         out = y.new_zeros(self.num_rows, self.num_columns)
@@ -117,39 +117,39 @@ class Exchange:
 
 def rows_to_slice(x: Tensor, exchange: Exchange) -> Tensor:
     """Do :meth:`Exchange.spread`, with autograd."""
-    out: Tensor = _Spread.apply(x, exchange)
+    out: Tensor = _Spread.apply(x, exchange)  # type: ignore[no-untyped-call]
     return out
 
 
 def slice_to_rows(y: Tensor, exchange: Exchange) -> Tensor:
     """Do :meth:`Exchange.collect`, with autograd."""
-    out: Tensor = _Collect.apply(y, exchange)
+    out: Tensor = _Collect.apply(y, exchange)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange):
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.spread(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _Collect.apply(grad, ctx.exchange), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return slice_to_rows(grad, ctx.exchange), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, exchange: Exchange):
+    def forward(ctx: Any, y: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.collect(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _Spread.apply(grad, ctx.exchange), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return rows_to_slice(grad, ctx.exchange), None
 
 
-def gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:
+def all_gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:
     """Return the rows of all ranks, one rank after the other, on every rank: constants, which autograd does not follow.
 
     Args:

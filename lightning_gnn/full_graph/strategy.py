@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.strategies import _StrategyRegistry
+from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_fabric.utilities.seed import reset_seed
@@ -21,13 +22,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch_geometric.nn import norm as pyg
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_gnn.full_graph.batch_cache import BatchCache
-from lightning_gnn.full_graph.global_logs import log_globally, log_locally
-from lightning_gnn.full_graph.row_norms import refuse_norms_over_nodes
-from lightning_gnn.full_graph.shard_batch import ShardedBatch
+from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
@@ -65,24 +65,52 @@ class AscendHybridParallelStrategy(DDPStrategy):
         num_groups: M, which divides the number of workers (cores of the one device, or ranks), or ``"auto"``.
         cores_per_device: Cores that aggregate on each device; None takes torch's threads.
         bandwidth_ratio: How many times faster the cores' shared cache is than memory.
-        process_group_backend: As for DDP; by default gloo on CPUs, nccl on CUDA, hccl on NPUs.
+        process_group_backend: By default gloo on CPUs, nccl on CUDA, hccl on NPUs.
         timeout: How long a rank may give no sign of life, and a collective may take; a number means seconds. It counts
             from when all ranks have met, for which they have half an hour, or ``timeout`` if that is longer: imports
             may take their time.
         memory_limit: Bytes that a rank may use for its part of the graph, None for no limit, or ``"auto"`` for what is
             free.
-        accelerator: As for every strategy.
-        parallel_devices: As for DDP.
-        cluster_environment: As for DDP.
-        checkpoint_io: As for every strategy.
-        precision_plugin: As for every strategy.
-        start_method: As for DDP, but for ``"fork"``, which is refused with several devices.
+        accelerator: What the devices are; None takes the trainer's.
+        parallel_devices: This node's devices; None takes the trainer's.
+        cluster_environment: How ranks find one another; None takes the trainer's.
+        checkpoint_io: How checkpoints are written and read; None takes Lightning's.
+        precision_plugin: Number formats of the steps; None takes the trainer's.
+        start_method: How Lightning starts the other processes of this node: ``"popen"`` runs the script again;
+            ``"fork"`` is refused with several devices.
 
     Raises:
         ValueError: An argument is out of range. Later: M does not divide the number of ranks; features are narrower
             than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
             not fit (says how many ranks would do); several processes from a notebook; a normalisation over nodes.
         TypeError: A batch is not a full graph.
+
+    Examples:
+        >>> import torch
+        >>> from pytorch_lightning import Trainer
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import AscendHybridParallelStrategy, FullGraphDataModule
+        >>> from lightning_gnn.nn import GCN, NodeClassifier
+        >>> y = torch.arange(40) % 2
+        >>> ring = torch.arange(40)
+        >>> edge_index = torch.stack([ring, (ring + 2) % 40])  # neighbours are of one class
+        >>> x = torch.nn.functional.one_hot(y).float()
+        >>> first = ring < 20
+        >>> data = Data(x, edge_index, y=y, train_mask=first, val_mask=~first)
+        >>> trainer = Trainer(
+        ...     accelerator="cpu",
+        ...     strategy=AscendHybridParallelStrategy(num_groups=1),
+        ...     max_epochs=10,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     enable_model_summary=False,
+        ... )
+        >>> _ = torch.manual_seed(0)
+        >>> model = GCN(in_channels=2, hidden_channels=8, num_layers=2, out_channels=2)
+        >>> trainer.fit(NodeClassifier(model, num_classes=2, lr=0.1), FullGraphDataModule(data, num_chunks=4))
+        >>> trainer.callback_metrics["val_acc"].item()
+        1.0
     """
 
     strategy_name = "ascend_hybrid"
@@ -180,7 +208,8 @@ class AscendHybridParallelStrategy(DDPStrategy):
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         if self._heartbeats is None:
             # Of each run its own: what was said in the last one may still be there.
-            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", dist.distributed_c10d._get_default_store())
+            default = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", default)  # type: ignore[attr-defined]
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, self._timeout.total_seconds())
             self._heartbeats.start()
 
@@ -235,7 +264,7 @@ class AscendHybridParallelStrategy(DDPStrategy):
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         return model  # DDP's wrapper would average the gradients of unequal shares evenly
 
     @override
@@ -367,3 +396,92 @@ class AscendHybridParallelStrategy(DDPStrategy):
                 description=f"Full graphs by tensor-data hybrid parallelism, with `start_method` '{start_method}'",
                 start_method=start_method,
             )
+
+
+_STEPS = ("training_step", "validation_step", "test_step")
+
+
+def log_globally(module: pl.LightningModule, share: Callable[[], tuple[int, int]], num_ranks: int) -> None:
+    """Make a module's ``log`` exact over all ranks, until :func:`log_locally`.
+
+    Inside the three steps, a mean becomes the mean over the split's nodes of all ranks; a sum, maximum or minimum runs
+    over all ranks. Metrics of torchmetrics are left to their own synchronisation, and so are other hooks.
+
+    Args:
+        module: The module.
+        share: Returns how many nodes of the current split this rank has, and how many there are.
+        num_ranks: N.
+    """
+    original = type(module).log.__get__(module)
+    signature = inspect.signature(original)
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        value, reduce = given["value"], given.get("reduce_fx", "mean")
+        reduce = getattr(reduce, "__name__", reduce)
+        known = reduce in ("mean", "avg", "sum", "max", "min")
+        if isinstance(value, Metric | MetricCollection) or module._current_fx_name not in _STEPS or not known:
+            original(**given)
+            return
+        if given.get("rank_zero_only"):
+            raise ValueError(
+                f"log({given['name']!r}, rank_zero_only=True): under ascend_hybrid each rank has some of the rows, "
+                "so that all must log; leave rank_zero_only out"
+            )
+        if reduce in ("mean", "avg"):
+            here, everywhere = share()
+            value = _float(value) * (here / everywhere * num_ranks)
+            given["batch_size"] = everywhere
+        original(**{**given, "value": value, "sync_dist": True})
+
+    module.__dict__["log"] = log
+
+
+def log_locally(module: pl.LightningModule) -> None:
+    """Give a module its own ``log`` back."""
+    module.__dict__.pop("log", None)
+
+
+def _float(value: Any) -> Tensor:
+    number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
+    return number if number.is_floating_point() else number.to(torch.get_default_dtype())
+
+
+_OVER_NODES = (
+    nn.modules.batchnorm._BatchNorm,
+    pyg.BatchNorm,
+    pyg.HeteroBatchNorm,
+    pyg.InstanceNorm,
+    pyg.GraphNorm,
+    pyg.GraphSizeNorm,
+    pyg.PairNorm,
+    pyg.MeanSubtractionNorm,
+    pyg.DiffGroupNorm,
+)
+
+
+def refuse_norms_over_nodes(model: nn.Module) -> None:
+    """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones.
+
+    ``SyncBatchNorm`` is fine: its statistics run over the ranks.
+
+    Raises:
+        ValueError: Names the layers.
+    """
+    found = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in model.named_modules()
+        if (isinstance(layer, _OVER_NODES) and not _synchronised(layer))
+        or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
+    ]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)} normalises over all nodes, of which each rank has a part: the results would depend on "
+            "the number of devices; use LayerNorm(mode='node') or another norm over features, Trainer(sync_batchnorm="
+            "True) for batch normalisation on GPUs, or one device"
+        )
+
+
+def _synchronised(layer: nn.Module) -> bool:
+    """Say whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
+    return isinstance(layer, nn.SyncBatchNorm) or isinstance(getattr(layer, "module", None), nn.SyncBatchNorm)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_gnn.ascend_ops import structs, tiling
+from lightning_gnn.ascend_ops import tiling
 from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
 
 LOG = []
@@ -25,7 +25,7 @@ def padded(x, heads=1):
     """[n, heads * C] -> float16 [n, heads * Up16(C)], fillers 0."""
     x = np.asarray(x)
     count, columns = x.shape[0], x.shape[1] // heads
-    out = np.zeros((count, heads, structs.up(columns)), np.float16)
+    out = np.zeros((count, heads, tiling.up(columns)), np.float16)
     out[:, :, :columns] = x.reshape(count, heads, columns)
     return out.reshape(count, -1)
 
@@ -37,8 +37,8 @@ def unpadded(y, columns, heads=1):
 
 def aggregate_cube(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1, sizes=None, **options):
     columns = x.shape[1] // heads
-    tables = tiling.cube_tables(*chunks.tables, ranges, groups, columns, heads=heads, **(sizes or {}))
-    wide = heads * structs.up(columns)
+    tables = tiling.cube_tables(chunks.tables, ranges, groups, columns, heads=heads, **(sizes or {}))
+    wide = heads * tiling.up(columns)
     y = np.zeros((num_rows, wide), np.float16)
     parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
     args = [
@@ -53,7 +53,7 @@ def aggregate_cube(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1,
     ]
     launch("aggregate_cube", args, options.pop("blocks", tables.num_blocks), **options)
     if len(tables.splits):
-        combine = structs.combine_tiling(len(tables.splits), wide)
+        combine = tiling.combine_tiling(len(tables.splits), wide)
         launch("combine_parts", [given(parts), given(tables.splits), y, given(combine)], 3, **options)
     return unpadded(y, columns, heads)
 
@@ -61,19 +61,10 @@ def aggregate_cube(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1,
 def aggregate_vector(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1, panel=2048, **options):
     columns = x.shape[1] // heads
     tables = tiling.row_tables(
-        *chunks.tables, chunk_ranges=ranges, num_groups=groups, num_columns=columns, heads=heads, max_panel=panel
+        chunks.tables, chunk_ranges=ranges, num_groups=groups, num_columns=columns, heads=heads, max_panel=panel
     )
-    wide = heads * structs.up(columns)
-    packed = structs.aggregate_vector_tiling(
-        tables.num_groups,
-        tables.num_members,
-        tables.range_offset,
-        tables.panel_offset,
-        tables.panel_columns,
-        wide,
-        num_edges=chunks.source.size,
-        weighted=weights is not None,
-    )
+    wide = heads * tiling.up(columns)
+    packed = tiling.aggregate_vector_tiling(tables, wide, weights is not None)
     values = np.zeros(1, np.float32) if weights is None else weights.reshape(-1, heads).T.astype(np.float32)
     y = np.zeros((num_rows, wide), np.float16)
     args = [*map(given, (padded(x, heads), tables.vertices, tables.columns, values, tables.plan)), y, given(packed)]
@@ -82,12 +73,12 @@ def aggregate_vector(chunks, x, num_rows, ranges, groups=1, weights=None, heads=
 
 
 def _rows(chunks, blocks):
-    return tiling.row_tables(*chunks.tables, num_members=blocks)
+    return tiling.row_tables(chunks.tables, num_members=blocks)
 
 
 def edge_softmax(chunks, source, target, slope, blocks, **options):
     tables, heads = _rows(chunks, blocks), source.shape[1]
-    packed = structs.softmax_tiling(blocks, tables.range_offset, heads, slope)
+    packed = tiling.softmax_tiling(tables, heads, slope)
     alpha = np.zeros((chunks.source.size, heads), np.float32)
     out = alpha if alpha.size else np.zeros(8, np.float32)
     inputs = map(given, (source, target, tables.vertices, tables.columns, tables.plan))
@@ -97,7 +88,7 @@ def edge_softmax(chunks, source, target, slope, blocks, **options):
 
 def edge_softmax_backward(chunks, source, target, slope, alpha, grad, blocks, **options):
     tables, heads = _rows(chunks, blocks), source.shape[1]
-    packed = structs.softmax_tiling(blocks, tables.range_offset, heads, slope)
+    packed = tiling.softmax_tiling(tables, heads, slope)
     score_grad = np.zeros_like(alpha)
     target_grad = np.zeros_like(target)
     inputs = map(given, (source, target, tables.vertices, tables.columns, tables.plan, alpha, grad))
@@ -107,7 +98,7 @@ def edge_softmax_backward(chunks, source, target, slope, alpha, grad, blocks, **
 
 def edge_sum(chunks, values, edges, num_rows, blocks, **options):
     tables, heads = _rows(chunks, blocks), values.shape[1]
-    packed = structs.softmax_tiling(blocks, tables.range_offset, heads)
+    packed = tiling.softmax_tiling(tables, heads)
     out = np.zeros((num_rows, heads), np.float32)
     inputs = map(given, (values, tables.vertices, edges.astype(np.int32), tables.plan))
     launch("edge_sum", [*inputs, out, given(packed)], blocks, **options)
@@ -116,7 +107,7 @@ def edge_sum(chunks, values, edges, num_rows, blocks, **options):
 
 def edge_products(chunks, a, b, heads, blocks, **options):
     tables, columns = _rows(chunks, blocks), a.shape[1] // heads
-    packed = structs.products_tiling(blocks, tables.range_offset, heads, columns)
+    packed = tiling.products_tiling(tables, heads, columns)
     out = np.zeros((chunks.source.size, heads), np.float32)
     inputs = map(given, (padded(a, heads), padded(b, heads), tables.vertices, tables.columns, tables.plan))
     launch("edge_products", [*inputs, out if out.size else np.zeros(8, np.float32), given(packed)], blocks, **options)
@@ -126,7 +117,7 @@ def edge_products(chunks, a, b, heads, blocks, **options):
 def gather_rows(table, index, blocks, **options):
     out = np.zeros((index.size, *table.shape[1:]), table.dtype)
     row_bytes = table[0].nbytes
-    packed = structs.gather_tiling(index.size, row_bytes)
+    packed = tiling.gather_tiling(index.size, row_bytes)
     launch("gather_rows", [given(table), given(index.astype(np.int32)), out, given(packed)], blocks, **options)
     return out
 
@@ -135,7 +126,7 @@ def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpos
     """The product of the matrices as given; the flags say how they are stored for the kernel."""
     (m, k), n = a.shape, b.shape[1]
     stored_a, stored_b = padded(a.T if transpose_a else a), padded(b.T if transpose_b else b)
-    packed = structs.update_tiling(
+    packed = tiling.update_tiling(
         m,
         k,
         n,
@@ -148,15 +139,15 @@ def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpos
         float_out=full,
         split_k=split,
     )
-    parts = int(packed[structs.STRUCTS["UpdateTiling"].split().index("splitK")])
-    wide = structs.up(n)
-    bias_rows = np.zeros((16, wide), np.float16) if bias is None else structs.update_bias(bias)
+    parts = tiling.fields("UpdateTiling", packed)["splitK"]
+    wide = tiling.up(n)
+    bias_rows = np.zeros((16, wide), np.float16) if bias is None else tiling.update_bias(bias)
     out = np.zeros((m * parts, wide), np.float32 if full or parts > 1 else np.float16)
-    inputs = map(given, (stored_a, stored_b, bias_rows, structs.update_constants()))
+    inputs = map(given, (stored_a, stored_b, bias_rows, tiling.update_constants()))
     launch("update", [*inputs, out, given(packed)], blocks, seed=seed)
     if parts > 1:
         y = np.zeros((m, wide), np.float32)
-        combine = structs.combine_tiling(m, wide, parts_per_row=parts, float_out=True)
+        combine = tiling.combine_tiling(m, wide, parts_per_row=parts, float_out=True)
         nothing = np.zeros(4, np.int32)
         launch("combine_parts", [given(out), given(nothing), y, given(combine)], blocks, seed=seed)
         out = y

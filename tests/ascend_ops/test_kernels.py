@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_gnn.ascend_ops import structs
+from lightning_gnn.ascend_ops.build import CSRC
 from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import chunked, random_chunks
 
-CSRC = Path(structs.__file__).parent / "csrc"
 HALF = 2.0**-11  # relative error of rounding to float16
 
 

@@ -1,14 +1,13 @@
 """The table of chips: complete for the twin's cost model, documented, and consistent with what is published."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from lightning_gnn.ascend_ops import machines
-from lightning_gnn.ascend_ops.machines import CHIP_FACTS, MACHINES, machine
+from benchmarks.ascend_sim_machines import CHIP_FACTS, MACHINES, machine
+from lightning_gnn.ascend_ops.build import TWIN
 
-COST = Path(machines.__file__).parent / "twin" / "include" / "twin" / "cost.h"
+COST = TWIN / "include" / "twin" / "cost.h"
 
 
 def twin_parameters():

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_gnn.ascend_ops import structs
-from lightning_gnn.ascend_ops.machines import machine
-from lightning_gnn.ascend_ops.tiling import cube_tables, row_tables
+from benchmarks.ascend_sim_machines import machine
+from lightning_gnn.ascend_ops.tiling import cube_tables, fields, row_tables, up
 from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores
 from tests.ascend_ops.chunk_arrays import random_chunks
 
@@ -93,7 +92,7 @@ def test_model_without_double_buffering_agrees_with_the_twin(check, tmp_path):
 
 def cube_case(seed, columns, groups, members, **sizes):
     chunks = random_chunks(seed, 150, 1500, 4 * members, most_entries=40)
-    return chunks, cube_tables(*chunks.tables, chunks.even_ranges(members), groups, columns, **sizes)
+    return chunks, cube_tables(chunks.tables, chunks.even_ranges(members), groups, columns, **sizes)
 
 
 @pytest.mark.slow
@@ -104,8 +103,8 @@ def test_bytes_are_those_of_the_tables(model, name, columns, groups, members):
     _, tables = cube_case(1, columns, groups, members, tile_columns=64)
     launch = model.aggregate_cube(model.Setting(chip), tables, 150, 150)
     blocks, tiles = tables.row_blocks, tables.tiles
-    wide = structs.up(columns)
-    at = dict(zip(structs.STRUCTS["AggregateTiling"].split(), tables.tiling.tolist(), strict=True))["panelOffset"]
+    wide = up(columns)
+    at = fields("AggregateTiling", tables.tiling)["panelOffset"]
     panels = tables.plan[at:].reshape(-1, 4)
     rows = np.repeat(-(-blocks[:, 2] // 16) * 16, blocks[:, 1] - blocks[:, 0]).astype(np.int64)
     used, k = tiles[:, 1].astype(np.int64), -(-tiles[:, 1].astype(np.int64) // 16) * 16
@@ -139,7 +138,7 @@ def test_no_unit_works_longer_than_the_launch_and_buffers_only_help(model, name,
     chip = machine(name)
     columns, groups, members = [(256, 1, 3), (41, 2, 2), (602, 4, 2), (16, 1, 5)][seed]
     chunks, tables = cube_case(seed, columns, groups, members, tile_columns=64)
-    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(members), num_groups=groups, num_columns=columns)
+    lists = row_tables(chunks.tables, chunk_ranges=chunks.even_ranges(members), num_groups=groups, num_columns=columns)
     flat = (("hbm_bytes", 1e9),)  # who comes first to L2 must not matter here
     for run in (
         lambda setting: model.aggregate_cube(setting, tables, 150, 150),
@@ -161,7 +160,7 @@ def test_no_unit_works_longer_than_the_launch_and_buffers_only_help(model, name,
 def test_cores_share_hbm(model):
     chip = machine("split")
     chunks = random_chunks(3, 4000, 12_000, 48)
-    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(48), num_columns=1024)
+    lists = row_tables(chunks.tables, chunk_ranges=chunks.even_ranges(48), num_columns=1024)
     scarce = (("hbm_gb_s", 200.0),)
     shared = model.aggregate_vector(model.Setting(chip, changes=scarce), lists, 4000, 4000, True)
     alone = model.aggregate_vector(model.Setting(chip, share_hbm=False), lists, 4000, 4000, True)
@@ -174,7 +173,7 @@ def test_cores_share_hbm(model):
 def test_a_row_comes_from_hbm_once_for_as_long_as_it_fits_l2(model):
     chip = machine("unified")
     chunks = random_chunks(4, 500, 5000, 6)
-    lists = row_tables(*chunks.tables, chunk_ranges=chunks.even_ranges(6), num_columns=256)
+    lists = row_tables(chunks.tables, chunk_ranges=chunks.even_ranges(6), num_columns=256)
     used = np.unique(lists.columns).size
 
     def read(l2_bytes):
@@ -209,12 +208,13 @@ def test_tables_for_another_plan_are_those_made_for_it(load):
     model = load("ascend_sim_model")
     graph = epoch.make_graph("Cora", None, 10)
     arrays = model.tables_of(graph.compressed.forward)
-    plan = plan_cores(100, graph.compressed.forward.loads.numpy(), PlanSettings(num_groups=3), 12)
-    made = graph.cube_tables(plan, 64)
-    wanted = cube_tables(*arrays, plan.chunk_ranges, 3, 100, tile_columns=64)
-    for field in ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "runs", "splits"):
-        np.testing.assert_array_equal(getattr(made, field), getattr(wanted, field), err_msg=field)
-    assert (made.num_blocks, made.workspace_bytes) == (wanted.num_blocks, wanted.workspace_bytes)
+    for groups in (3, 2):
+        plan = plan_cores(100, graph.compressed.forward.loads.numpy(), PlanSettings(num_groups=groups), 12)
+        made = graph.cube_tables(plan, 64)
+        wanted = cube_tables(arrays, plan.chunk_ranges, groups, 100, tile_columns=64)
+        for field in ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "runs", "splits"):
+            np.testing.assert_array_equal(getattr(made, field), getattr(wanted, field), err_msg=field)
+        assert (made.num_blocks, made.workspace_bytes) == (wanted.num_blocks, wanted.workspace_bytes)
 
 
 def test_steps_of_an_epoch(load):

@@ -1,109 +1,94 @@
-import ctypes
+"""The tables and structs that the C++ makes, against what they must be: every edge once, within the local memories."""
+
+import itertools
 import re
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.ascend_ops import structs, tiling
+from lightning_gnn.ascend_ops import build, tiling
+from lightning_gnn.graph.hybrid_plan import slice_columns
 from tests.ascend_ops.chunk_arrays import random_chunks
 
-CSRC = Path(tiling.__file__).parent / "csrc"
-SOURCES = ["host_tiling.cpp", "host_structs.cpp", "host_tiling_c.cpp"]
-DTYPES = {"tiling": np.uint32, "positions": np.uint16, "sizes": np.uint64}
+
+def edges_of(chunks, first=0, last=None):
+    """The edges of a range of chunks as a matrix of counts, by target and source."""
+    bounds = chunks.indptr[chunks.row_ptr[[first, chunks.num_chunks if last is None else last]]]
+    mine = slice(*bounds)
+    matrix = np.zeros((int(chunks.rows.max()) + 1,) * 2)
+    np.add.at(matrix, (chunks.target[mine], chunks.source[mine]), 1)
+    return matrix
 
 
-@pytest.fixture(scope="session")
-def host(tmp_path_factory):
-    target = tmp_path_factory.mktemp("host") / "libtiling.so"
-    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(target)]
-    subprocess.run(command + [str(CSRC / name) for name in SOURCES], check=True)
-    library = ctypes.CDLL(str(target))
-    for name in ("lgnn_cube_tables", "lgnn_row_tables", "lgnn_struct", "lgnn_tables_get"):
-        getattr(library, name).restype = ctypes.c_void_p
-    return library
-
-
-def pointer(array):
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def call(host, name, *arguments):
-    error = ctypes.create_string_buffer(1024)
-    handle = getattr(host, name)(*arguments, error, ctypes.c_uint64(1024))
-    if not handle:
-        raise ValueError(error.value.decode())
-    return ctypes.c_void_p(handle)
-
-
-def take(host, handle, *names):
-    arrays = {}
-    for name in names:
-        size = ctypes.c_uint64()
-        address = host.lgnn_tables_get(handle, name.encode(), ctypes.byref(size))
-        arrays[name] = np.frombuffer(ctypes.string_at(address, size.value), DTYPES.get(name, np.int32))
-    host.lgnn_tables_free(handle)
-    return arrays
-
-
-def chunk_arguments(chunks):
-    return [*map(pointer, chunks.tables), ctypes.c_int64(chunks.num_chunks)]
-
-
-def cpp_cube(host, chunks, ranges, groups, columns, heads=1, tile_rows=128, tile_columns=128, panel=256):
-    bounds = np.array(ranges, np.int64)
-    sizes = [ctypes.c_uint32(value) for value in (groups, columns, heads, tile_rows, tile_columns, panel)]
-    handle = call(
-        host, "lgnn_cube_tables", *chunk_arguments(chunks), pointer(bounds), ctypes.c_int64(len(ranges)), *sizes
-    )
-    names = ["tiling", "plan", "row_blocks", "tiles", "columns", "positions", "slots", "runs", "splits", "sizes"]
-    return take(host, handle, *names)
-
-
-def dense_of(tables, num_rows, num_columns):
-    """The matrix that the tables describe with unit weights, rebuilt from tiles, positions and runs."""
-    matrix = np.zeros((num_rows, num_columns))
-    parts = np.zeros((tables.num_parts, num_columns))
+def dense_of(tables, blocks, num_vertices):
+    """The matrix that row blocks describe with unit weights, rebuilt from tiles, positions, runs and splits."""
+    matrix = np.zeros((num_vertices, num_vertices))
+    vertex_of_part = np.full(tables.num_parts, -1)
+    for vertex, first, last, _ in tables.splits:
+        assert last - first > 1
+        assert (vertex_of_part[first:last] == -1).all()
+        vertex_of_part[first:last] = vertex
+    assert (vertex_of_part >= 0).all()
+    field = tiling.fields("AggregateTiling", tables.tiling)
     ones = np.zeros(tables.positions.size)
     np.add.at(ones, tables.slots, 1)
-    for first, last, rows, run_first, run_last, *_ in tables.row_blocks:
-        block = np.zeros((structs.up(rows), num_columns))
+    for first, last, rows, run_first, run_last, *_ in tables.row_blocks[blocks]:
+        assert 0 < rows <= field["tileRows"]
+        assert first < last
+        block = np.zeros((tiling.up(rows), num_vertices))
         for column_first, width, *halves in tables.tiles[first:last]:
-            k = structs.up(width)
+            assert 0 < width <= field["tileColumns"]
+            k = tiling.up(width)
             used = tables.columns[column_first : column_first + k]
             assert (used[width:] == -1).all()
             assert (np.diff(used[:width]) > 0).all()
             for half, (begin, count) in enumerate([halves[:2], halves[2:4]]):
-                cells = structs.up(rows) // 2 * k
-                assert count % 16 == 0
+                cells = tiling.up(rows) // 2 * k
+                assert begin % 16 == count % 16 == 0
                 place = tables.positions[begin : begin + count].astype(int)
                 real = place < cells
                 assert (place[~real] == cells).all()
                 assert (np.diff(place[real]) > 0).all()
                 row, column = np.divmod(place[real], k)
                 assert (column < width).all()
-                block[row + half * structs.up(rows) // 2, used[column]] += ones[begin : begin + count][real]
-        covered = np.zeros(rows, bool)
-        for row, count, target, _ in tables.runs[run_first:run_last]:
-            assert not covered[row : row + count].any()
-            covered[row : row + count] = True
-            where = target if target >= 0 else -1 - target
-            (matrix if target >= 0 else parts)[where : where + count] += block[row : row + count]
-        assert covered.all()
+                assert (ones[begin : begin + count][real] > 0).all()
+                block[row + half * tiling.up(rows) // 2, used[column]] += ones[begin : begin + count][real]
         assert not block[rows:].any()
-    for vertex, first, last, _ in tables.splits:
-        assert last - first > 1
-        matrix[vertex] += parts[first:last].sum(0)
+        ends = []
+        for row, count, target, _ in tables.runs[run_first:run_last]:
+            assert row == (ends[-1][0] if ends else 0)
+            # a run is as long as can be: the kernel writes each at once
+            assert not ends or target != ends[-1][1]
+            ends.append((row + count, target + count if target >= 0 else target - count))
+            vertices = range(target, target + count) if target >= 0 else vertex_of_part[-1 - target :][:count]
+            np.add.at(matrix, list(vertices), block[row : row + count])
+        assert ends[-1][0] == rows
     return matrix
 
 
-def edges_of(chunks, num_rows, num_columns):
-    matrix = np.zeros((num_rows, num_columns))
-    np.add.at(matrix, (chunks.target, chunks.source), 1)
-    return matrix
+def check_panels(plan, first, heads, columns, groups, widest):
+    """The panels of all groups cover every head's columns in order, none wider than allowed or over a head's end."""
+    panels, wide = plan[first:].reshape(-1, 4), tiling.up(columns)
+    bounds = plan[: groups + 1]
+    assert bounds[0] == 0
+    assert bounds[-1] == len(panels)
+    at = 0
+    for start, width, head, _ in panels:
+        assert start == at
+        assert 0 < width <= widest
+        assert width % 16 == 0
+        assert head * wide <= start < start + width <= (head + 1) * wide
+        at += width
+    assert at == heads * wide
+    shares = [panels[a:b, 1].sum() for a, b in itertools.pairwise(bounds)]
+    assert max(shares) - min(shares) <= 16
+    if heads == 1 and wide // 16 >= groups:
+        stops = [tiling.up(stop) for _, stop in slice_columns(columns, groups)]
+        assert np.cumsum(shares).tolist() == stops
+    return panels[:, 1].max()
 
 
 cases = st.tuples(
@@ -125,19 +110,53 @@ cases = st.tuples(
     columns=st.sampled_from([1, 16, 41, 100, 602]),
     heads=st.integers(1, 3),
 )
-def test_cube_tables_describe_the_graph_and_equal_those_of_the_host(host, case, sizes, groups, members, columns, heads):
+def test_cube_tables_describe_the_graph_and_share_it_out(case, sizes, groups, members, columns, heads):
     seed, num_vertices, num_edges, num_chunks, most, shuffled = case
     chunks = random_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
     ranges = chunks.even_ranges(members)
     rows, width, panel = sizes
-    kwargs = {"heads": heads, "tile_rows": rows, "tile_columns": width, "panel": panel}
-    tables = tiling.cube_tables(*chunks.tables, ranges, groups, columns, **kwargs)
-    assert np.array_equal(dense_of(tables, num_vertices, num_vertices), edges_of(chunks, num_vertices, num_vertices))
-    other = cpp_cube(host, chunks, ranges, groups, columns, **kwargs)
-    sizes_of = [tables.num_parts, tables.num_blocks, tables.workspace_bytes]
-    assert other.pop("sizes").tolist() == sizes_of
-    for name, theirs in other.items():
-        assert np.array_equal(theirs, getattr(tables, name).reshape(-1)), name
+    tables = tiling.cube_tables(
+        chunks.tables, ranges, groups, columns, heads=heads, tile_rows=rows, tile_columns=width, panel=panel
+    )
+    field = tiling.fields("AggregateTiling", tables.tiling)
+    bounds = tables.plan[field["rangeOffset"] : field["panelOffset"]]
+    assert bounds.size == members + 1
+    assert bounds[0] == 0
+    assert bounds[-1] == len(tables.row_blocks)
+    for (first, last), (start, stop) in zip(ranges, itertools.pairwise(bounds), strict=True):
+        found = dense_of(tables, slice(start, stop), num_vertices)
+        assert np.array_equal(found, edges_of(chunks, first, last))
+    # row blocks and tiles follow one another, and every list is used to its end
+    assert tables.row_blocks[:, 1].tolist() == [*tables.row_blocks[1:, 0], *([len(tables.tiles)] * bool(num_edges))]
+    assert sum(tables.row_blocks[:, 4] - tables.row_blocks[:, 3]) == len(tables.runs)
+    assert tables.tiles[:, [3, 5]].sum() == tables.positions.size == field["valueStride"]
+    rows_of_vertex = np.unique(chunks.rows[np.diff(chunks.indptr) > 0], return_counts=True)[1]
+    assert tables.num_parts == rows_of_vertex[rows_of_vertex > 1].sum()
+    assert len(tables.splits) == (rows_of_vertex > 1).sum()
+
+    widest = check_panels(tables.plan, field["panelOffset"], heads, columns, groups, panel)
+    wide = heads * tiling.up(columns)
+    slot = rows * width + width * widest
+    assert field == {
+        "groups": groups,
+        "members": members,
+        "tileRows": rows,
+        "tileColumns": width,
+        "panelColumns": widest,
+        "accumulators": 2 if 2 * 4 * rows * widest <= 131072 else 1,
+        "entryBatch": 1024,
+        "ldx": wide,
+        "ldy": wide,
+        "ldParts": wide,
+        "valueStride": tables.positions.size,
+        "slotHalves": slot,
+        "rangeOffset": groups + 1,
+        "panelOffset": groups + 1 + members + 1,
+        "reserved0": 0,
+        "reserved1": 0,
+    }
+    assert tables.num_blocks == groups * members
+    assert tables.workspace_bytes == groups * members * 2 * 2 * slot  # two slots of float16
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,14 +165,20 @@ def test_cube_tables_describe_the_graph_and_equal_those_of_the_host(host, case, 
     groups=st.integers(1, 5),
     members=st.integers(1, 40),
     columns=st.sampled_from([16, 41, 3000]),
+    heads=st.integers(1, 3),
     by_plan=st.booleans(),
 )
-def test_row_tables_hold_every_entry_once_and_equal_those_of_the_host(host, case, groups, members, columns, by_plan):
+def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads, by_plan):
     seed, num_vertices, num_edges, num_chunks, most, shuffled = case
     chunks = random_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
     ranges = chunks.even_ranges(members) if by_plan else None
     tables = tiling.row_tables(
-        *chunks.tables, chunk_ranges=ranges, num_members=members, num_groups=groups, num_columns=columns
+        chunks.tables,
+        chunk_ranges=ranges,
+        num_members=members,
+        num_groups=groups,
+        num_columns=columns,
+        heads=heads,
     )
     target = np.full(num_edges, -1)
     for vertex, begin, end, _ in tables.vertices:
@@ -162,65 +187,127 @@ def test_row_tables_hold_every_entry_once_and_equal_those_of_the_host(host, case
         target[begin:end] = vertex
     assert np.array_equal(target, chunks.target)
     assert np.array_equal(tables.columns, chunks.source)
+    assert np.unique(tables.vertices[:, 0]).size == len(tables.vertices)
     bounds = tables.plan[tables.range_offset : tables.panel_offset]
+    assert bounds.size == members + 1
     assert bounds[0] == 0
     assert bounds[-1] == len(tables.vertices)
-    assert (np.diff(bounds) >= 0).all()
+    begins = np.append(tables.vertices[:, 1], num_edges)
+    if by_plan:  # a vertex goes where its first entry is
+        wanted = chunks.indptr[chunks.row_ptr[[start for start, _ in ranges]]]
+    else:
+        wanted = [num_edges * share // members for share in range(members)]
+    assert bounds[:-1].tolist() == [int((begins < edge).sum()) for edge in wanted]
 
-    pairs = np.array(ranges, np.int64) if by_plan else None
-    sizes = [members, groups, columns, 1, structs.up(columns), 1]
-    handle = call(
-        host,
-        "lgnn_row_tables",
-        *chunk_arguments(chunks),
-        pointer(pairs) if by_plan else None,
-        ctypes.c_int64(members if by_plan else 0),
-        *[ctypes.c_uint32(value) for value in sizes],
-    )
-    other = take(host, handle, "plan", "vertices", "columns", "tiling")
-    for name in ("plan", "vertices", "columns"):
-        assert np.array_equal(other[name], getattr(tables, name).reshape(-1)), name
-    packed = structs.aggregate_vector_tiling(
-        groups,
-        members,
-        tables.range_offset,
-        tables.panel_offset,
-        tables.panel_columns,
-        structs.up(columns),
-        num_edges=num_edges,
-        weighted=True,
-    )
-    assert np.array_equal(other["tiling"], packed)
+    assert check_panels(tables.plan, tables.panel_offset, heads, columns, groups, 2048) == tables.panel_columns
+    assert (tables.num_groups, tables.num_members) == (groups, members)
+    wide = heads * tiling.up(columns)
+    field = tiling.fields("RowsTiling", tiling.aggregate_vector_tiling(tables, wide, weighted=True))
+    assert {name: value for name, value in field.items() if value} == {
+        "groups": groups,
+        "members": members,
+        "rangeOffset": groups + 1,
+        "panelOffset": groups + members + 2,
+        "panelColumns": tables.panel_columns,
+        "ldx": wide,
+        "ldy": wide,
+        "batch": 256,
+        "weighted": 1,
+    } | ({"valueStride": num_edges} if num_edges else {})
+
+
+def test_rows_of_a_vertex_that_lie_apart_are_refused():
+    chunks = random_chunks(0, 20, 200, 4, most_entries=3)
+    apart = chunks.rows.copy()
+    apart[apart == apart[0]] = apart[-1]
+    assert (np.diff(chunks.indptr)[[0, -1]] > 0).all()
+    with pytest.raises(ValueError, match="rows of a vertex must lie side by side"):
+        tiling.row_tables((apart, *chunks.tables[1:]))
+
+
+def largest(fits, most, unit=1):
+    """The largest multiple of a unit, up to ``most``, that fits."""
+    return max(number for number in range(unit, most + 1, unit) if fits(number))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 64, 70])
 @pytest.mark.parametrize("columns", [1, 8, 41, 128, 602, 5000])
-def test_the_structs_of_host_and_mirror_are_equal(host, heads, columns):
-    slope = int(np.float32(0.2).view(np.uint32))
-    wide = structs.up(columns)
-    pairs = {
-        "softmax": ([3, 2, heads, slope], structs.softmax_tiling(3, 2, heads, 0.2)),
-        "products": ([3, 2, heads, columns], structs.products_tiling(3, 2, heads, columns)),
-        "combine": ([5, wide, 3, 1], structs.combine_tiling(5, wide, parts_per_row=3, float_out=True)),
-        "gather": ([7, columns, wide], structs.gather_tiling(7, columns, wide)),
-        "update": (
-            [heads, columns, 33, wide, wide, 0, 1, 0, 0, 0, 4],
-            structs.update_tiling(heads, columns, 33, wide, wide, transpose_b=True, split_k=4),
-        ),
+def test_batches_and_pieces_are_the_largest_that_fit(heads, columns):
+    tables = tiling.row_tables(random_chunks(0, 20, 50, 2).tables, num_members=3)
+    wide = tiling.up(columns)
+    members = {"groups": 1, "members": 3, "rangeOffset": 2}
+
+    def given_fields(struct, words):
+        return {name: value for name, value in tiling.fields(struct, words).items() if value}
+
+    lanes = tiling.up(min(heads, 64), 8)  # floats of an entry, in blocks of 32 bytes
+    assert given_fields("RowsTiling", tiling.softmax_tiling(tables, heads, 0.2)) == members | {
+        "heads": heads,
+        "batch": largest(lambda batch: batch * lanes <= 6144, 248, 8),
+        "slopeBits": int(np.float32(0.2).view(np.uint32)),
     }
-    for name, (numbers, expected) in pairs.items():
-        given_numbers = np.array(numbers, np.uint32)
-        handle = call(host, "lgnn_struct", name.encode(), pointer(given_numbers))
-        assert np.array_equal(take(host, handle, "tiling")["tiling"], expected), name
+    together = heads * wide <= 1024
+    panel = heads * wide if together else min(wide, 1024)
+    most = 255 // heads if together else 255  # repeats of one instruction
+    assert given_fields("RowsTiling", tiling.products_tiling(tables, heads, columns)) == members | {
+        "panelColumns": panel,
+        "ldx": heads * wide,
+        "ldy": heads * wide,
+        "heads": heads,
+        "headColumns": wide,
+        "batch": largest(lambda batch: batch * panel <= 16384, min(128, most)),
+    }
+    assert given_fields("CombineTiling", tiling.combine_tiling(5, wide, parts_per_row=3, float_out=True)) == {
+        "numVertices": 5,
+        "partsPerRow": 3,
+        "numColumns": wide,
+        "ldParts": wide,
+        "ldy": wide,
+        "floatOut": 1,
+        "piece": min(wide, 2048),
+    }
+    piece = min(tiling.up(columns, 32), 16384)
+    assert given_fields("GatherTiling", tiling.gather_tiling(7, columns, wide)) == {
+        "numRows": 7,
+        "rowBytes": columns,
+        "tableStride": wide,
+        "batch": largest(lambda batch: batch * piece <= 65536, 1024),
+        "piece": piece,
+    }
+    parts = min(4, -(-columns // 128))
+    update = tiling.update_tiling(heads, columns, 33, wide, wide, transpose_b=True, split_k=4)
+    assert given_fields("UpdateTiling", update) == {
+        "m": heads,
+        "k": columns,
+        "n": 48,
+        "lda": wide,
+        "ldb": wide,
+        "ldy": 48,
+        "transposeB": 1,
+        "splitK": parts,
+        "tileM": 128,
+        "tileN": 128,
+        "tileK": 128,
+        "storedN": 33,
+    } | ({"floatOut": 1} if parts > 1 else {})
 
 
-def test_the_mirror_has_the_fields_of_the_header():
-    text = (CSRC / "tiling.h").read_text()
-    found = {
-        name: " ".join(re.findall(r"^    uint32_t (\w+);", body, re.MULTILINE))
-        for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
-    }
-    assert found == structs.STRUCTS
+def test_sizes_that_make_no_tiling_are_refused():
+    tables = tiling.row_tables(random_chunks(0, 20, 50, 2).tables)
+    for make, message in (
+        (lambda: tiling.update_tiling(1, 0, 1, 16, 16), "m=1, k=0, n=1 and split_k=1 must be at least 1"),
+        (lambda: tiling.update_tiling(4, 40, 4, 40, 16), "lda must be a multiple of 16 and at least 40, but is 40"),
+        (lambda: tiling.update_tiling(4, 16, 40, 16, 32), "ldb must be a multiple of 16 and at least 40, but is 32"),
+        (lambda: tiling.update_tiling(4, 512, 4, 512, 16, relu=True, split_k=2), "bias and ReLU need the whole sum"),
+        (lambda: tiling.products_tiling(tables, 0, 4), "heads=0 and num_columns=4 must be at least 1"),
+        (lambda: tiling.gather_tiling(3, 0), "row_bytes must be at least 1"),
+        (lambda: tiling.gather_tiling(-1, 4), "must be from 0 to 2^32 - 1"),
+        (lambda: tiling.gather_tiling(2**32, 4), "must be from 0 to 2^32 - 1"),
+        (lambda: tiling.row_tables(random_chunks(0, 20, 50, 2).tables, num_members=0), "num_members=0 must be at"),
+        (lambda: tiling.cube_tables(random_chunks(0, 20, 50, 2).tables, [(0, 2)], 0, 16), "num_groups=0 must be at"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
 
 
 @pytest.mark.parametrize(
@@ -234,47 +321,42 @@ def test_the_mirror_has_the_fields_of_the_header():
         ((64, 128, 512), "bytes of UB, which has 188416"),
     ],
 )
-def test_a_tile_that_cannot_fit_is_an_error_with_the_limit(host, sizes, message):
+def test_a_tile_that_cannot_fit_is_an_error_with_the_limit(sizes, message):
     chunks = random_chunks(0, 20, 50, 2)
     rows, columns, panel = sizes
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        tiling.cube_tables(*chunks.tables, [(0, 2)], 1, 16, tile_rows=rows, tile_columns=columns, panel=panel)
-    with pytest.raises(ValueError, match=re.escape(message)) as theirs:
-        cpp_cube(host, chunks, [(0, 2)], 1, 16, 1, rows, columns, panel)
-    assert str(theirs.value) == str(caught.value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiling.cube_tables(chunks.tables, [(0, 2)], 1, 16, tile_rows=rows, tile_columns=columns, panel=panel)
 
 
-def test_ranges_that_leave_chunks_out_are_an_error(host):
+def test_ranges_that_leave_chunks_out_are_an_error():
     chunks = random_chunks(0, 20, 50, 4)
-    for ranges in ([(0, 3)], [(0, 2), (3, 4)], [(1, 4)]):
+    for ranges in ([(0, 3)], [(0, 2), (3, 4)], [(1, 4)], []):
         with pytest.raises(ValueError, match="from 0 to 4"):
-            tiling.cube_tables(*chunks.tables, ranges, 1, 16)
+            tiling.cube_tables(chunks.tables, ranges, 1, 16)
         with pytest.raises(ValueError, match="from 0 to 4"):
-            cpp_cube(host, chunks, ranges, 1, 16)
-
-
-@pytest.mark.parametrize(("columns", "groups"), [(602, 8), (256, 4), (41, 2), (100, 7), (16, 4), (1024, 2)])
-def test_slices_are_those_of_the_plan(columns, groups):
-    from lightning_gnn.graph.hybrid_plan import slice_columns
-
-    first, panels = tiling.cut_panels(1, structs.up(columns), groups, 256)
-    if structs.up(columns) // 16 >= groups:
-        for group, (start, stop) in enumerate(slice_columns(columns, groups)):
-            mine = panels[first[group] : first[group + 1]]
-            assert mine[0, 0] == start
-            assert mine[-1, :2].sum() == structs.up(stop)
-    else:
-        assert (np.diff(first) <= 1).all()
-    assert panels[:, 1].sum() == structs.up(columns)
-    assert (panels[:, 1] <= 256).all()
-    assert (panels[1:, 0] == panels[:-1, 0] + panels[:-1, 1]).all()
+            tiling.row_tables(chunks.tables, chunk_ranges=ranges)
 
 
 def test_parallel_edges_add_up_and_fillers_are_zero():
     chunks = random_chunks(3, 10, 400, 2)
-    tables = tiling.cube_tables(*chunks.tables, [(0, 2)], 1, 16, heads=2)
+    tables = tiling.cube_tables(chunks.tables, [(0, 2)], 1, 16, heads=2)
     weights = np.random.default_rng(0).random((400, 2)).astype(np.float32)
     values = tables.values(weights, 2)
     assert tables.positions.size < 400
     assert np.allclose(values.astype(float).sum(1), weights.sum(0), rtol=2e-3)
     assert (values[:, np.setdiff1d(np.arange(values.shape[1]), tables.slots)] == 0).all()
+
+
+def test_the_host_tiling_compiles_without_a_warning():
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["g++", *flags, *map(str, sorted(build.CSRC.glob("host_*.cpp")))], check=True)
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.compiler.cache_clear()
+    try:
+        with pytest.raises(build.BuildError, match=r"'no-such-compiler', which is not installed: install g\+\+"):
+            build.build_tiling()
+    finally:
+        build.compiler.cache_clear()

@@ -14,19 +14,26 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_gnn.ascend_ops.tiling import (
+    CubeTables,
+    RowTables,
+    combine_tiling,
+    cube_tables,
+    products_tiling,
+    row_tables,
+    softmax_tiling,
+    up,
+)
+from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate.reference import aggregate_max_backward  # noqa: F401  an operator of this backend
-
-if TYPE_CHECKING:
-    from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables
-    from lightning_gnn.ascend_ops.twin import LaunchResult
 
 HALF_EXPONENT = 15
 """2^15 is the last power of two that float16 has."""
@@ -76,7 +83,7 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``.
+    """Reduce the weighted rows of ``x`` over the entries of each vertex; ``definition.py`` defines it.
 
     Numbers are float16 inside, sums float32, the result float16 again. Wider numbers are brought into the range of
     float16 by a power of two per tensor, so that neither a vertex's sum overflows nor small gradients vanish.
@@ -105,8 +112,6 @@ def aggregate_chunks(
     _launch("aggregate_cube", tables.num_blocks, [*inputs, values.values, tables.runs],
             [y], [parts, workspace], [tables.tiling])  # fmt: skip
     if len(tables.splits):
-        from lightning_gnn.ascend_ops.structs import combine_tiling
-
         blocks = min(2 * tables.num_blocks, len(tables.splits))
         combine = combine_tiling(len(tables.splits), wide)
         _launch("combine_parts", blocks, [parts, tables.splits], [y], [], [combine])
@@ -130,11 +135,9 @@ def edge_products(
     num_edges, heads, columns = chunks[3].numel(), row_side.size(1), row_side.size(2)
     if num_edges == 0 or columns == 0:
         return column_side.new_zeros((num_edges, heads))
-    from lightning_gnn.ascend_ops.structs import products_tiling
-
     tables = _rows(chunks, chunk_ranges)
     left, right = _half_rows(row_side, PRODUCT_EXPONENT), _half_rows(column_side, PRODUCT_EXPONENT)
-    tiling = products_tiling(tables.num_members, tables.range_offset, heads, columns)
+    tiling = products_tiling(tables, heads, columns)
     out = np.zeros((num_edges, heads), np.float32)
     inputs = [left.values, right.values, tables.vertices, tables.columns, tables.plan]
     _launch("edge_products", tables.num_members, inputs, [out], [], [tiling])
@@ -154,7 +157,7 @@ def edge_softmax(
     if out.size:
         tables = _rows(chunks, chunk_ranges)
         inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
-        tiling = _softmax_tiling(tables, out.shape[1], negative_slope)
+        tiling = softmax_tiling(tables, out.shape[1], negative_slope)
         _launch("edge_softmax", tables.num_members, inputs, [out], [], [tiling])
     return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
 
@@ -175,7 +178,7 @@ def edge_softmax_backward(
         inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
         # The kernel also adds the gradient up by row, which here is left to edge_sums: it is wanted less often.
         row_grad = np.zeros(tuple(row_scores.shape), np.float32)
-        tiling = _softmax_tiling(tables, out.shape[1], negative_slope)
+        tiling = softmax_tiling(tables, out.shape[1], negative_slope)
         inputs += [_float(attention), _float(grad)]
         _launch("edge_softmax_backward", tables.num_members, inputs, [out, row_grad], [], [tiling])
     return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
@@ -190,7 +193,7 @@ def edge_sums(
         tables = _rows(chunks, chunk_ranges)
         edges = np.arange(values.size(0), dtype=np.int32) if edge_ids is None else _numpy(edge_ids).astype(np.int32)
         inputs = [_float(values), tables.vertices, edges, tables.plan]
-        tiling = _softmax_tiling(tables, out.shape[1], 0.0)
+        tiling = softmax_tiling(tables, out.shape[1], 0.0)
         _launch("edge_sum", tables.num_members, inputs, [out], [], [tiling])
     return torch.from_numpy(out).to(values.device, values.dtype)
 
@@ -198,8 +201,6 @@ def edge_sums(
 def _launch(
     kernel: str, blocks: int, inputs: list[Array], outputs: list[Array], scratch: list[Array], tiling: list[Array]
 ) -> None:
-    from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
-
     given = [ReadOnly(np.ascontiguousarray(array) if array.size else np.zeros(32, array.dtype)) for array in inputs]
     arguments = [*given, *outputs, *map(Scratch, scratch), *map(ReadOnly, tiling)]
     result = default_twin().launch(kernel, arguments, max(blocks, 1))
@@ -211,10 +212,8 @@ def _cube(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
 ) -> _Cube:
     def make() -> _Cube:
-        from lightning_gnn.ascend_ops.tiling import cube_tables
-
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
-        tables = cube_tables(*arrays, pairs, num_groups, columns, heads=heads)
+        tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
         degrees = np.zeros(num_rows, np.int64)
         np.add.at(degrees, arrays[0], np.diff(arrays[2]))
         most = max(int(degrees.max(initial=1)), 1)
@@ -229,31 +228,22 @@ def _rows(chunks: list[Tensor], chunk_ranges: list[int]) -> RowTables:
     members = 2 * (len(chunk_ranges) - 1)
 
     def make() -> RowTables:
-        from lightning_gnn.ascend_ops.tiling import row_tables
-
-        return row_tables(*(_numpy(tensor) for tensor in chunks), num_members=members)
+        return row_tables([_numpy(tensor) for tensor in chunks], num_members=members)
 
     return _made(chunks, ("rows", members), make)
 
 
 def _made(chunks: list[Tensor], key: Any, make: Callable[[], Made]) -> Made:
     with _lock:
-        known = _tables.setdefault(chunks[3], {})
+        known: dict[Any, Any] = _tables.setdefault(chunks[3], {})  # type: ignore[no-untyped-call]
         if key not in known:
             known[key] = make()
-        return known[key]
-
-
-def _softmax_tiling(tables: RowTables, heads: int, slope: float) -> Array:
-    from lightning_gnn.ascend_ops.structs import softmax_tiling
-
-    return softmax_tiling(tables.num_members, tables.range_offset, heads, slope)
+        made: Made = known[key]
+        return made
 
 
 def _half_rows(x: Tensor, exponent: int, rescale: bool = False) -> _Half:
     """Return ``[N, H * C]``, each head filled up with zeros to a multiple of 16 columns."""
-    from lightning_gnn.ascend_ops.structs import up
-
     scaled, factor = _scaled(x, exponent, rescale)
     out = torch.zeros((x.size(0), x.size(1), up(x.size(2))), dtype=torch.float16)
     out[:, :, : x.size(2)] = scaled

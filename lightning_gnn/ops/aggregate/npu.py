@@ -57,7 +57,7 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``."""
+    """Reduce the weighted rows of ``x`` over the entries of each vertex; ``definition.py`` defines it."""
     lacks_kernel = reduce == "max" and available()
     function = aggregate_reference.aggregate_chunks if lacks_kernel else torch.ops.lightning_gnn.aggregate_chunks
     return function(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)

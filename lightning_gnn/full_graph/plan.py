@@ -1,11 +1,20 @@
-"""Grouping of ranks: between devices there is no shared cache, so communication volume and memory decide."""
+"""Who does what on several devices: the grouping of the ranks, and who owns which rows.
+
+Between devices there is no shared cache, so communication volume and memory decide on the groups. Of the dense parts,
+every rank owns some rows of each split.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from lightning_gnn.graph.hybrid_plan import (
     GroupingCost,
@@ -75,7 +84,7 @@ def plan_devices(
     else:
         check_groups(num_groups, num_ranks, num_columns)
         considered = [num_groups]
-    layer = _Layer(num_columns, num_rows, loads, element_size, edge_bytes)
+    layer = _LayerSizes(num_columns, num_rows, loads, element_size, edge_bytes)
     candidates = []
     for groups in considered:
         range_loads = layer.range_loads(num_ranks // groups)
@@ -99,7 +108,7 @@ def plan_devices(
     )
 
 
-class _Layer:
+class _LayerSizes:
     """The sizes that volume and memory follow from; the formulas are in :func:`plan_devices`."""
 
     def __init__(self, num_columns: int, num_rows: int, loads: np.ndarray, element_size: int, edge_bytes: int) -> None:
@@ -142,7 +151,7 @@ class _Layer:
 
 
 def _too_large(
-    layer: _Layer,
+    layer: _LayerSizes,
     num_ranks: int,
     num_groups: int | Literal["auto"],
     candidates: list[GroupingCost],
@@ -161,3 +170,73 @@ def _too_large(
         f"{int(layer.loads.sum())} edges, {layer.num_rows} rows and {layer.num_columns} columns on {num_ranks} "
         f"ranks{asked} need {least / 1e9:.4g} GB per rank, but {limit / 1e9:.4g} GB are there; {advice}"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Rows in the order of their owners.
+
+    Args:
+        order: Vertices, those of rank 0 first, ascending for each rank, int64 ``[V]``.
+        offsets: Where each rank's begin, N + 1 numbers from 0 to V.
+        position: Where each vertex is in ``order``, int64 ``[V]``.
+    """
+
+    order: Tensor
+    offsets: tuple[int, ...]
+    position: Tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """N."""
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each rank."""
+        return [stop - start for start, stop in pairwise(self.offsets)]
+
+    def rows(self, rank: int) -> Tensor:
+        """Return the vertices of a rank, ascending, int64."""
+        return self.order[self.offsets[rank] : self.offsets[rank + 1]]
+
+
+def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> Ownership:
+    """Share rows out to ranks, those of each split evenly, as if they were dealt like cards.
+
+    Every rank then has some of each split: a loss over none is no number, and metrics of none are refused.
+
+    Args:
+        num_rows: V.
+        num_ranks: N.
+        splits: Name and mask, bool ``[V]``, of each split. One that marks nothing does not count.
+
+    Raises:
+        ValueError: A split has fewer nodes than there are ranks, or splits overlap so that a rank gets none of one.
+    """
+    kind: np.ndarray = np.zeros(num_rows, np.int64)
+    for name, mask in splits.items():
+        marked = int(mask.sum())
+        if 0 < marked < num_ranks:
+            raise ValueError(
+                f"the {name} split has {marked} nodes, but there are {num_ranks} ranks, and each needs one; "
+                f"use at most {marked} devices"
+            )
+        kind = 2 * kind + (~mask).cpu().numpy()
+    dealt = np.argsort(kind, kind="stable")
+    owner: np.ndarray = np.empty(num_rows, np.int64)
+    owner[dealt] = np.arange(num_rows) % num_ranks
+    for name, mask in splits.items():
+        if not bool(mask.any()):
+            continue
+        held = np.bincount(owner[mask.cpu().numpy()], minlength=num_ranks)
+        if not held.all():
+            raise ValueError(
+                f"the splits overlap, so that rank {int(held.argmin())} of {num_ranks} gets no node of the {name} "
+                f"split ({int(mask.sum())} nodes); use fewer devices or splits that do not overlap"
+            )
+    order = np.argsort(owner, kind="stable")
+    position: np.ndarray = np.empty(num_rows, np.int64)
+    position[order] = np.arange(num_rows)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_ranks))])
+    return Ownership(torch.from_numpy(order), tuple(int(offset) for offset in offsets), torch.from_numpy(position))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.full_graph.exchange import Exchange
-from lightning_gnn.full_graph.ownership import share_rows
-from lightning_gnn.full_graph.row_shard import RowShard, head_blocks
+from lightning_gnn.full_graph.plan import share_rows
+from lightning_gnn.full_graph.shard import RowShard, head_blocks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import slice_columns
 from lightning_gnn.ops.aggregate.definition import aggregate
@@ -227,29 +227,3 @@ def test_head_blocks_cover_a_slice_in_order(start, size, channels):
         columns += range(begin, begin + (last - first) * width)
     assert columns == list(range(start, start + size))
     assert len(blocks) <= 3
-
-
-@given(
-    kinds=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 6),
-)
-def test_every_rank_owns_its_share_of_every_split(kinds, num_ranks):
-    kinds = torch.tensor(kinds)
-    splits = {name: kinds == kind for kind, name in enumerate(("train", "val", "test"))}
-    sizes = {name: int(mask.sum()) for name, mask in splits.items()}
-    if any(0 < size < num_ranks for size in sizes.values()):
-        with pytest.raises(ValueError, match=r"the (train|val|test) split has \d+ nodes, but there are"):
-            share_rows(kinds.numel(), num_ranks, splits)
-        return
-    owners = share_rows(kinds.numel(), num_ranks, splits)
-    assert torch.equal(owners.order[owners.position], torch.arange(kinds.numel()))
-    for values in ([int(splits[name][owners.rows(r)].sum()) for r in range(num_ranks)] for name in splits):
-        assert max(values) - min(values) <= 1
-    assert max(owners.counts) - min(owners.counts) <= 1
-
-
-def test_splits_that_overlap_and_leave_a_rank_without_are_refused():
-    train = torch.tensor([True] * 4 + [False] * 4)
-    val = torch.tensor([True, False, False, False, True, False, False, False])
-    with pytest.raises(ValueError, match="rank 1 of 2 gets no node of the val split"):
-        share_rows(8, 2, {"train": train, "val": val})

@@ -14,11 +14,11 @@ results leave L0C      straight to memory           through UB
 leave through the unified buffer. No Atlas A2 part is like that; the first-generation part that CANN calls
 ``Ascend910B`` is: ``unified``.
 
-What the numbers are for: every parameter of the twin's cost model (``twin/include/twin/cost.h``) under the same name,
-and a few facts of the whole chip. A copy between global memory and a core costs its head, a penalty per further run of
-bytes, and its bytes at the rate of the level that has them; an instruction of the cube or vector unit costs its head
-and its size at full rate. What is not modelled: bank conflicts, the scalar unit's arithmetic, instruction fetch, the
-write-back of L2 to HBM, address translation.
+What the numbers are for: every parameter of the twin's cost model (``ascend_ops/twin/include/twin/cost.h``) under the
+same name, and a few facts of the whole chip. A copy between global memory and a core costs its head, a penalty per
+further run of bytes, and its bytes at the rate of the level that has them; an instruction of the cube or vector unit
+costs its head and its size at full rate. What is not modelled: bank conflicts, the scalar unit's arithmetic,
+instruction fetch, the write-back of L2 to HBM, address translation.
 
 The L2 model: one cache for all cores, sectors of 128 bytes, first in, first out; what is read or written enters it. So
 a row that several cores of a group read comes from HBM once, for as long as it stays. A read takes as long as the
