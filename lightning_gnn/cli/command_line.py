@@ -1,4 +1,4 @@
-"""What was typed behind ``lgnn``: composed once before Hydra takes it, so that a mistake is one line that helps."""
+"""What was typed behind ``lgnn``, composed once before Hydra takes it, and mistakes as one line that helps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,73 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from lightning_gnn.cli.errors import UserError
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.graph.options import closest
 from lightning_gnn.report.console import console, say
 
 COMMANDS = ("cache", "doctor", "plan")
 _CONF = "lightning_gnn.conf"
+_USER_ERRORS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    InstantiationException,
+    MisconfigurationException,
+    OmegaConfBaseException,
+)
+
+
+class UserError(Exception):
+    """Something the user can put right; shown as one line."""
+
+
+@contextmanager
+def explained(only_ours: bool = False) -> Iterator[None]:
+    """Turn errors that a user can put right into a :class:`UserError`.
+
+    Args:
+        only_ours: Leave alone what was not raised by this package's checks or by Lightning's: it may be a bug, whose
+            traceback is wanted.
+    """
+    try:
+        yield
+    except _USER_ERRORS as error:
+        if only_ours and not _is_ours(error):
+            raise
+        raise UserError(_in_one_line(error)) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return True  # of a file or a disk, whoever wanted it
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return one line: what was being built, and what is wrong."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        notes = getattr(error, "__notes__", [])
+        error = error.__cause__
+        error.__notes__ = notes  # type: ignore[attr-defined]
+    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+    text = re.sub(r"^\[Errno \d+\] ", "", text).replace(
+        ", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ""
+    )
+    if "loading state_dict" in text:
+        text = f"the checkpoint does not fit the configured model: {text}"
+    note = next(iter(getattr(error, "__notes__", [])), None)
+    return text if note is None or text.startswith((f"{note}:", f"{note}.")) else f"{note}: {text}"
 
 
 def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
@@ -118,7 +175,7 @@ def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            raise UserError(_explain(error, typed.overrides)) from None
+            raise UserError(_mistake(error, typed.overrides)) from None
     if rebuilt.note and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
     return rebuilt
@@ -147,7 +204,7 @@ def _choices(overrides: list[Override], sweep: bool) -> Iterator[list[str]]:
             yield [other if i == place else first[0] for i, first in enumerate(values)]
 
 
-def _explain(error: Exception, typed: list[str]) -> str:
+def _mistake(error: Exception, typed: list[str]) -> str:
     """Return one line: what is wrong with what was typed, and the closest name."""
     cause = error.__cause__
     text = re.sub(r"\s+", " ", str(error)).strip()

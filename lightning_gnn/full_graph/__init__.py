@@ -9,14 +9,9 @@ Reading order: ``graph/compress.py`` (the graph in chunks), ``graph/hybrid_plan.
 ``ascend_ops/binding.py``.
 """
 
-from pytorch_lightning.strategies import StrategyRegistry
-
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.devices import plan_devices
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
-
-if AscendHybridParallelStrategy.strategy_name not in StrategyRegistry:
-    AscendHybridParallelStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "AscendHybridParallelStrategy",

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_gnn.cli import main as cli
-from lightning_gnn.cli.plan_collective import _Profiling
+from lightning_gnn.cli.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.workload import Platform, Processor, Workload
