@@ -27,11 +27,11 @@ class NeighborDataModule(MiniBatchDataModule):
         input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
         input_train_time: In PyG's place; times are not supported.
         input_val_nodes: Seeds for validation; no validation loader without.
-        input_val_time: As ``input_train_time``.
+        input_val_time: In PyG's place; not supported.
         input_test_nodes: Seeds for testing.
-        input_test_time: As ``input_train_time``.
+        input_test_time: In PyG's place; not supported.
         input_pred_nodes: Seeds for prediction; all nodes by default.
-        input_pred_time: As ``input_train_time``.
+        input_pred_time: In PyG's place; not supported.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         batch_size: Seeds per mini-batch.
         num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
@@ -78,9 +78,8 @@ class NeighborDataModule(MiniBatchDataModule):
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
-        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference, times)
         self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
