@@ -73,7 +73,7 @@ class PyGSampling:
             for module in _MODULES:
                 if module.NeighborSampler is not LoaderNeighborSampler:
                     self._originals[module] = module.NeighborSampler
-                    module.NeighborSampler = LoaderNeighborSampler  # type: ignore[misc]
+                    module.NeighborSampler = LoaderNeighborSampler
 
     def __enter__(self) -> PyGSampling:
         self._enable()
@@ -88,7 +88,7 @@ class PyGSampling:
         return f"{type(self).__name__}({'enabled' if self in self._enabled else 'disabled'})"
 
 
-class LoaderNeighborSampler(PyGNeighborSampler):
+class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     """What PyG's loaders make in place of PyG's ``NeighborSampler``; takes the same arguments.
 
     Only the picking of neighbours is replaced. Negative edges, labels and the conversion to bidirectional subgraphs are

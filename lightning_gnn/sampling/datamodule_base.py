@@ -185,7 +185,7 @@ class MiniBatchDataModule(ResumableDataModule):
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
-    def full_loader(self, name: str, **more: Any) -> DataLoader:
+    def full_loader(self, name: str, **more: Any) -> DataLoader[Any]:
         """Return a loader of the whole graph as one batch, which loaders of the same name share.
 
         Args:
@@ -230,7 +230,7 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
+    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
         kind = DistributedSampler if training else _EvaluationOrder
         return kind(

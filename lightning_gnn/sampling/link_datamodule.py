@@ -207,10 +207,10 @@ def _negatives(
     return found
 
 
-def _probabilities(weight: Any, num_nodes: int, name: str) -> Tensor | None:
-    if weight is None:
+def _probabilities(given: Any, num_nodes: int, name: str) -> Tensor | None:
+    if given is None:
         return None
-    weight = torch.as_tensor(weight)
+    weight = torch.as_tensor(given)
     if weight.shape != (num_nodes,):
         raise ValueError(
             f"{name} of the negative sampling must have one entry per node, {num_nodes}, but has the shape "

@@ -32,6 +32,8 @@ from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
+Task = tuple[int, int, list[int]]
+"""A mini-batch to prepare: epoch, number, positions of the seeds."""
 
 
 @dataclass
@@ -92,8 +94,8 @@ class _ThreadedLoader:
     batch_sampler: Any
     sampler: Any
     _sample_from: str
-    transform: Callable | None
-    transform_sampler_output: Callable | None
+    transform: Callable[[Data], Any] | None
+    transform_sampler_output: Callable[[SamplerOutput], SamplerOutput] | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Note the arguments as Lightning's hooks do: it makes loaders anew to predict, to overfit and for ranks."""
@@ -307,7 +309,7 @@ class _ThreadedLoader:
         self.describe(batch, out)
         return batch, left
 
-    def prepare(self, task: tuple[int, int, list[int]], stage_ends: Callable[[], None] = lambda: None) -> Prepared:
+    def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
 
         Args:
@@ -345,7 +347,13 @@ class _ThreadedLoader:
         return batch
 
     def _run_theirs(
-        self, code: Callable, argument: Any, key: int, stage: int, part: int, device: torch.device | None = None
+        self,
+        code: Callable[[Any], Any],
+        argument: Any,
+        key: int,
+        stage: int,
+        part: int,
+        device: torch.device | None = None,
     ) -> Any:
         """Call the user's own code with random numbers that follow from the key of the mini-batch.
 
@@ -376,7 +384,7 @@ class _ThreadedLoader:
         return [value[i] for i in ids.tolist()]
 
     def _trained_rows(self, key: str, ids: Tensor) -> Tensor:
-        value = self.data[key]
+        value: Tensor = self.data[key]
         ids = ids.to(value.device)
         if self.sparse_grad:
             return F.embedding(ids, value, sparse=True)
@@ -409,7 +417,7 @@ class _ThreadedIterator:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._pipeline: OrderedPipeline | None = None
+        self._pipeline: OrderedPipeline[Task, Prepared] | None = None
 
     def __iter__(self) -> Iterator[Data]:
         return self
@@ -425,7 +433,7 @@ class _ThreadedIterator:
         loader.times.add(cost)
         return batch
 
-    def _begin(self) -> OrderedPipeline:
+    def _begin(self) -> OrderedPipeline[Task, Prepared]:
         loader = self._loader
         epoch = loader.begin_epoch()
         first = 0 if loader.first_batch is None else loader.first_batch()
@@ -439,7 +447,7 @@ class _ThreadedIterator:
             self._pipeline.close()
 
 
-class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
+class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
     """Mini-batches of seeds, in deterministic order, prepared ahead by threads.
 
     Takes the arguments of PyG's ``NodeLoader``, whose batches it equals attribute by attribute.
@@ -488,7 +496,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         batch.batch_size = out.metadata[0].size(0)
 
 
-class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
+class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
     """Mini-batches of edges, in deterministic order, prepared ahead by threads.
 
     Takes the arguments of PyG's ``LinkLoader``, whose batches it equals attribute by attribute, and those that

@@ -102,7 +102,7 @@ class NeighborDataModule(MiniBatchDataModule):
         return super().train_dataloader()
 
     def _count(self, stage: str) -> int:
-        return get_input_nodes(self.data, self._nodes[stage])[1].numel()
+        return int(get_input_nodes(self.data, self._nodes[stage])[1].numel())
 
     def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
@@ -114,7 +114,7 @@ class NeighborDataModule(MiniBatchDataModule):
             **self.loader_arguments(stage, self._count(stage)),
         )
 
-    def _full_loader(self, stage: str) -> DataLoader:
+    def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
         self.check_count(stage, self._count(stage))
         chosen = {
