@@ -41,6 +41,17 @@ def enable_pyg_sampling() -> PyGSampling:
 
     Returns:
         A handle with ``disable()``.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.loader import NeighborLoader
+        >>> from lightning_gnn import enable_pyg_sampling
+        >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
+        >>> with enable_pyg_sampling():
+        ...     loader = NeighborLoader(path, num_neighbors=[1, 1], input_nodes=torch.tensor([4]))
+        >>> next(iter(loader)).n_id
+        tensor([4, 3, 2])
     """
     return PyGSampling()
 

@@ -52,6 +52,19 @@ class PersistentSamplerDataModule(NeighborDataModule):
         ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
             the device.
         RuntimeError: Page-locked memory was refused, when the first loader is made.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import PersistentSamplerDataModule
+        >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = PersistentSamplerDataModule(
+        ...     path, input_train_nodes=torch.tensor([4, 2]), num_neighbors=[1, 1], batch_size=1, shuffle=False
+        ... )
+        >>> for batch in datamodule.train_dataloader():
+        ...     print(batch.n_id.tolist(), list(batch.x.shape))
+        [4, 3, 2] [3, 5]
+        [2, 1, 0] [3, 5]
     """
 
     def __init__(

@@ -63,6 +63,19 @@ class LinkDataModule(MiniBatchDataModule):
         TypeError: The graph is not homogeneous, edges are no integers, an option is unknown.
         ValueError: Edges of a wrong shape or out of range, labels of a wrong length, no training edges, NaN, an option
             or a value that cannot work.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import LinkDataModule
+        >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = LinkDataModule(path, num_neighbors=[1], neg_sampling_ratio=1, batch_size=4, shuffle=False)
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.edge_label  # each edge of the graph, and as many that are drawn
+        tensor([1., 1., 1., 1., 0., 0., 0., 0.])
+        >>> batch.n_id[batch.edge_label_index[:, :4]]
+        tensor([[0, 1, 2, 3],
+                [1, 2, 3, 4]])
     """
 
     kind = "link"

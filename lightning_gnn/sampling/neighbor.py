@@ -61,6 +61,18 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     Raises:
         TypeError: ``data`` is no homogeneous graph, or fanouts or the seed are no integers.
         ValueError: A graph, fanout or backend that is not valid.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.loader import NodeLoader
+        >>> from lightning_gnn import NeighborSampler
+        >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
+        >>> sampler = NeighborSampler(path, num_neighbors=[1, 1])
+        >>> batch = next(iter(NodeLoader(path, sampler, input_nodes=torch.tensor([4]))))
+        >>> batch.n_id, batch.edge_index
+        (tensor([4, 3, 2]), tensor([[1, 2],
+                [0, 1]]))
     """
 
     def __init__(

@@ -52,6 +52,21 @@ class NeighborDataModule(MiniBatchDataModule):
         TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.
         ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
             that cannot work.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import NeighborDataModule
+        >>> path = Data(x=torch.eye(5), y=torch.arange(5) % 2, edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = NeighborDataModule(
+        ...     path, input_train_nodes=torch.tensor([4, 1]), num_neighbors=[1], batch_size=2, shuffle=False
+        ... )
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.n_id, batch.y[: batch.batch_size]
+        (tensor([4, 1, 3, 0]), tensor([0, 1]))
+        >>> batch.edge_index  # as in PyG: from the neighbours to the seeds, by their places in the mini-batch
+        tensor([[2, 3],
+                [0, 1]])
     """
 
     def __init__(
