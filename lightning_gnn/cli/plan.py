@@ -5,7 +5,6 @@ A plan for ``datamodule=collective`` profiles the first mini-batches of a traini
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
-from lightning_gnn.cli.command_line import UserError, explained, start
+from lightning_gnn.cli.command_line import explained, start
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
@@ -35,36 +34,22 @@ from lightning_gnn.hyscale.platform_numbers import given_numbers
 from lightning_gnn.hyscale.report import forecast, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.report import reporting
-from lightning_gnn.report.console import be_quiet, console, describe, say
+from lightning_gnn.report.console import be_quiet, console, describe
 from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Timeline
 
 
 def main() -> None:
-    """Run ``lgnn plan ...``; exit codes as of ``lgnn``."""
+    """Run ``lgnn plan ...``; exit codes: 2 for a wrong configuration, 130 for Ctrl-C."""
     del sys.argv[1]
-    try:
-        start(_plan_one, "plan")
-    except KeyboardInterrupt:
-        say("Interrupted; there is no plan.", "yellow")
-        sys.exit(128 + signal.SIGINT)
-
-
-def _plan_one(cfg: DictConfig) -> None:
-    try:
-        run(cfg)
-    except UserError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        say(f"error: {error}", "red")
-        raise SystemExit(2) from None
+    start(run, "plan", interrupted="Interrupted; there is no plan.")
 
 
 def run(cfg: DictConfig) -> None:
     """Plan the run that a composed configuration describes, print the plan and save it.
 
     Args:
-        cfg: As Hydra composes it from ``conf/plan.yaml``; under the compose API give ``output_dir``.
+        cfg: A configuration composed from ``conf/plan.yaml``; under the compose API give ``output_dir``.
 
     Raises:
         UserError: There is nothing to plan, or the run could not be started.
@@ -149,7 +134,7 @@ class CollectiveForecast:
     """A plan, and what it predicts.
 
     Args:
-        plan: As measured, or as given with ``datamodule.plan``.
+        plan: The measured one, or the one given with ``datamodule.plan``.
         timeline: Of an epoch; None where the plan does not know what the stages take.
         on_cpu: Whether the CPU has played the GPU's part.
     """

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
-from lightning_gnn.cli.command_line import UserError, explained, start
+from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
@@ -33,36 +31,28 @@ from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 
 def main() -> None:
     """Run ``lgnn``; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
-    try:
-        start(_run_one, "train")
-    except KeyboardInterrupt:
-        say("Interrupted before training began.", "yellow")
-        sys.exit(128 + signal.SIGINT)
+    start(_run_one, "train", interrupted="Interrupted before training began.")
 
 
 def _run_one(cfg: DictConfig) -> float | None:
+    """Return the score that a sweep may optimise; a run of a sweep that fails does not end the others."""
     try:
-        metrics = run(cfg)
-    except UserError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        say(f"error: {error}", "red")
-        if HydraConfig.get().mode != RunMode.MULTIRUN:
-            raise SystemExit(2) from None
-        return _failed(cfg, str(error))
+        return run(cfg).get(f"val_{cfg.task.metric}")
     except Exception as error:
-        if HydraConfig.get().mode != RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if HydraConfig.get().mode != RunMode.MULTIRUN or full_errors():
             raise
+        if isinstance(error, UserError):
+            say(f"error: {error}", "red")
+            return _failed(cfg, str(error))
         traceback.print_exc()
         return _failed(cfg, f"{type(error).__name__}: {error}")
-    return metrics.get(f"val_{cfg.task.metric}")
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Do what a composed configuration says: train and test, test, or predict.
 
     Args:
-        cfg: As Hydra composes it from ``conf/train.yaml``; under the compose API give ``output_dir``.
+        cfg: A configuration composed from ``conf/train.yaml``; under the compose API give ``output_dir``.
 
     Returns:
         What ``metrics.json`` holds.

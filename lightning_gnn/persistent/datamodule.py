@@ -43,7 +43,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
         cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
             sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache).
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
-        mode: ``"fused"`` or ``"persistent"``; see :class:`~lightning_gnn.persistent.PersistentNeighborSampler`.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.

@@ -29,7 +29,7 @@ class LinkDataModule(MiniBatchDataModule):
     Args:
         data: The graph to sample from; leave out of it the edges that are to be predicted.
         input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default.
-        input_train_labels: Their labels ``[n]``; without, all are positive.
+        input_train_labels: Labels of the training edges ``[n]``; without, all are positive.
         input_train_time: In PyG's place; times are not supported.
         input_val_edges: Validation edges, int64 ``[2, n]``; no validation loader without.
         input_val_labels: Labels of the validation edges ``[n]``.

@@ -42,8 +42,8 @@ class PreparationTimes:
 
     Args:
         batches: Mini-batches handed out.
-        nodes: Their nodes.
-        edges: Their edges.
+        nodes: Nodes in these mini-batches.
+        edges: Edges in these mini-batches.
         sampling_s: Thread-seconds of sampling.
         features_s: Thread-seconds of feature loading.
         wait_s: Seconds for which the consumer waited.
@@ -133,7 +133,7 @@ class _ThreadedLoader:
         self.prefetch_factor_threads: int = kwargs.pop("prefetch_factor", None) or 2
         self.times = PreparationTimes()
         self._pass = -1
-        self._told: int | None = None
+        self._epoch_seen: int | None = None
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data):
             raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
@@ -151,7 +151,7 @@ class _ThreadedLoader:
             user_code = f"the sampler {type(self._graph_sampler).__name__}"
             if self.transform_sampler_output is not None:
                 user_code = "transform_sampler_output"
-            elif not self._joins:
+            elif not self._joins_features:
                 user_code = f"{type(self).__name__}.filter_fn"
             rank_zero_warn(
                 f"{user_code} may draw from the process's random stream, so mini-batches are prepared in the "
@@ -168,13 +168,13 @@ class _ThreadedLoader:
         The ``epoch`` that the loader was made with has the last word.
         """
         told = getattr(self.sampler, "epoch", None)
-        self._pass = told if isinstance(told, int) and told != self._told else self._pass + 1
+        self._pass = told if isinstance(told, int) and told != self._epoch_seen else self._pass + 1
         if self.epoch is not None:
             self._pass = self.epoch(self._pass)
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None), self.batch_sampler):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self._pass)
-        self._told = getattr(self.sampler, "epoch", None)
+        self._epoch_seen = getattr(self.sampler, "epoch", None)
         return self._pass
 
     @property
@@ -189,12 +189,13 @@ class _ThreadedLoader:
     @property
     def in_training_thread(self) -> bool:
         """Whether all of a mini-batch must be made there: the user's own code comes before Feature Loading."""
-        if not self._joins and self.trained():
+        if not self._joins_features and self.trained():
             return True  # the user's own code gathers rows that must not be stale
-        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None and self._joins)
+        keyed = self._keyed and self.transform_sampler_output is None and self._joins_features
+        return not (self.thread_safe or keyed)
 
     @property
-    def _joins(self) -> bool:
+    def _joins_features(self) -> bool:
         """Whether Feature Loading is ours: a class of the user's own may have another ``filter_fn``, as in PyG."""
         return type(self).filter_fn is _ThreadedLoader.filter_fn
 
@@ -211,7 +212,7 @@ class _ThreadedLoader:
             index: The positions.
             key: The key of the mini-batch.
             part: Which part of it, where it has been shared out; for samplers that take no key.
-            first: Position of the first seed in the whole mini-batch, likewise; for disjoint samples.
+            first: Position of the first seed in a mini-batch that has been shared out; for disjoint samples.
         """
         keyed = {"key": key} if self._takes_key else {}
 
@@ -221,7 +222,7 @@ class _ThreadedLoader:
             except StopIteration as error:  # would end the epoch
                 raise RuntimeError(f"the sampler {type(self._graph_sampler).__name__} raised StopIteration") from error
 
-        return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
+        return draw(index) if self._keyed else self._run_user_code(draw, index, key, _SAMPLING, part)
 
     @property
     def _graph_sampler(self) -> Any:
@@ -258,14 +259,14 @@ class _ThreadedLoader:
         """
         start = time.perf_counter()
         left: dict[str, Tensor] = {}
-        if not self._joins:
-            batch = self._run_theirs(self.filter_fn, out, key, _TRANSFORM, part)
+        if not self._joins_features:
+            batch = self._run_user_code(self.filter_fn, out, key, _TRANSFORM, part)
         else:
             if self.transform_sampler_output is not None:
-                out = self._run_theirs(self.transform_sampler_output, out, key, _OUTPUT, part)
+                out = self._run_user_code(self.transform_sampler_output, out, key, _OUTPUT, part)
             batch, left = self._join(out)
             if self.transform is not None and self.thread_safe and not left:
-                batch = self._run_theirs(self.transform, batch, key, _TRANSFORM, part)
+                batch = self._run_user_code(self.transform, batch, key, _TRANSFORM, part)
         cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
         return Prepared(batch, cost, key, left)
 
@@ -340,13 +341,13 @@ class _ThreadedLoader:
         batch, start = prepared.batch, time.perf_counter()
         for key, ids in prepared.left.items():
             batch[key] = self._trained_rows(key, ids)
-        if self._joins and self.transform is not None and not (self.thread_safe and not prepared.left):
+        if self._joins_features and self.transform is not None and not (self.thread_safe and not prepared.left):
             device = batch.edge_index.device
-            batch = self._run_theirs(self.transform, batch, prepared.key, _TRANSFORM, part, device)
+            batch = self._run_user_code(self.transform, batch, prepared.key, _TRANSFORM, part, device)
         prepared.cost.features_s += time.perf_counter() - start
         return batch
 
-    def _run_theirs(
+    def _run_user_code(
         self,
         code: Callable[[Any], Any],
         argument: Any,

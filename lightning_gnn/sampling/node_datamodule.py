@@ -101,7 +101,7 @@ class NeighborDataModule(MiniBatchDataModule):
         for stage, nodes in zip(LOADER_IDS, given, strict=True):
             name = f"input_{stage.removesuffix('ict')}_nodes"
             if nodes is None:
-                name, nodes = _found_in(data, stage)
+                name, nodes = _seeds_in(data, stage)
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
@@ -145,7 +145,7 @@ class NeighborDataModule(MiniBatchDataModule):
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-def _found_in(data: Data, stage: str) -> tuple[str, Any]:
+def _seeds_in(data: Data, stage: str) -> tuple[str, Any]:
     """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):
