@@ -8,8 +8,6 @@ import hydra
 
 from lightning_gnn import startup
 
-CONF = "pkg://lightning_gnn.conf"
-
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
@@ -18,7 +16,7 @@ def main() -> None:
     if command in ("plan", "train") and startup.asks_for_help():
         if command == "plan":
             del sys.argv[1]
-        hydra.main(version_base="1.3", config_path=CONF, config_name=command)(_never_run)()
+        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=command)(_never_run)()
     elif "--version" in arguments and command not in ("cache", "doctor"):
         from lightning_gnn.cli.doctor import versions
 
