@@ -255,17 +255,7 @@ class _EvaluationOrder(UnrepeatedDistributedSampler):
 
 
 def _training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a training loader.
-
-    Args:
-        owner: The DataModule's class.
-        kind: ``"node"`` or ``"link"``.
-        kwargs: What the user gave beside the arguments of the class.
-
-    Raises:
-        TypeError: An option that nobody knows.
-        ValueError: An option that cannot work here.
-    """
+    """Return the options of a training loader out of what the user gave beside the arguments of the class."""
     kwargs = dict(kwargs)
     loader = kwargs.pop("loader", "neighbor")
     if loader not in ("neighbor", "link_neighbor", "custom"):
@@ -279,17 +269,7 @@ def _training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dic
 def _evaluation_keywords(
     owner: type, kind: str, eval_loader_kwargs: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the evaluation loaders take instead, and what their sampler takes instead.
-
-    Args:
-        owner: The DataModule's class.
-        kind: ``"node"`` or ``"link"``.
-        eval_loader_kwargs: What the user gave.
-
-    Raises:
-        TypeError: An option that nobody knows, or no dictionary.
-        ValueError: An option that cannot work here.
-    """
+    """Return what the evaluation loaders take instead, and what their sampler takes instead."""
     if not isinstance(eval_loader_kwargs, (Mapping, type(None))):
         raise TypeError(f"eval_loader_kwargs must be a dictionary, but is {eval_loader_kwargs!r}")
     given = dict(eval_loader_kwargs or {})
@@ -308,11 +288,7 @@ def _evaluation_keywords(
 
 
 def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return the sampler for evaluation: itself, or as in PyG a copy with some attributes set.
-
-    Raises:
-        ValueError: It has no such attribute.
-    """
+    """Return the sampler for evaluation: itself, or as in PyG a copy with some attributes set."""
     if not overrides:
         return sampler
     other = copy.copy(sampler)
@@ -324,16 +300,7 @@ def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _check_sampler(sampler: Any, kind: str, **options: Any) -> None:
-    """Check a sampler of the user's own, and say which arguments have no effect beside it.
-
-    Args:
-        sampler: The sampler.
-        kind: ``"node"`` or ``"link"``.
-        **options: Arguments for a sampler that is not made; those that are None or False were not given.
-
-    Raises:
-        TypeError: It cannot sample.
-    """
+    """Check a sampler of the user's own, and say which arguments, those not None or False, do nothing beside it."""
     method = f"sample_from_{'nodes' if kind == 'node' else 'edges'}"
     if not callable(getattr(sampler, method, None)):
         raise TypeError(f"{kind}_sampler must be a PyG sampler with {method}, but is {sampler!r}")

@@ -184,18 +184,7 @@ def _checked(edges: Any, labels: Any, num_nodes: int, stage: str) -> tuple[Tenso
 def _negatives(
     neg_sampling: Any = None, neg_sampling_ratio: Any = None, num_nodes: int = 0, where: str = ""
 ) -> NegativeSampling | None:
-    """Return PyG's description of the negative edges, None for none.
-
-    Args:
-        neg_sampling: A mode, a dictionary or a ``NegativeSampling``.
-        neg_sampling_ratio: Instead, how many negatives to draw per edge; 0 for none.
-        num_nodes: Number of nodes, to each of which weights must belong.
-        where: What a message begins with.
-
-    Raises:
-        TypeError: Neither of these.
-        ValueError: Both are given, an unknown mode, no positive amount, or weights that are no probabilities.
-    """
+    """Return PyG's description of the negative edges, None for none, out of any of PyG's ways to ask for them."""
     if neg_sampling_ratio is not None:
         if neg_sampling is not None:
             raise ValueError(f"{where}give neg_sampling or neg_sampling_ratio, not both")
