@@ -61,15 +61,16 @@ _NAMES = {
 }
 """Where the public names are; each is imported, with what it needs, when it is first asked for."""
 
+if not TYPE_CHECKING:  # with it, a type checker would take any name for a public one
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return import_module(f"lightning_gnn.{name}")
-    for room, names in _NAMES.items():
-        if name in names:
-            globals()[name] = value = getattr(import_module(f"lightning_gnn.{room}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            return import_module(f"lightning_gnn.{name}")
+        for room, names in _NAMES.items():
+            if name in names:
+                globals()[name] = value = getattr(import_module(f"lightning_gnn.{room}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
