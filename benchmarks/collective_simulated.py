@@ -25,7 +25,7 @@ from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.cache import hottest
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.synthetic import power_law_graph
-from lightning_gnn.persistent.hotness import count_accesses
+from lightning_gnn.persistent import count_accesses
 from lightning_gnn.runtime.timeline import Timeline
 
 RATIOS = [number / 20 for number in range(21)]

@@ -149,7 +149,7 @@ def _whole(bench: Any, sampler: Any, cell: tuple[int, int, int], turn: int) -> f
 def _caches(bench: Any, host: Any, table: Any, cell: tuple[int, int, int], node: Tensor) -> list[dict[str, Any]]:
     """Sweep ``cache_bytes``: hot lists in front of a pinned topology, hot rows in front of pinned features."""
     from lightning_gnn.graph.cache import plan_dual_cache
-    from lightning_gnn.persistent.hotness import count_accesses
+    from lightning_gnn.persistent import count_accesses
 
     hops, fanout, batch = cell
     everyone = torch.arange(host.num_nodes)

@@ -1,19 +1,24 @@
 """GNN training on the hardware people really have, as plugins for a PyTorch Lightning ``Trainer``."""
 
-# isort: off
-import lightning_gnn.startup  # noqa: F401  before what takes seconds to import
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# isort: on
-from lightning_gnn.accelerators import NPUAccelerator
-from lightning_gnn.collective import CollectiveDataModule
-from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
-from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable
-from lightning_gnn.hyscale import HyScaleStrategy
-from lightning_gnn.nn import FullInference
-from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_neighbors
-from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
-from lightning_gnn.pyg import enable_pyg_sampling
-from lightning_gnn.sampling import LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn import startup
+
+if not startup.asks_for_help():
+    import lightning_gnn.registration  # noqa: F401
+
+if TYPE_CHECKING:
+    from lightning_gnn.accelerators import NPUAccelerator
+    from lightning_gnn.collective import CollectiveDataModule
+    from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
+    from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable
+    from lightning_gnn.hyscale import HyScaleStrategy
+    from lightning_gnn.nn import FullInference
+    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_neighbors
+    from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
+    from lightning_gnn.pyg import enable_pyg_sampling
+    from lightning_gnn.sampling import LinkDataModule, NeighborDataModule, NeighborSampler
 
 __version__ = "0.1.0"
 
@@ -38,3 +43,35 @@ __all__ = [
     "gather_rows",
     "sample_neighbors",
 ]
+
+_NAMES = {
+    "accelerators": ["NPUAccelerator"],
+    "callbacks": [],
+    "collective": ["CollectiveDataModule"],
+    "full_graph": ["AscendHybridParallelStrategy", "FullGraphDataModule"],
+    "graph": ["CSCGraph", "CompressedGraph", "FeatureTable"],
+    "hyscale": ["HyScaleStrategy"],
+    "nn": ["FullInference"],
+    "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_neighbors"],
+    "persistent": ["PersistentNeighborSampler", "PersistentSamplerDataModule"],
+    "pyg": ["enable_pyg_sampling"],
+    "report": [],
+    "runtime": [],
+    "sampling": ["LinkDataModule", "NeighborDataModule", "NeighborSampler"],
+}
+"""Where the public names are; each is imported, with what it needs, when it is first asked for."""
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            return import_module(f"lightning_gnn.{name}")
+        for room, names in _NAMES.items():
+            if name in names:
+                globals()[name] = value = getattr(import_module(f"lightning_gnn.{room}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_NAMES})

@@ -41,6 +41,17 @@ def enable_pyg_sampling() -> PyGSampling:
 
     Returns:
         A handle with ``disable()``.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.loader import NeighborLoader
+        >>> from lightning_gnn import enable_pyg_sampling
+        >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
+        >>> with enable_pyg_sampling():
+        ...     loader = NeighborLoader(path, num_neighbors=[1, 1], input_nodes=torch.tensor([4]))
+        >>> next(iter(loader)).n_id
+        tensor([4, 3, 2])
     """
     return PyGSampling()
 
@@ -73,7 +84,7 @@ class PyGSampling:
             for module in _MODULES:
                 if module.NeighborSampler is not LoaderNeighborSampler:
                     self._originals[module] = module.NeighborSampler
-                    module.NeighborSampler = LoaderNeighborSampler  # type: ignore[misc]
+                    module.NeighborSampler = LoaderNeighborSampler
 
     def __enter__(self) -> PyGSampling:
         self._enable()
@@ -88,7 +99,7 @@ class PyGSampling:
         return f"{type(self).__name__}({'enabled' if self in self._enabled else 'disabled'})"
 
 
-class LoaderNeighborSampler(PyGNeighborSampler):
+class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     """What PyG's loaders make in place of PyG's ``NeighborSampler``; takes the same arguments.
 
     Only the picking of neighbours is replaced. Negative edges, labels and the conversion to bidirectional subgraphs are

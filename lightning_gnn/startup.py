@@ -1,4 +1,4 @@
-"""Ctrl-C while the command still imports its libraries: some of them swallow it, so it ends the process at once."""
+"""What the command does before anything else is imported: Ctrl-C ends it at once, and help needs no libraries."""
 
 import os
 import signal
@@ -7,9 +7,14 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+_HELP = {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"}
+
 
 def begin() -> None:
-    """Let Ctrl-C end this process with exit code 130, if it is the command and nobody else handles the signal."""
+    """Let Ctrl-C end this process with exit code 130, if it is the command and nobody else handles the signal.
+
+    Some of the libraries that take seconds to import swallow a KeyboardInterrupt.
+    """
     ours = threading.current_thread() is threading.main_thread() and _is_the_command()
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -21,10 +26,16 @@ def done() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def asks_for_help() -> bool:
+    """Say whether this process is the command and is to print its help, which needs Hydra alone."""
+    return _is_the_command() and not _HELP.isdisjoint(sys.argv[1:])
+
+
 def _is_the_command() -> bool:
-    if Path(sys.argv[0]).stem == "lgnn":
+    path = Path(sys.argv[0])
+    if path.stem == "lgnn" or path.parts[-2:] == ("lightning_gnn", "__main__.py"):
         return True
-    # With python -m, sys.argv does not tell yet which module it will be.
+    # With python -m, sys.argv does not tell at first which module it will be.
     return sys.argv[0] == "-m" and any(
         (flag, name) == ("-m", "lightning_gnn") for flag, name in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     )

@@ -23,6 +23,7 @@ BELOW = {
     "hyscale": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
     "pyg": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
     "report": {"runtime"},
+    "registration": {"accelerators"},
     "callbacks": {"runtime", "graph", "ops", "nn", "sampling", "collective", "hyscale", "report"},
 }
 """What each room may import; the command, which stands on all of them, is left out."""

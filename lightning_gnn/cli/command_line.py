@@ -1,4 +1,4 @@
-"""What was typed behind ``lgnn``: composed once before Hydra takes it, so that a mistake is one line that helps."""
+"""What was typed behind ``lgnn``, composed once before Hydra takes it, and mistakes as one line that helps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,21 +21,76 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_gnn.cli.errors import UserError
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.graph.options import closest
 from lightning_gnn.report.console import console, say
 
 COMMANDS = ("cache", "doctor", "plan")
 _CONF = "lightning_gnn.conf"
+_USER_ERRORS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    InstantiationException,
+    MisconfigurationException,
+    OmegaConfBaseException,
+)
 
 
-def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
+class UserError(Exception):
+    """Something the user can put right; shown as one line."""
+
+
+@contextmanager
+def explained(only_ours: bool = False) -> Iterator[None]:
+    """Turn errors that a user can put right into a :class:`UserError`.
+
+    Args:
+        only_ours: Leave alone what was not raised by this package's checks or by Lightning's: it may be a bug, whose
+            traceback is wanted.
+    """
+    try:
+        yield
+    except _USER_ERRORS as error:
+        if only_ours and not _is_ours(error):
+            raise
+        raise UserError(_in_one_line(error)) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return True  # of a file or a disk, whoever wanted it
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return one line: what was being built, and what is wrong."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        notes = getattr(error, "__notes__", [])
+        error = error.__cause__
+        error.__notes__ = notes  # type: ignore[attr-defined]
+    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+    text = re.sub(r"^\[Errno \d+\] ", "", text).replace(
+        ", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ""
+    )
+    if "loading state_dict" in text:
+        text = f"the checkpoint does not fit the configured model: {text}"
+    note = next(iter(getattr(error, "__notes__", [])), None)
+    return text if note is None or text.startswith((f"{note}:", f"{note}.")) else f"{note}: {text}"
+
+
+def start(job: Callable[[DictConfig], Any], config_name: str, interrupted: str) -> None:
     """Compose what was typed and run it, once or as a sweep.
 
     With ``ckpt_path`` the configuration that was saved with the checkpoint takes the place of the defaults.
@@ -40,25 +98,43 @@ def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
     Args:
         job: Takes the composed configuration.
         config_name: ``"train"`` or ``"plan"``.
+        interrupted: What to say after Ctrl-C.
 
     Raises:
-        SystemExit: With 2 where there is a mistake in it.
+        SystemExit: With 2 after an error that a user can put right, with 130 after Ctrl-C.
     """
+    try:
+        with _errors_in_one_line():
+            _start(job, config_name)
+    except KeyboardInterrupt:
+        say(interrupted, "yellow")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if full_errors():
+            raise
+        say(f"error: {error}", "red")
+        raise SystemExit(2) from None
+
+
+def _start(job: Callable[[DictConfig], Any], config_name: str) -> None:
     argv = sys.argv
     deletions: list[str] = []
 
     @wraps(job)
     def begin(cfg: DictConfig) -> Any:
         sys.argv = argv  # what Lightning starts further processes with, which come by here themselves
-        return job(cfg)
+        with _errors_in_one_line():  # before Hydra makes more lines of it
+            return job(cfg)
 
-    typed = _typed(argv[1:])
+    typed = _parse(argv[1:])
     if typed is not None:
-        try:
-            rebuilt = _checked(config_name, typed)
-        except UserError as error:
-            say(f"error: {error}", "red")
-            raise SystemExit(2) from None
+        rebuilt = _compose_once(config_name, typed)
         config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
         at = argv.index(typed.overrides[0]) if deletions and typed is not None else len(argv)
@@ -66,6 +142,11 @@ def start(job: Callable[[DictConfig], Any], config_name: str) -> None:
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
     finally:
         sys.argv = argv
+
+
+def full_errors() -> bool:
+    """Say whether the user wants tracebacks, in Hydra's way."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def check_writable(directory: str | Path, name: str) -> None:
@@ -85,7 +166,7 @@ def check_writable(directory: str | Path, name: str) -> None:
         raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
 
 
-def _typed(arguments: list[str]) -> argparse.Namespace | None:
+def _parse(arguments: list[str]) -> argparse.Namespace | None:
     """Return overrides and flags; None where Hydra is asked for something of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -98,7 +179,7 @@ def _typed(arguments: list[str]) -> argparse.Namespace | None:
     return None if more or any(item.startswith("hydra.mode=") for item in typed.overrides) else typed
 
 
-def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt:
+def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
     """Compose once, and see what stands in the way of a start; return what to compose then.
 
     Raises:
@@ -116,7 +197,7 @@ def _checked(config_name: str, typed: argparse.Namespace) -> Rebuilt:
                 key = "hydra.sweep.dir" if typed.multirun else "hydra.run.dir"
                 check_writable(OmegaConf.select(composed[0], key), key)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            if full_errors():
                 raise
             raise UserError(_explain(error, typed.overrides)) from None
     if rebuilt.note and typed.cfg is None:
@@ -157,7 +238,7 @@ def _explain(error: Exception, typed: list[str]) -> str:
             f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
         )
     if isinstance(error, OverrideParseException):
-        return _no_override(error.override, text)
+        return _explain_override(error.override, text)
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:
         key, value = found.groups()
         return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
@@ -170,7 +251,7 @@ def _explain(error: Exception, typed: list[str]) -> str:
     if text.startswith("Error resolving interpolation") and (found := _first(r"~([\w/]+)", typed)):
         return f"{found[0]}: a run needs a {found[1]}; choose another with {found[1]}=OPTION"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and "is not in struct" in str(cause):
-        return _unknown_key(cause)
+        return _explain_key(cause)
     if cause is not None and str(cause) not in text:
         text = f"{text}: {str(cause).splitlines()[0]}"
     return text
@@ -180,7 +261,7 @@ def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
     return next((found for item in typed if (found := re.fullmatch(pattern, item))), None)
 
 
-def _no_override(typed: str, reason: str) -> str:
+def _explain_override(typed: str, reason: str) -> str:
     if "=" in typed or typed.startswith("~"):
         reason = reason.partition(" See https:")[0]
         key, _, value = typed.partition("=")
@@ -198,7 +279,7 @@ def _no_override(typed: str, reason: str) -> str:
     return f"{typed} is neither a command nor KEY=VALUE" + (f"; did you mean {names[found[0]]}?" if found else "")
 
 
-def _unknown_key(error: OmegaConfBaseException) -> str:
+def _explain_key(error: OmegaConfBaseException) -> str:
     full, key, node = str(error.full_key), str(error.key), error.parent_node
     root = node._get_root() if isinstance(node, DictConfig) else OmegaConf.create()
     keys = [name for name in _keys(root) if not name.startswith("hydra.")]

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,22 +48,26 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look for everything, importing nothing that could fail on import."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        _torch,
-        _lightning,
-        _pyg,
-        _numba,
-        _cuda,
-        _triton,
-        _pyg_lib,
-        _cann,
-        _torch_npu,
-        _npu,
-        _kernels,
-        lambda: _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
-        lambda: _compiler("cmake", "the NPU binding", "pip install cmake"),
-    )
-    return [check() for check in checks]
+    return [
+        Finding("torch", "present", torch.__version__, "everything"),
+        _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning"),
+        _package("PyG", "torch-geometric", "everything", "pip install torch_geometric"),
+        _package("numba", "numba", "everything", "pip install numba"),
+        _cuda(),
+        _package(
+            "Triton",
+            "triton",
+            "the GPU kernels",
+            "only for a GPU: pip install 'lightning-gnn[gpu]' (Linux only); CUDA builds of torch bring it along",
+        ),
+        _pyg_lib(),
+        _cann(),
+        _torch_npu(),
+        _npu(),
+        _kernels(),
+        _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
+        _compiler("cmake", "the NPU binding", "pip install cmake"),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,22 +124,6 @@ def _package(name: str, package: str, needed_for: str, advice: str) -> Finding:
     return Finding(name, "present", found, needed_for)
 
 
-def _torch() -> Finding:
-    return Finding("torch", "present", torch.__version__, "everything")
-
-
-def _lightning() -> Finding:
-    return _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning")
-
-
-def _pyg() -> Finding:
-    return _package("PyG", "torch-geometric", "everything", "pip install torch_geometric")
-
-
-def _numba() -> Finding:
-    return _package("numba", "numba", "everything", "pip install numba")
-
-
 def _cuda() -> Finding:
     needed = "trainer=gpu, datamodule=persistent on the GPU"
     if torch.cuda.is_available():
@@ -150,22 +138,14 @@ def _cuda() -> Finding:
     return Finding("CUDA", "missing", detail, needed, advice)
 
 
-def _triton() -> Finding:
-    advice = "only for a GPU: pip install 'lightning-gnn[gpu]' (Linux only); CUDA builds of torch bring it along"
-    return _package("Triton", "triton", "the GPU kernels", advice)
-
-
 def _pyg_lib() -> Finding:
     needed = "nothing here: PyG's own samplers, to compare with"
     advice = "optional; wheels are on PyG's own index"
     finding = _package("pyg-lib", "pyg-lib", needed, advice)
     if finding.state != "present":
         return finding
-    code = "import pyg_lib"  # built for another torch it can bring the process down
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    if done.returncode == 0:
+    if (reason := _problem_of_import("pyg_lib")) is None:
         return finding
-    reason = (done.stderr.strip().splitlines() or ["the import failed"])[-1]
     return Finding("pyg-lib", "broken", reason, needed, "install the wheel that was built for this version of torch")
 
 
@@ -187,12 +167,15 @@ def _torch_npu() -> Finding:
     if importlib.util.find_spec("torch_npu") is None:
         advice = "after CANN: pip install torch-npu, in the version of torch"
         return Finding("torch_npu", "missing", "not installed", needed, advice)
-    # Without CANN the import fails, and with it that of torch: ask a process of its own.
-    done = subprocess.run([sys.executable, "-c", "import torch_npu"], capture_output=True, text=True, timeout=120)
-    if done.returncode == 0:
+    if (reason := _problem_of_import("torch_npu")) is None:
         return Finding("torch_npu", "present", _version("torch-npu") or "version unknown", needed)
-    reason = (done.stderr.strip().splitlines() or ["the import failed"])[-1]
     return Finding("torch_npu", "broken", reason, needed, "it needs a CANN of its own version, with set_env.sh sourced")
+
+
+def _problem_of_import(module: str) -> str | None:
+    """Import in a process of its own, which a build for another torch, or a missing CANN, can bring down."""
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["the import failed"])[-1]
 
 
 def _npu() -> Finding:

@@ -46,7 +46,7 @@ class KeepConfig(pl.Callback):
     """Puts the configuration of a run into its checkpoints, as plain dictionaries under :data:`KEY`.
 
     Args:
-        cfg: As the run was composed.
+        cfg: The whole configuration of the run.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -112,7 +112,7 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     path = Path(str(value)).expanduser()
     if value is None or not path.is_file():
         return Rebuilt(config_name)
-    saved = _find(path)
+    saved = _saved_with(path)
     if isinstance(saved, str):
         return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
     chosen = [
@@ -125,14 +125,14 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
         if item.key_or_group in _OTHER_RUNS:
             return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {saved.place}")
     name = f"{config_name}_rebuilt"
-    config = _without(saved, {item.key_or_group for item in chosen}, overrides)
+    config = _pruned(saved, {item.key_or_group for item in chosen}, overrides)
     ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, saved), **config}))
     default = OmegaConf.to_container(compose(name), resolve=False)
     fresh = tuple(GROUPS[item.key_or_group] for item in chosen)
     given = tuple(str(item.key_or_group) for item in overrides)
     deletions = [
         f"~{key}"
-        for key in _extra(default, config)
+        for key in _keys_only_in(default, config)
         if key.partition(".")[0] in GROUPS
         and not any(key == other or key.startswith(f"{other}.") for other in fresh)
         and not any(other == key or other.startswith(f"{key}.") for other in given)
@@ -140,7 +140,7 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     return Rebuilt(name, f"rebuilt from the configuration saved in {saved.place}; what you typed wins", deletions)
 
 
-def _find(path: Path) -> _Saved | str:
+def _saved_with(path: Path) -> _Saved | str:
     """Return what was saved in a checkpoint or beside it, or why there is nothing."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -173,7 +173,7 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _NOT_KEPT}
 
 
-def _without(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
+def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
     """Return the saved configuration without what is chosen or added anew."""
     config: Any = OmegaConf.create(deepcopy(saved.config))
     inner = {key: group for group, key in GROUPS.items() if "." in key}
@@ -211,10 +211,10 @@ def _defaults(config_name: str, saved: _Saved) -> list[Any]:
     return [*found, "_self_"]
 
 
-def _extra(whole: Any, part: Any, prefix: str = "") -> Iterator[str]:
+def _keys_only_in(whole: Any, part: Any, prefix: str = "") -> Iterator[str]:
     """Yield the keys that only the first of two nested dictionaries has."""
     for key, value in whole.items():
         if key not in part:
             yield f"{prefix}{key}"
         elif isinstance(value, dict) and isinstance(part[key], dict):
-            yield from _extra(value, part[key], f"{prefix}{key}.")
+            yield from _keys_only_in(value, part[key], f"{prefix}{key}.")

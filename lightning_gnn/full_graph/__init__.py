@@ -10,14 +10,9 @@ plans; on an NPU ``ops/aggregate/npu.py`` and ``ascend_ops/binding.py``), ``full
 ``full_graph/datamodule.py`` (the plug-ins).
 """
 
-from pytorch_lightning.strategies import StrategyRegistry
-
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.plan import plan_devices
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
-
-if AscendHybridParallelStrategy.strategy_name not in StrategyRegistry:
-    AscendHybridParallelStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "AscendHybridParallelStrategy",

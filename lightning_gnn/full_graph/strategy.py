@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_fabric.utilities.seed import reset_seed
@@ -384,18 +383,6 @@ class AscendHybridParallelStrategy(DDPStrategy):
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Make ``strategy="ascend_hybrid"`` known, and its variants as those of ``"ddp"``."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            strategy_registry.register(
-                f"{cls.strategy_name}{suffix}",
-                cls,
-                description=f"Full graphs by tensor-data hybrid parallelism, with `start_method` '{start_method}'",
-                start_method=start_method,
-            )
 
 
 _STEPS = ("training_step", "validation_step", "test_step")

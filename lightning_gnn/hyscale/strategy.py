@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
@@ -415,7 +414,3 @@ class HyScaleStrategy(NodeStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._restored = dict(checkpoint.get(_KEY, {}))
         return checkpoint
-
-
-if _KEY not in StrategyRegistry:
-    StrategyRegistry.register(_KEY, HyScaleStrategy, "CPUs and accelerators of each node train one model together")

@@ -5,12 +5,11 @@ removes duplicates and orders; a persistent queue of (node, hop) tasks is one of
 
 Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.py`` (hop by hop, fused; order and
 edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/hashing.py`` (the picks),
-``persistent/sampler.py`` (PyG's sampler interface), ``persistent/hotness.py`` (what to cache),
-``persistent/datamodule.py``.
+``persistent/sampler.py`` (PyG's sampler interface), ``persistent/datamodule.py`` (where graph and features lie, and
+what to cache).
 """
 
-from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.persistent.hotness import AccessCounts, count_accesses
+from lightning_gnn.persistent.datamodule import AccessCounts, PersistentSamplerDataModule, count_accesses
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 
 __all__ = [

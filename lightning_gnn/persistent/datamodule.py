@@ -1,8 +1,10 @@
-"""Node-level training on neighbourhoods that a GPU samples: mini-batches are born on the device."""
+"""Node-level training on neighbourhoods that a GPU samples, and what of the graph is worth a place on it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor
 from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.graph.options import true_or_false, whole_number
-from lightning_gnn.persistent.hotness import count_accesses
+from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
@@ -31,22 +34,37 @@ class PersistentSamplerDataModule(NeighborDataModule):
     GPU it says so in one line, and is a :class:`NeighborDataModule`.
 
     Args:
-        *args: As for :class:`NeighborDataModule`.
+        *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.
         topology: ``"device"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"`` (the device, if at
             most half of its free memory is needed).
-        features: Likewise for features; other attributes of nodes and edges always lie on the device.
+        features: ``"device"``, ``"pinned"`` or ``"auto"`` for the features; other attributes of nodes and edges always
+            lie on the device.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
             sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache).
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
-        mode: ``"fused"`` or ``"persistent"``; see :class:`~lightning_gnn.persistent.PersistentNeighborSampler`.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
-        **kwargs: As for :class:`NeighborDataModule`.
+        **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
-        ValueError: As for :class:`NeighborDataModule`; an unknown place; a cache for features on the device.
+        ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
+            the device.
         RuntimeError: Page-locked memory was refused, when the first loader is made.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import PersistentSamplerDataModule
+        >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = PersistentSamplerDataModule(
+        ...     path, input_train_nodes=torch.tensor([4, 2]), num_neighbors=[1, 1], batch_size=1, shuffle=False
+        ... )
+        >>> for batch in datamodule.train_dataloader():
+        ...     print(batch.n_id.tolist(), list(batch.x.shape))
+        [4, 3, 2] [3, 5]
+        [2, 1, 0] [3, 5]
     """
 
     def __init__(
@@ -205,3 +223,79 @@ class PersistentSamplerDataModule(NeighborDataModule):
 
 def _is_table(value: Tensor) -> bool:
     return value.dim() == 2 and value.dtype in (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class AccessCounts:
+    """What some mini-batches touched.
+
+    Args:
+        features: Times that the feature row of each node was read, int64 ``[num_nodes]``.
+        adjacency: Entries read from the adjacency list of each node, int64 ``[num_nodes]``.
+        num_batches: Mini-batches counted.
+    """
+
+    features: Tensor
+    adjacency: Tensor
+    num_batches: int
+
+
+def count_accesses(
+    graph: CSCGraph,
+    seeds: Tensor,
+    fanouts: Sequence[int],
+    batch_size: int,
+    num_batches: int,
+    *,
+    seed: int = 0,
+    replace: bool = False,
+    disjoint: bool = False,
+    backend: str | None = None,
+) -> AccessCounts:
+    """Sample mini-batches of shuffled seeds and count what they read from host memory.
+
+    Args:
+        graph: The topology.
+        seeds: The training nodes, int64 ``[n]``.
+        fanouts: In-edges to pick per node and hop; -1 takes all.
+        batch_size: Seeds per mini-batch.
+        num_batches: How many mini-batches; seeds are shuffled anew when they run out.
+        seed: Start of the random stream.
+        replace: Draw with replacement.
+        disjoint: One tree per seed.
+        backend: ``"numba"``, ``"pyg_lib"`` or ``"reference"``; by default the one for the device.
+
+    Raises:
+        IndexError: A seed outside the graph.
+        ValueError: No seeds, or a batch size or number of batches below 1.
+
+    Source: the pre-sampling of GNNLab (Yang et al., EuroSys 2022), which DUCATI extends to adjacency lists.
+    """
+    if batch_size < 1 or num_batches < 1 or seeds.numel() == 0:
+        raise ValueError(
+            f"pre-sampling needs seeds, a batch size and a number of batches, but got {seeds.numel()} seeds, "
+            f"batch_size={batch_size}, num_batches={num_batches}"
+        )
+    features = torch.zeros(graph.num_nodes, dtype=torch.int64)
+    adjacency = torch.zeros(graph.num_nodes, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    per_epoch = -(-seeds.numel() // batch_size)
+    for number in range(num_batches):
+        epoch, batch = divmod(number, per_epoch)
+        if batch == 0:
+            order = seeds[torch.randperm(seeds.numel(), generator=generator)]
+        key = batch_key(seed, epoch=epoch, batch=batch)
+        out = sample_neighbors(
+            graph,
+            order[batch * batch_size : (batch + 1) * batch_size],
+            fanouts,
+            key,
+            replace=replace,
+            disjoint=disjoint,
+            backend=backend,
+        )
+        # A node can stand in a batch more than once: a seed given twice, or once per tree of a disjoint sample.
+        features.index_add_(0, out.node, torch.ones_like(out.node))
+        targets = out.node[out.edge_index[1]]
+        adjacency.index_add_(0, targets, torch.ones_like(targets))
+    return AccessCounts(features, adjacency, num_batches)

@@ -44,6 +44,17 @@ class PersistentNeighborSampler(NeighborSampler):
         ValueError: A graph, fanout, topology, mode or fetch size that is not valid.
         RuntimeError: Page-locked memory was refused; the message has the sizes.
 
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.sampler import NodeSamplerInput
+        >>> from lightning_gnn import PersistentNeighborSampler
+        >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
+        >>> sampler = PersistentNeighborSampler(path, num_neighbors=[1, 1])  # on the CPU where there is no GPU
+        >>> out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([4])))
+        >>> out.node.tolist(), out.edge.tolist(), out.num_sampled_nodes
+        ([4, 3, 2], [3, 2], [1, 1, 1])
+
     Source: PGSampler, sections III and IV. The termination rule and the order of nodes and edges are this project's.
     """
 

@@ -1,26 +1,36 @@
-"""What the mini-batch DataModules share: ranks, the order of the seeds, and the state that makes a run resumable."""
+"""What the mini-batch DataModules share: their options, ranks, the order of the seeds, and what a resumed run needs."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.options import true_or_false, whole_number
+from lightning_gnn.graph.options import checked_options, keywords_of, true_or_false, whole_number
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.resume import ResumableDataModule
-from lightning_gnn.sampling.keywords import check_sampler, evaluation_keywords, training_keywords, with_overrides
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
+_LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
+_SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint")
+_TIMES = ("input_train_time", "input_val_time", "input_test_time", "input_pred_time")
+_SET_HERE = {
+    "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
+    "loader_id", "first_batch", "epoch", "loader_kwargs",
+}  # fmt: skip
 
 
 class MiniBatchDataModule(ResumableDataModule):
@@ -37,6 +47,7 @@ class MiniBatchDataModule(ResumableDataModule):
         eval_loader_kwargs: What the other loaders, and their sampler, take instead.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
+        times: PyG's times of the seeds for training, validation, testing and prediction, which must be None.
 
     Raises:
         TypeError: An option that nobody knows.
@@ -53,15 +64,17 @@ class MiniBatchDataModule(ResumableDataModule):
         loader_kwargs: dict[str, Any],
         eval_loader_kwargs: dict[str, Any] | None,
         inference: str | FullInference = "sampled",
+        times: Sequence[None] = (),
     ) -> None:
         super().__init__()
+        loader_kwargs = {**loader_kwargs, **dict(zip(_TIMES, times, strict=False))}
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
         self._graph: CompressedGraph | None = None
         self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
-        self.loader_kwargs = training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
+        self.loader_kwargs = _training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
         self.shuffle = self.loader_kwargs.pop("shuffle", None) is not False
-        own, self.sampler_overrides = evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
+        own, self.sampler_overrides = _evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
         not_shared = ("sampler", "batch_sampler", "drop_last")
         self.eval_loader_kwargs = {k: v for k, v in self.loader_kwargs.items() if k not in not_shared} | own
         self._own_eval_batch_size = "batch_size" in own
@@ -75,7 +88,7 @@ class MiniBatchDataModule(ResumableDataModule):
         true_or_false(disjoint, "disjoint")
         check_node_data(data, true_or_false(check_features, "check_features"))
         if sampler is not None:
-            check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
+            _check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
         elif num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
@@ -83,7 +96,7 @@ class MiniBatchDataModule(ResumableDataModule):
         check_edge_data(data)
         self.data = data
         self.graph_sampler = sampler
-        self.eval_graph_sampler = with_overrides(sampler, self.sampler_overrides)
+        self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
     @property
     def num_neighbors(self) -> list[int] | None:
@@ -172,7 +185,7 @@ class MiniBatchDataModule(ResumableDataModule):
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
-    def full_loader(self, name: str, **more: Any) -> DataLoader:
+    def full_loader(self, name: str, **more: Any) -> DataLoader[Any]:
         """Return a loader of the whole graph as one batch, which loaders of the same name share.
 
         Args:
@@ -217,7 +230,7 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler:
+    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
         kind = DistributedSampler if training else _EvaluationOrder
         return kind(
@@ -239,3 +252,71 @@ class _EvaluationOrder(UnrepeatedDistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         pass
+
+
+def _training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a training loader out of what the user gave beside the arguments of the class."""
+    kwargs = dict(kwargs)
+    loader = kwargs.pop("loader", "neighbor")
+    if loader not in ("neighbor", "link_neighbor", "custom"):
+        raise ValueError(f"loader={loader!r} is not supported here; FullGraphDataModule trains on the full graph")
+    options = _loader_options(owner, kind, kwargs, keywords_of(owner))
+    if options.get("shuffle") and ("sampler" in options or "batch_sampler" in options):
+        raise ValueError("shuffle=True and a sampler of your own exclude each other; leave shuffle out")
+    return options
+
+
+def _evaluation_keywords(
+    owner: type, kind: str, eval_loader_kwargs: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the evaluation loaders take instead, and what their sampler takes instead."""
+    if not isinstance(eval_loader_kwargs, (Mapping, type(None))):
+        raise TypeError(f"eval_loader_kwargs must be a dictionary, but is {eval_loader_kwargs!r}")
+    given = dict(eval_loader_kwargs or {})
+    overrides = {name: given.pop(name) for name in _SAMPLER_OPTIONS if name in given}
+    try:
+        if "seed" in given:
+            raise ValueError("seed is the DataModule's: from it each loader draws a stream of its own")
+        options = _loader_options(owner, kind, given)
+        if options.pop("shuffle", False):
+            raise ValueError("shuffle=True is not supported: evaluation goes in order, so that its outputs line up")
+        for name in ("replace", "disjoint"):
+            true_or_false(overrides.get(name, False), name)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"eval_loader_kwargs: {error}") from None
+    return options, overrides
+
+
+def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return the sampler for evaluation: itself, or as in PyG a copy with some attributes set."""
+    if not overrides:
+        return sampler
+    other = copy.copy(sampler)
+    for name, value in overrides.items():
+        if not hasattr(sampler, name):
+            raise ValueError(f"eval_loader_kwargs: {type(sampler).__name__} has no {name} that could be set")
+        setattr(other, name, value)
+    return other
+
+
+def _check_sampler(sampler: Any, kind: str, **options: Any) -> None:
+    """Check a sampler of the user's own, and say which arguments, those not None or False, do nothing beside it."""
+    method = f"sample_from_{'nodes' if kind == 'node' else 'edges'}"
+    if not callable(getattr(sampler, method, None)):
+        raise TypeError(f"{kind}_sampler must be a PyG sampler with {method}, but is {sampler!r}")
+    if ignored := [name for name, value in options.items() if value is not None and value is not False]:
+        rank_zero_warn(f"{kind}_sampler comes with settings of its own: without effect beside it: {', '.join(ignored)}")
+
+
+def _loader_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:
+    if found := sorted(_SET_HERE & set(kwargs)):
+        raise TypeError(f"there is no option {found[0]}: {owner.__name__} sets it for its loaders")
+    if kwargs.get("generator") is not None:
+        raise ValueError("generator is not supported: the order follows seed=, so that an interrupted run can resume")
+    options = checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also}, _SET_HERE - {*also})
+    options.pop("generator", None)
+    if options.get("batch_sampler") is not None:
+        for name in ("sampler", "drop_last"):
+            if options.get(name):
+                raise ValueError(f"batch_sampler and {name} exclude each other; leave {name} out")
+    return options

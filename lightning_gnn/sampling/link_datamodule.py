@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.sampler import BaseSampler, NegativeSampling
@@ -14,9 +17,10 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
-from lightning_gnn.sampling.negatives import negatives
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
+_MOST_WEIGHTS = 1 << 24
+"""As many outcomes torch.multinomial draws from at most."""
 
 
 class LinkDataModule(MiniBatchDataModule):
@@ -25,17 +29,17 @@ class LinkDataModule(MiniBatchDataModule):
     Args:
         data: The graph to sample from; leave out of it the edges that are to be predicted.
         input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default.
-        input_train_labels: Their labels ``[n]``; without, all are positive.
+        input_train_labels: Labels of the training edges ``[n]``; without, all are positive.
         input_train_time: In PyG's place; times are not supported.
-        input_val_edges: Validation edges; no validation loader without.
-        input_val_labels: Their labels.
-        input_val_time: As ``input_train_time``.
-        input_test_edges: Test edges.
-        input_test_labels: Their labels.
-        input_test_time: As ``input_train_time``.
-        input_pred_edges: Edges to score.
-        input_pred_labels: Their labels.
-        input_pred_time: As ``input_train_time``.
+        input_val_edges: Validation edges, int64 ``[2, n]``; no validation loader without.
+        input_val_labels: Labels of the validation edges ``[n]``.
+        input_val_time: In PyG's place; not supported.
+        input_test_edges: Test edges, int64 ``[2, n]``.
+        input_test_labels: Labels of the test edges ``[n]``.
+        input_test_time: In PyG's place; not supported.
+        input_pred_edges: Edges to score, int64 ``[2, n]``.
+        input_pred_labels: Labels of the edges to score ``[n]``.
+        input_pred_time: In PyG's place; not supported.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         neg_sampling: PyG's ``NegativeSampling``, or its mode; where edges have labels, evaluation adds no negatives,
             and prediction never does.
@@ -59,6 +63,19 @@ class LinkDataModule(MiniBatchDataModule):
         TypeError: The graph is not homogeneous, edges are no integers, an option is unknown.
         ValueError: Edges of a wrong shape or out of range, labels of a wrong length, no training edges, NaN, an option
             or a value that cannot work.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import LinkDataModule
+        >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = LinkDataModule(path, num_neighbors=[1], neg_sampling_ratio=1, batch_size=4, shuffle=False)
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.edge_label  # each edge of the graph, and as many that are drawn
+        tensor([1., 1., 1., 1., 0., 0., 0., 0.])
+        >>> batch.n_id[batch.edge_label_index[:, :4]]
+        tensor([[0, 1, 2, 3],
+                [1, 2, 3, 4]])
     """
 
     kind = "link"
@@ -93,9 +110,8 @@ class LinkDataModule(MiniBatchDataModule):
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
-        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference, times)
         self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features)
         if input_train_edges is None:
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
@@ -111,10 +127,10 @@ class LinkDataModule(MiniBatchDataModule):
                 setattr(self, f"{stage}_dataloader", None)
         if not self._edges["train"][0].numel():  # type: ignore[union-attr]
             raise ValueError("the training split is empty; give input_train_edges with at least one edge")
-        self.neg_sampling = self.eval_neg_sampling = negatives(neg_sampling, neg_sampling_ratio, data.num_nodes)
+        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, data.num_nodes)
         own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}
         if own:
-            self.eval_neg_sampling = negatives(**own, num_nodes=data.num_nodes, where="eval_loader_kwargs: ")
+            self.eval_neg_sampling = _negatives(**own, num_nodes=data.num_nodes, where="eval_loader_kwargs: ")
         evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
         if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
             raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
@@ -163,3 +179,54 @@ def _checked(edges: Any, labels: Any, num_nodes: int, stage: str) -> tuple[Tenso
         return None, None
     edges = check_edges(edges, num_nodes, f"{name}_edges")
     return edges, None if labels is None else check_edge_labels(labels, edges.size(1), f"{name}_labels")
+
+
+def _negatives(
+    neg_sampling: Any = None, neg_sampling_ratio: Any = None, num_nodes: int = 0, where: str = ""
+) -> NegativeSampling | None:
+    """Return PyG's description of the negative edges, None for none, out of any of PyG's ways to ask for them."""
+    if neg_sampling_ratio is not None:
+        if neg_sampling is not None:
+            raise ValueError(f"{where}give neg_sampling or neg_sampling_ratio, not both")
+        if not isinstance(neg_sampling_ratio, Real) or isinstance(neg_sampling_ratio, bool):
+            raise TypeError(f"{where}neg_sampling_ratio must be a number, but is {neg_sampling_ratio!r}")
+        ratio = float(neg_sampling_ratio)
+        if not 0 <= ratio < float("inf"):
+            raise ValueError(f"{where}neg_sampling_ratio must not be negative, but is {ratio:g}")
+        neg_sampling = NegativeSampling("binary", ratio) if ratio else None
+    if neg_sampling is None:
+        return None
+    try:
+        found = NegativeSampling.cast(neg_sampling)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{where}neg_sampling={neg_sampling!r} is none: {error}; use 'binary' or 'triplet', or a "
+            "torch_geometric.sampler.NegativeSampling"
+        ) from None
+    found = copy.copy(found)
+    for name in ("src_weight", "dst_weight"):
+        setattr(found, name, _probabilities(getattr(found, name), num_nodes, f"{where}{name}"))
+    return found
+
+
+def _probabilities(given: Any, num_nodes: int, name: str) -> Tensor | None:
+    if given is None:
+        return None
+    weight = torch.as_tensor(given)
+    if weight.shape != (num_nodes,):
+        raise ValueError(
+            f"{name} of the negative sampling must have one entry per node, {num_nodes}, but has the shape "
+            f"{list(weight.shape)}"
+        )
+    if num_nodes > _MOST_WEIGHTS:
+        raise ValueError(f"{name} of the negative sampling: torch draws by weight from {_MOST_WEIGHTS} nodes at most")
+    if not weight.is_floating_point():
+        weight = weight.float()
+    wrong = ~weight.isfinite() | (weight < 0)
+    if bool(wrong.any()):
+        node = int(wrong.nonzero()[0])
+        found = f"{weight[node]:g} at node {node}"
+        raise ValueError(f"{name} of the negative sampling must not be negative, but is {found}")
+    if not bool(weight.sum() > 0):
+        raise ValueError(f"{name} of the negative sampling is zero at every node, which leaves none to draw")
+    return weight

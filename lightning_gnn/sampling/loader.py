@@ -32,6 +32,8 @@ from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
+Task = tuple[int, int, list[int]]
+"""A mini-batch to prepare: epoch, number, positions of the seeds."""
 
 
 @dataclass
@@ -40,8 +42,8 @@ class PreparationTimes:
 
     Args:
         batches: Mini-batches handed out.
-        nodes: Their nodes.
-        edges: Their edges.
+        nodes: Nodes in these mini-batches.
+        edges: Edges in these mini-batches.
         sampling_s: Thread-seconds of sampling.
         features_s: Thread-seconds of feature loading.
         wait_s: Seconds for which the consumer waited.
@@ -92,8 +94,8 @@ class _ThreadedLoader:
     batch_sampler: Any
     sampler: Any
     _sample_from: str
-    transform: Callable | None
-    transform_sampler_output: Callable | None
+    transform: Callable[[Data], Any] | None
+    transform_sampler_output: Callable[[SamplerOutput], SamplerOutput] | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Note the arguments as Lightning's hooks do: it makes loaders anew to predict, to overfit and for ranks."""
@@ -131,7 +133,7 @@ class _ThreadedLoader:
         self.prefetch_factor_threads: int = kwargs.pop("prefetch_factor", None) or 2
         self.times = PreparationTimes()
         self._pass = -1
-        self._told: int | None = None
+        self._epoch_seen: int | None = None
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data):
             raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
@@ -149,7 +151,7 @@ class _ThreadedLoader:
             user_code = f"the sampler {type(self._graph_sampler).__name__}"
             if self.transform_sampler_output is not None:
                 user_code = "transform_sampler_output"
-            elif not self._joins:
+            elif not self._joins_features:
                 user_code = f"{type(self).__name__}.filter_fn"
             rank_zero_warn(
                 f"{user_code} may draw from the process's random stream, so mini-batches are prepared in the "
@@ -166,13 +168,13 @@ class _ThreadedLoader:
         The ``epoch`` that the loader was made with has the last word.
         """
         told = getattr(self.sampler, "epoch", None)
-        self._pass = told if isinstance(told, int) and told != self._told else self._pass + 1
+        self._pass = told if isinstance(told, int) and told != self._epoch_seen else self._pass + 1
         if self.epoch is not None:
             self._pass = self.epoch(self._pass)
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None), self.batch_sampler):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self._pass)
-        self._told = getattr(self.sampler, "epoch", None)
+        self._epoch_seen = getattr(self.sampler, "epoch", None)
         return self._pass
 
     @property
@@ -187,12 +189,13 @@ class _ThreadedLoader:
     @property
     def in_training_thread(self) -> bool:
         """Whether all of a mini-batch must be made there: the user's own code comes before Feature Loading."""
-        if not self._joins and self.trained():
+        if not self._joins_features and self.trained():
             return True  # the user's own code gathers rows that must not be stale
-        return not self.thread_safe and not (self._keyed and self.transform_sampler_output is None and self._joins)
+        keyed = self._keyed and self.transform_sampler_output is None and self._joins_features
+        return not (self.thread_safe or keyed)
 
     @property
-    def _joins(self) -> bool:
+    def _joins_features(self) -> bool:
         """Whether Feature Loading is ours: a class of the user's own may have another ``filter_fn``, as in PyG."""
         return type(self).filter_fn is _ThreadedLoader.filter_fn
 
@@ -209,7 +212,7 @@ class _ThreadedLoader:
             index: The positions.
             key: The key of the mini-batch.
             part: Which part of it, where it has been shared out; for samplers that take no key.
-            first: Position of the first seed in the whole mini-batch, likewise; for disjoint samples.
+            first: Position of the first seed in a mini-batch that has been shared out; for disjoint samples.
         """
         keyed = {"key": key} if self._takes_key else {}
 
@@ -219,7 +222,7 @@ class _ThreadedLoader:
             except StopIteration as error:  # would end the epoch
                 raise RuntimeError(f"the sampler {type(self._graph_sampler).__name__} raised StopIteration") from error
 
-        return draw(index) if self._keyed else self._run_theirs(draw, index, key, _SAMPLING, part)
+        return draw(index) if self._keyed else self._run_user_code(draw, index, key, _SAMPLING, part)
 
     @property
     def _graph_sampler(self) -> Any:
@@ -256,14 +259,14 @@ class _ThreadedLoader:
         """
         start = time.perf_counter()
         left: dict[str, Tensor] = {}
-        if not self._joins:
-            batch = self._run_theirs(self.filter_fn, out, key, _TRANSFORM, part)
+        if not self._joins_features:
+            batch = self._run_user_code(self.filter_fn, out, key, _TRANSFORM, part)
         else:
             if self.transform_sampler_output is not None:
-                out = self._run_theirs(self.transform_sampler_output, out, key, _OUTPUT, part)
+                out = self._run_user_code(self.transform_sampler_output, out, key, _OUTPUT, part)
             batch, left = self._join(out)
             if self.transform is not None and self.thread_safe and not left:
-                batch = self._run_theirs(self.transform, batch, key, _TRANSFORM, part)
+                batch = self._run_user_code(self.transform, batch, key, _TRANSFORM, part)
         cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
         return Prepared(batch, cost, key, left)
 
@@ -307,7 +310,7 @@ class _ThreadedLoader:
         self.describe(batch, out)
         return batch, left
 
-    def prepare(self, task: tuple[int, int, list[int]], stage_ends: Callable[[], None] = lambda: None) -> Prepared:
+    def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
 
         Args:
@@ -338,14 +341,20 @@ class _ThreadedLoader:
         batch, start = prepared.batch, time.perf_counter()
         for key, ids in prepared.left.items():
             batch[key] = self._trained_rows(key, ids)
-        if self._joins and self.transform is not None and not (self.thread_safe and not prepared.left):
+        if self._joins_features and self.transform is not None and not (self.thread_safe and not prepared.left):
             device = batch.edge_index.device
-            batch = self._run_theirs(self.transform, batch, prepared.key, _TRANSFORM, part, device)
+            batch = self._run_user_code(self.transform, batch, prepared.key, _TRANSFORM, part, device)
         prepared.cost.features_s += time.perf_counter() - start
         return batch
 
-    def _run_theirs(
-        self, code: Callable, argument: Any, key: int, stage: int, part: int, device: torch.device | None = None
+    def _run_user_code(
+        self,
+        code: Callable[[Any], Any],
+        argument: Any,
+        key: int,
+        stage: int,
+        part: int,
+        device: torch.device | None = None,
     ) -> Any:
         """Call the user's own code with random numbers that follow from the key of the mini-batch.
 
@@ -376,7 +385,7 @@ class _ThreadedLoader:
         return [value[i] for i in ids.tolist()]
 
     def _trained_rows(self, key: str, ids: Tensor) -> Tensor:
-        value = self.data[key]
+        value: Tensor = self.data[key]
         ids = ids.to(value.device)
         if self.sparse_grad:
             return F.embedding(ids, value, sparse=True)
@@ -409,7 +418,7 @@ class _ThreadedIterator:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._pipeline: OrderedPipeline | None = None
+        self._pipeline: OrderedPipeline[Task, Prepared] | None = None
 
     def __iter__(self) -> Iterator[Data]:
         return self
@@ -425,7 +434,7 @@ class _ThreadedIterator:
         loader.times.add(cost)
         return batch
 
-    def _begin(self) -> OrderedPipeline:
+    def _begin(self) -> OrderedPipeline[Task, Prepared]:
         loader = self._loader
         epoch = loader.begin_epoch()
         first = 0 if loader.first_batch is None else loader.first_batch()
@@ -439,7 +448,7 @@ class _ThreadedIterator:
             self._pipeline.close()
 
 
-class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
+class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
     """Mini-batches of seeds, in deterministic order, prepared ahead by threads.
 
     Takes the arguments of PyG's ``NodeLoader``, whose batches it equals attribute by attribute.
@@ -488,7 +497,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):
         batch.batch_size = out.metadata[0].size(0)
 
 
-class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):
+class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
     """Mini-batches of edges, in deterministic order, prepared ahead by threads.
 
     Takes the arguments of PyG's ``LinkLoader``, whose batches it equals attribute by attribute, and those that

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numba
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.sampler import (
@@ -24,8 +27,10 @@ from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
 from lightning_gnn.ops.sample.definition import check_backend, check_fanouts, check_flags, check_integer, check_key
 
+IntArray = NDArray[np.integer[Any]]
 
-class SeedRange(NodeSamplerInput):
+
+class SeedRange(NodeSamplerInput):  # type: ignore[misc]
     """Consecutive seeds of a larger mini-batch, which know where they stand in it.
 
     A sampler of the user's own that hands its input on to :class:`NeighborSampler` hands this on too.
@@ -40,7 +45,7 @@ class SeedRange(NodeSamplerInput):
         self.first = first
 
 
-class NeighborSampler(BaseSampler):
+class NeighborSampler(BaseSampler):  # type: ignore[misc]
     """Uniform neighbour sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
 
     The ``edge`` of its output holds positions in the user's ``edge_index``, so it needs no ``edge_permutation``.
@@ -56,6 +61,18 @@ class NeighborSampler(BaseSampler):
     Raises:
         TypeError: ``data`` is no homogeneous graph, or fanouts or the seed are no integers.
         ValueError: A graph, fanout or backend that is not valid.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.loader import NodeLoader
+        >>> from lightning_gnn import NeighborSampler
+        >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
+        >>> sampler = NeighborSampler(path, num_neighbors=[1, 1])
+        >>> batch = next(iter(NodeLoader(path, sampler, input_nodes=torch.tensor([4]))))
+        >>> batch.n_id, batch.edge_index
+        (tensor([4, 3, 2]), tensor([[1, 2],
+                [0, 1]]))
     """
 
     def __init__(
@@ -93,7 +110,7 @@ class NeighborSampler(BaseSampler):
             setattr(other, name, value)
         return other
 
-    def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> SamplerOutput:  # type: ignore[override]
+    def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> SamplerOutput:
         """Sample the neighbourhoods of some seeds.
 
         Args:
@@ -112,7 +129,7 @@ class NeighborSampler(BaseSampler):
         first = inputs.first if isinstance(inputs, SeedRange) else 0
         return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first))
 
-    def sample_from_edges(  # type: ignore[override]
+    def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> SamplerOutput:
         """Sample the neighbourhoods of both ends of some edges, and of negative edges beside them.
@@ -142,7 +159,7 @@ class NeighborSampler(BaseSampler):
             self.graph.num_nodes,
             self.disjoint,
             None,
-            negatives,  # type: ignore[arg-type]
+            negatives,
         )
 
     def _sample(self, seeds: Tensor, times: Tensor | None, key: int, first: int = 0) -> SamplerOutput:
@@ -240,6 +257,6 @@ class _KeyedNegatives:
 
 
 @numba.njit(nogil=True, cache=True)
-def _take(table, index, out):
+def _take(table: IntArray, index: IntArray, out: IntArray) -> None:
     for i in range(index.size):
         out[i] = table[index[i]]

@@ -27,11 +27,11 @@ class NeighborDataModule(MiniBatchDataModule):
         input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
         input_train_time: In PyG's place; times are not supported.
         input_val_nodes: Seeds for validation; no validation loader without.
-        input_val_time: As ``input_train_time``.
+        input_val_time: In PyG's place; not supported.
         input_test_nodes: Seeds for testing.
-        input_test_time: As ``input_train_time``.
+        input_test_time: In PyG's place; not supported.
         input_pred_nodes: Seeds for prediction; all nodes by default.
-        input_pred_time: As ``input_train_time``.
+        input_pred_time: In PyG's place; not supported.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         batch_size: Seeds per mini-batch.
         num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
@@ -52,6 +52,21 @@ class NeighborDataModule(MiniBatchDataModule):
         TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.
         ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
             that cannot work.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import NeighborDataModule
+        >>> path = Data(x=torch.eye(5), y=torch.arange(5) % 2, edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = NeighborDataModule(
+        ...     path, input_train_nodes=torch.tensor([4, 1]), num_neighbors=[1], batch_size=2, shuffle=False
+        ... )
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.n_id, batch.y[: batch.batch_size]
+        (tensor([4, 1, 3, 0]), tensor([0, 1]))
+        >>> batch.edge_index  # as in PyG: from the neighbours to the seeds, by their places in the mini-batch
+        tensor([[2, 3],
+                [0, 1]])
     """
 
     def __init__(
@@ -78,16 +93,15 @@ class NeighborDataModule(MiniBatchDataModule):
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        times = {"train": input_train_time, "val": input_val_time, "test": input_test_time, "pred": input_pred_time}
-        kwargs.update({f"input_{split}_time": time for split, time in times.items() if time is not None})
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference)
+        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
+        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference, times)
         self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
         for stage, nodes in zip(LOADER_IDS, given, strict=True):
             name = f"input_{stage.removesuffix('ict')}_nodes"
             if nodes is None:
-                name, nodes = _found_in(data, stage)
+                name, nodes = _seeds_in(data, stage)
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
@@ -103,7 +117,7 @@ class NeighborDataModule(MiniBatchDataModule):
         return super().train_dataloader()
 
     def _count(self, stage: str) -> int:
-        return get_input_nodes(self.data, self._nodes[stage])[1].numel()
+        return int(get_input_nodes(self.data, self._nodes[stage])[1].numel())
 
     def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
@@ -115,7 +129,7 @@ class NeighborDataModule(MiniBatchDataModule):
             **self.loader_arguments(stage, self._count(stage)),
         )
 
-    def _full_loader(self, stage: str) -> DataLoader:
+    def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
         self.check_count(stage, self._count(stage))
         chosen = {
@@ -131,7 +145,7 @@ class NeighborDataModule(MiniBatchDataModule):
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-def _found_in(data: Data, stage: str) -> tuple[str, Any]:
+def _seeds_in(data: Data, stage: str) -> tuple[str, Any]:
     """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):

@@ -38,14 +38,14 @@ NODE = [
 """Five optimizer steps per epoch."""
 
 
-def lgnn(directory, *overrides, base=NODE):
+def lgnn(directory, *overrides, base=NODE, command=()):
     """Run in this process; return the exit code."""
     flags = [item for item in overrides if item.startswith("-")]
     overrides = [item for item in overrides if item not in flags]
     overrides += _disarmed(overrides)
     argv, sys.argv = (
         sys.argv,
-        ["lgnn", *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
+        ["lgnn", *command, *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lightning_gnn.cli import doctor
+from lightning_gnn.cli import main as cli
+from lightning_gnn.runtime.store import keep
 
 
 def by_name(findings):
@@ -102,3 +104,14 @@ def test_it_is_a_command_of_lgnn(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert by_name(doctor.Finding(**finding) for finding in json.loads(done.stdout))["torch"].state == "present"
     assert not list(tmp_path.iterdir())
+
+
+def test_cache_is_a_command_of_lgnn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
+    keep("plans", "0" * 32, lambda folder: (folder / "plan.yaml").write_text("x"), title="plan for this machine")
+    for arguments, text in ([[], "1 entry,"], [["--verify"], "1 whole"], [["--clear"], "plans: 1 entry removed"]):
+        monkeypatch.setattr("sys.argv", ["lgnn", "cache", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 0
+        assert text in capsys.readouterr().out

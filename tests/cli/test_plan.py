@@ -3,18 +3,15 @@
 import json
 import re
 import signal
-import sys
 import threading
 from dataclasses import replace
 from math import inf
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lightning_gnn.cli import main as cli
-from lightning_gnn.cli.plan_collective import _Profiling
+from lightning_gnn.cli.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.workload import Platform, Processor, Workload
@@ -42,21 +39,9 @@ def cache(tmp_path, monkeypatch):
 
 def plan(directory, *overrides, base=NODE):
     """Run in this process; return the exit code."""
-    flags = [item for item in overrides if item.startswith("-")]
-    overrides = [item for item in overrides if item not in flags]
-    directories = [f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}"]
-    argv, sys.argv = sys.argv, ["lgnn", "plan", *flags, *base, *directories, *overrides]
-    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
-    try:
-        cli.main()
-    except SystemExit as error:
-        return error.code
-    finally:
-        sys.argv = argv
-        torch.set_num_threads(threads)
-        assert signal.getsignal(signal.SIGINT) == handler
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-gnn")]
-    return 0
+    code = lgnn(directory, *overrides, base=base, command=["plan"])
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-gnn")]
+    return code
 
 
 def loaded(path):

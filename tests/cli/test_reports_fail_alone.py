@@ -143,7 +143,7 @@ def test_the_command_that_resumes(tmp_path, capfd, monkeypatch):
     def fail(*args):
         raise RuntimeError("nothing to say")
 
-    monkeypatch.setattr("lightning_gnn.cli.main._say_how_to_resume", fail)
+    monkeypatch.setattr("lightning_gnn.cli.train._say_how_to_resume", fail)
     assert lgnn(tmp_path, *signal_at(2, signal.SIGINT)) == 130
     assert "warning: the command that resumes could not be made" in capfd.readouterr().err
 

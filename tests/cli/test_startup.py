@@ -1,5 +1,6 @@
-"""Ctrl-C while the command is starting ends it at once, whatever it is importing and whatever that swallows."""
+"""What is imported and when, and Ctrl-C while it is: it ends the command at once, whatever swallows it."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+import lightning_gnn
 from lightning_gnn import startup
 from tests.cli.command import ROOT
 
@@ -30,7 +32,7 @@ def start(tmp_path, module, *command):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     return subprocess.run(
-        [sys.executable, *command, "--help"],
+        [sys.executable, *command, "--cfg", "job"],
         env={**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": module, "OMP_NUM_THREADS": "1"},
         # A shell starts what runs in the background with SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -42,7 +44,7 @@ def start(tmp_path, module, *command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.main"])
+@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.train"])
 def test_interrupted_while_importing(module, tmp_path):
     ended = start(tmp_path, module, "-m", "lightning_gnn")
     assert ended.returncode == 130
@@ -58,6 +60,80 @@ def test_the_installed_script(tmp_path):
     assert ended.stderr.strip() == "Interrupted before training began."
 
 
+def last_line_of(code, *arguments):
+    """Run Python code in a process of its own, and evaluate the last line that it prints."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return ast.literal_eval(ran.stdout.splitlines()[-1])
+
+
+def test_the_import_brings_no_library_beside_lightning_s_and_yet_every_name_that_a_trainer_takes():
+    code = """
+import sys, pytorch_lightning
+before = {*sys.modules}
+import lightning_gnn
+brought = {*sys.modules} - before
+from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.strategies import StrategyRegistry
+made = {name: StrategyRegistry.get(name) for name in sys.argv[1:]}
+print((brought, "npu" in AcceleratorRegistry,
+    {name: (type(strategy).__name__, getattr(strategy, "_start_method", "")) for name, strategy in made.items()}))
+"""
+    names = ["hyscale", "ascend_hybrid", "ascend_hybrid_spawn", "ascend_hybrid_fork", "ascend_hybrid_notebook"]
+    brought, npu, made = last_line_of(code, *names)
+    assert {name.partition(".")[0] for name in brought} == {"lightning_gnn"}
+    rooms = {name.split(".")[1] for name in brought if "." in name}
+    assert rooms == {"accelerators", "registration", "runtime", "startup"}
+    assert npu
+    assert made.pop("hyscale") == ("HyScaleStrategy", "")
+    assert made == {
+        name: ("AscendHybridParallelStrategy", method)
+        for name, method in zip(names[1:], ("popen", "spawn", "fork", "fork"), strict=True)
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
+def test_help_imports_no_library_but_hydra(arguments, monkeypatch):
+    code = """
+import sys
+sys.argv[0] = "/opt/bin/lgnn"
+from lightning_gnn.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print({name.partition(".")[0] for name in sys.modules})
+"""
+    monkeypatch.setenv("COMP_LINE", "lgnn da")
+    monkeypatch.setenv("COMP_POINT", "7")
+    imported = last_line_of(code, *arguments)
+    assert imported.isdisjoint(
+        {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "scipy", "matplotlib", "rich"}
+    )
+    assert "hydra" in imported
+
+
+def test_public_names_are_found_where_they_are():
+    found = {name for names in lightning_gnn._NAMES.values() for name in names}
+    assert found == {*lightning_gnn.__all__}
+    assert found <= {*dir(lightning_gnn)}
+    for name in lightning_gnn.__all__:
+        assert getattr(lightning_gnn, name).__name__ == name
+    for room in lightning_gnn._NAMES:
+        assert getattr(lightning_gnn, room).__name__ == f"lightning_gnn.{room}"
+    typed = next(
+        node
+        for node in ast.walk(ast.parse((ROOT / "lightning_gnn/__init__.py").read_text()))
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    assert {(line.module.rpartition(".")[2], alias.name) for line in typed.body for alias in line.names} == {
+        (room, name) for room, names in lightning_gnn._NAMES.items() for name in names
+    }
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        lightning_gnn.Nothing  # noqa: B018
+
+
 @pytest.mark.parametrize(
     "arguments", [["/opt/own.py"], ["python", "-m", "own"], ["python", "-m", "pytest", "lightning_gnn"]], ids=str
 )
@@ -65,7 +141,8 @@ def test_a_user_s_own_script_keeps_its_handler(arguments, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         monkeypatch.setattr(sys, "argv", ["-m"] if "-m" in arguments else arguments)
-        monkeypatch.setattr(sys, "orig_argv", arguments)
+        monkeypatch.setattr(sys, "orig_argv", [*arguments, "--help"])
+        assert not startup.asks_for_help()
         startup.begin()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         monkeypatch.setattr(sys, "argv", ["/opt/bin/lgnn"])

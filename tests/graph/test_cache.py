@@ -10,7 +10,7 @@ from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.graph.cache import SECTOR_BYTES, RowCache, hottest, plan_dual_cache
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.persistent.hotness import count_accesses
+from lightning_gnn.persistent import count_accesses
 from tests.strategies import graphs
 
 

@@ -383,18 +383,26 @@ def test_a_collate_fn_of_the_users_own_is_refused_since_nobody_would_call_it():
         Collating(DATA, SAMPLER)
 
 
+STEPS = [0.0, -2.0, -4.0]
+
+
+def seen_in_three_steps(loader, name):
+    """Train the one row of ``data.x`` that each mini-batch holds, by steps of -2."""
+    seen, x = [], loader.data.x
+    for batch in loader:
+        seen.append(batch[name].item())
+        batch[name].sum().backward()
+        with torch.no_grad():
+            x -= 2 * x.grad
+            x.grad = None
+    return seen
+
+
 @pytest.mark.parametrize("thread_safe", [False, True])
 def test_so_it_is_with_features_that_are_trained(thread_safe):
     data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
     options = {"batch_size": 1, "num_workers": 2, "sampler": [0, 0, 0], "thread_safe": thread_safe}
-    seen = []
-    for batch in noted(ThreadedNodeLoader)(data, NeighborSampler(data, [1]), **options):
-        seen.append(batch.sums.item())
-        batch.sums.sum().backward()
-        with torch.no_grad():
-            data.x -= 2 * data.x.grad
-            data.x.grad = None
-    assert seen == [0.0, -2.0, -4.0]
+    assert seen_in_three_steps(noted(ThreadedNodeLoader)(data, NeighborSampler(data, [1]), **options), "sums") == STEPS
 
 
 # -- features that are trained
@@ -447,14 +455,7 @@ def test_trained_features_equal_plain_indexing_with_any_number_of_workers(sparse
 def test_rows_are_those_after_the_step_before():
     data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
     ours = ThreadedNodeLoader(data, NeighborSampler(data, [1]), batch_size=1, num_workers=2, sampler=[0, 0, 0])
-    seen = []
-    for batch in ours:
-        seen.append(batch.x.item())
-        batch.x.sum().backward()
-        with torch.no_grad():
-            data.x -= 2 * data.x.grad
-            data.x.grad = None
-    assert seen == [0.0, -2.0, -4.0]
+    assert seen_in_three_steps(ours, "x") == STEPS
 
 
 def test_a_transform_sees_trained_rows_and_keeps_their_gradient():
