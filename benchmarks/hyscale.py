@@ -40,9 +40,9 @@ from benchmarks.hyscale_model import (
     workload_of,
 )
 from benchmarks.machine import machine
-from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.work_share import num_cores
+from lightning_gnn.hyscale.options import num_cores
 
 SIZES = {
     "nodes": (200_000, 2_000),
@@ -134,7 +134,7 @@ def figure_11(common: dict[str, Any], notes: Notes, label: str, chosen: dict[str
     }
     model = models["calibrated"]
     best = model.best_mapping(1, sum(threads))
-    alone = Mapping((seeds,), 0, (*threads[:2], 0))
+    alone = TaskMapping((seeds,), 0, (*threads[:2], 0))
     specs: dict[str, dict[str, Any] | None] = {}
     variants = VARIANTS | (ON_GPU if common["device"] == "cuda" else {})
     for variant, options in variants.items():
@@ -158,7 +158,7 @@ def figure_11(common: dict[str, Any], notes: Notes, label: str, chosen: dict[str
         if "cpu_trainers" in options:
             final = alone
             if options["cpu_trainers"]:
-                final = Mapping(tuple(noted[name]["seeds"]), 1, tuple(noted[name]["threads"]))
+                final = TaskMapping(tuple(noted[name]["seeds"]), 1, tuple(noted[name]["threads"]))
             entry |= {"mapping": str(final), "stages": noted[name]["stages"], "decisions": noted[name]["decisions"]}
             for which, predicting in models.items():
                 milliseconds = 1e3 * predicted(predicting, final, options["prefetch"])

@@ -23,9 +23,9 @@ from benchmarks.harness import Gate
 from benchmarks.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.hyscale.first_mapping import describe_workload, measure_platform
+from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.pipeline import HybridLoader
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_share import Trainers
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 

@@ -14,10 +14,18 @@ from typing import Any
 import matplotlib
 
 from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
-from lightning_gnn.hyscale.mapping import Mapping
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.paper_numbers import ALVEO_U250, BATCH_SIZE, DATASETS, cpu_fpga, cpu_gpu, paper_workload
-from lightning_gnn.hyscale.scaling import ScalingPoint, scaling_study
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.model import (
+    ALVEO_U250,
+    BATCH_SIZE,
+    DATASETS,
+    PerformanceModel,
+    ScalingPoint,
+    cpu_fpga,
+    cpu_gpu,
+    paper_workload,
+    scaling_study,
+)
 
 NETWORK_BANDWIDTH, NETWORK_LATENCY = 12.5e9, 10e-6
 """Of the nodes in the scaling study, which the paper does not have: 100 Gbit/s, and 10 microseconds for a message."""
@@ -103,7 +111,7 @@ def calibrated(notes: dict[str, Any]) -> Platform:
     return replace(found, cpu=cpu, core_bandwidth=core * bandwidth)
 
 
-def predicted(model: PerformanceModel, mapping: Mapping, prefetch: int) -> float:
+def predicted(model: PerformanceModel, mapping: TaskMapping, prefetch: int) -> float:
     """Return the seconds of an iteration.
 
     Args:

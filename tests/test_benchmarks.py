@@ -408,3 +408,13 @@ def test_a_cell_of_the_collective_benchmark_measures_all_ways(load, tmp_path):
     load("collective_simulated").draw(result, tmp_path / "collective.png")
     assert (tmp_path / "collective.png").stat().st_size > 1000
     json.dumps(result)
+
+
+def test_parts_of_the_resource_manager_are_switched_off(load, tmp_path):
+    out = tmp_path / "found.json"
+    benchmark = load("resource_manager")
+    result = benchmark.main(["--quick", "--runs", "1", "--iterations", "90", "--out", str(out)])
+    assert json.loads(out.read_text()) == result
+    assert set(result["results"]) == set(benchmark.WAYS)
+    assert all(found["mean"] >= 0 for found in result["results"].values())
+    assert result["results"]["ours"]["bad first mapping"] < result["results"]["no manager"]["bad first mapping"] / 2

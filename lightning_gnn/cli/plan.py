@@ -30,8 +30,7 @@ from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.csc import count_edges
-from lightning_gnn.hyscale.platform_numbers import given_numbers
-from lightning_gnn.hyscale.report import forecast, print_forecast
+from lightning_gnn.hyscale.report import forecast, given_numbers, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.report import reporting
 from lightning_gnn.report.console import be_quiet, console, describe

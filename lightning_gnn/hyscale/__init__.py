@@ -3,10 +3,10 @@
 Source: "HyScale-GNN". Each trainer takes a share of every mini-batch's seeds; a performance model gives the first
 shares, the dynamic resource manager moves seeds and threads.
 
-Reading order: ``hyscale/model.py`` (equations 5 to 13), ``hyscale/mapping.py`` (the first shares),
-``hyscale/resources.py`` (algorithm 1), ``hyscale/pipeline.py`` (four stages, prefetched), ``hyscale/trainers.py`` (one
-step in all trainers), ``hyscale/replicas.py`` (their copies of the module), ``hyscale/work_balance.py``,
-``hyscale/strategy.py``.
+Reading order. Plan: ``hyscale/mapping.py`` (who does what, and how long it took), ``hyscale/model.py`` (equations 5 to
+13 and the best mapping by them), ``hyscale/resources.py`` (algorithm 1), ``hyscale/estimates.py`` (what it knows of
+each stage's cost). Hot path: ``hyscale/pipeline.py`` (four stages, prefetched), ``hyscale/work_balance.py`` (the
+manager at work), ``hyscale/trainers.py`` (one step in all trainers). Plug-in: ``hyscale/strategy.py``.
 """
 
 from lightning_gnn.hyscale.model import PerformanceModel

@@ -11,8 +11,8 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DistributedSampler
 
+from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.pipeline import check_loader
-from lightning_gnn.hyscale.work_share import Trainers
 from lightning_gnn.nn.full_batch import FullBatch
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.loader import ThreadedNodeLoader

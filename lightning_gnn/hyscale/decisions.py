@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping, Stage
+from lightning_gnn.hyscale.mapping import IterationTimes, Stage, TaskMapping
 from lightning_gnn.runtime.files import read_json
 
 STAGE_NAMES: dict[Stage, str] = {
@@ -33,7 +33,7 @@ class Decision:
         changed: Whether the mapping is another one than before.
     """
 
-    mapping: Mapping
+    mapping: TaskMapping
     explanation: str
     action: str = "hold"
     observation: int = 0
@@ -67,7 +67,7 @@ def read_decisions(lines: Iterable[str]) -> list[Decision]:
         try:
             state = read_json(line)
             decision = Decision(
-                Mapping.from_dict(state["mapping"]),
+                TaskMapping.from_dict(state["mapping"]),
                 str(state["explanation"]),
                 str(state["action"]),
                 int(state["observation"]),
@@ -110,7 +110,7 @@ class ReplayedDecisions:
         self._number = 0
 
     @property
-    def mapping(self) -> Mapping:
+    def mapping(self) -> TaskMapping:
         """The mapping in force."""
         return self._at(self._number).mapping
 
@@ -139,7 +139,7 @@ class ReplayedDecisions:
         return self._decisions[bisect_right(self._numbers, number) - 1]
 
 
-def difference(old: Mapping, new: Mapping) -> str:
+def difference(old: TaskMapping, new: TaskMapping) -> str:
     """Return in a few words what changes."""
     changes = []
     if old.seeds != new.seeds:

@@ -1,81 +1,69 @@
-"""From noisy stage times of the last iterations to what each stage costs, and would cost under another mapping."""
+"""From noisy stage times of the last iterations to what each stage takes, and would take under another mapping."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping, Stage
-from lightning_gnn.hyscale.running_cost import RunningCost
-from lightning_gnn.hyscale.split import TrainerCost
+from lightning_gnn.hyscale.mapping import Cost, IterationTimes, Stage, TaskMapping
 
 NEAR = 0.25
-"""Measurements count for the present mapping while no trainer's seeds differ from now by more than this."""
+"""Measurements of so much more or less work are compared to tell a change; of others, the overhead would mislead."""
+RIDGE = 0.1
+"""How surely there is no overhead: as by so many measurements that say so. About a tenth over a third, squared: the
+noise of a measurement over the overhead that is expected, both as parts of the time."""
+LEAST_SLOPE = 0.25
+"""Of a time, at least this part is counted as growing with the work: noise may say otherwise."""
+CHANGES = ((5, 3.0), (15, 1.6))
+"""A task runs at another speed if the median of so many measurements is off by so many standard deviations of one."""
+LEAST_NOISE, USUAL_NOISE = 0.02, 0.1
+"""Relative standard deviation of a measurement, at least: the second where too few are known to tell."""
 
-
-class Measurement(NamedTuple):
-    """Stage times and the mapping they were measured with."""
-
-    mapping: Mapping
-    times: IterationTimes
-
-    def is_near(self, mapping: Mapping) -> bool:
-        """Whether it tells about another mapping too: same threads, nearly the same shares."""
-        if self.mapping.threads != mapping.threads:
-            return False
-        if abs(self.mapping.accelerator_sampling - mapping.accelerator_sampling) > NEAR * mapping.accelerator_sampling:
-            return False
-        if self.mapping.seeds == mapping.seeds:
-            return True
-        pairs = zip(self.mapping.seeds, mapping.seeds, strict=True)
-        return all((then > 0) == (now > 0) and abs(then - now) <= NEAR * now for then, now in pairs)
+Key = tuple[str, int, bool]
+"""A task: its name, the threads that work at it (0 for accelerators'), and whether CPU trainers have seeds."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the stages cost under a mapping, by the measurements.
+    """What the stages take under a mapping, by the measurements.
 
     Args:
         mapping: The mapping.
         times: Stage times under it.
-        costs: Cost of each trainer; None for one without seeds.
-        error: Relative standard error of the slowest stage's time.
+        costs: Of each trainer for its seeds; None for one without.
     """
 
-    mapping: Mapping
+    mapping: TaskMapping
     times: IterationTimes
-    costs: tuple[TrainerCost | None, ...]
-    error: float
+    costs: tuple[Cost | None, ...]
 
     @cached_property
     def stages(self) -> dict[Stage, float]:
-        """Time of each stage that exists."""
+        """Seconds of each stage that exists."""
         return self.times.stages()
 
     @cached_property
     def bottleneck(self) -> float:
-        """Time of the slowest stage."""
-        return max(self.stages.values(), default=0.0)
+        """Seconds of the slowest stage."""
+        return self.times.bottleneck
 
     @property
     def transfer_per_seed(self) -> float:
-        """Seconds of Data Transfer per seed on any accelerator."""
-        seeds = self.mapping.accelerator_seeds
-        return (self.times.transfer or 0.0) / seeds if seeds else 0.0
+        """Seconds of Data Transfer for a seed on any accelerator."""
+        return (self.times.transfer or 0.0) / max(1, self.mapping.accelerator_seeds)
 
-    def under(self, mapping: Mapping) -> IterationTimes:
-        """Predict the stage times under another mapping.
-
-        Work is taken to scale with seeds and sampling share, and with the inverse of the threads.
-        """
+    def under(self, mapping: TaskMapping) -> IterationTimes:
+        """Predict the stage times under another mapping: it grows with work and the inverse of threads."""
         now, times = self.mapping, self.times
         sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
-        trainers: list[float | None] = []
-        for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True)):
-            factor = trainer if index < mapping.cpu_trainers else 1.0
-            trainers.append(None if cost is None or not seeds else cost.seconds(seeds) * factor)
+        trainers = [
+            None if cost is None or not seeds else cost.seconds(seeds) * (trainer if index < now.cpu_trainers else 1.0)
+            for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True))
+        ]
         share, then = mapping.accelerator_sampling, now.accelerator_sampling
         return IterationTimes(
             _times(times.sample_cpu, sampler * ((1 - share) / (1 - then) if then < 1 else 1.0)),
@@ -87,125 +75,131 @@ class Estimate:
         )
 
 
-Key = tuple[str, int, bool]
-"""What costs: its name, the threads that work at it (0 for accelerators), and whether CPU trainers have seeds."""
+class Measurements:
+    """What every task took since its speed changed last: a line through them, which an outlier hardly moves.
 
-
-class Costs:
-    """What every trainer and stage was found to cost.
-
-    Costs of CPU tasks are kept apart by the number of threads, and all by whether CPU trainers work beside them: what
-    was learned of the one is no more than a hint to the other.
+    Tasks of the CPU are kept apart by the number of threads, and all tasks by whether CPU trainers work beside them.
 
     Args:
-        memory: Older measurements fade out exponentially, over this many.
+        memory: Measurements of a task that are kept.
     """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._costs: dict[Key, RunningCost] = {}
-        self._mapping: Mapping | None = None
-        self._tasks: list[tuple[Key, float]] = []
+        self._known: dict[Key, deque[tuple[float, float]]] = {}
 
-    def add(self, measurement: Measurement, before: Iterable[Measurement]) -> str | None:
-        """Take in a measurement.
-
-        Args:
-            measurement: The measurement.
-            before: Those before it, the last one last.
-
-        Returns:
-            Which trainer or stage runs at another speed than before.
-        """
+    def add(self, mapping: TaskMapping, times: IterationTimes) -> str | None:
+        """Take in what an iteration took; return the task that runs at another speed than before, None if none does."""
         changed = None
-        for (key, units), seconds in zip(self._tasks_of(measurement.mapping), _seconds(measurement.times), strict=True):
-            if not seconds or not units:
+        for key, units, seconds in _tasks(mapping, times):
+            if not units or not seconds:
                 continue
-            cost = self._costs.get(key)
-            if cost is None:
-                cost = self._costs[key] = self._new(key)
-            since = cost.add(units, seconds)
-            if since:
-                self._restart(key, [*before, measurement], since)
+            known = self._known.setdefault(key, deque(maxlen=self._memory))
+            known.append((units, seconds))
+            new = _changed_since([time / work for work, time in known if abs(work - units) <= NEAR * units])
+            if new:  # what was learned before, and with other threads, no longer holds
+                recent = deque(list(known)[-new:], maxlen=self._memory)
+                self._known = {other: entry for other, entry in self._known.items() if other[0] != key[0]}
+                self._known[key] = recent
                 changed = key[0]
         return changed
 
-    def fewest(self, mapping: Mapping) -> int:
-        """Return how many measurements there are of that trainer or stage of a mapping that has the fewest."""
-        known = [self._costs[key].count for key, units in self._tasks_of(mapping) if units and key in self._costs]
-        missing = any(n and (key not in self._costs) for key, n in self._tasks[len(_STAGES) :])
-        return 0 if missing else min(known, default=0)
-
-    def estimate(self, mapping: Mapping, last: IterationTimes) -> Estimate:
-        """Return what the stages cost under a mapping.
+    def fewest(self, mapping: TaskMapping, last: IterationTimes) -> int:
+        """Return how many measurements there are of the task that has the fewest under a mapping.
 
         Args:
             mapping: The mapping.
-            last: The last times, for stages of which no time is known.
+            last: The last times, which tell what tasks there are besides the trainers.
+        """
+        counts = [
+            len(self._known.get(key, ()))
+            for key, units, seconds in _tasks(mapping, last)
+            if units and (seconds or key[0].startswith("trainer"))
+        ]
+        return min(counts, default=0)
+
+    def estimate(self, mapping: TaskMapping, last: IterationTimes) -> Estimate:
+        """Return what the stages take under a mapping.
+
+        Args:
+            mapping: The mapping.
+            last: The last times, for tasks of which nothing else is known.
         """
         times: list[float | None] = []
-        costs: list[TrainerCost | None] = []
-        slowest, error = 0.0, 0.0
-        for (key, units), seconds in zip(self._tasks_of(mapping), _seconds(last), strict=True):
-            cost = self._costs.get(key) if units else None
-            costs.append(None if cost is None else TrainerCost(cost.overhead, cost.per_unit))
-            times.append(seconds if cost is None else cost.seconds(units))
-            if cost is not None and cost.seconds(units) > slowest:
-                slowest, error = cost.seconds(units), cost.error(units)
+        costs: list[Cost | None] = []
+        for key, units, seconds in _tasks(mapping, last):
+            known = self._known.get(key) if units else None
+            costs.append(_fitted(known, units) if known else None)
+            times.append(costs[-1].seconds(units) if costs[-1] else seconds)
         sample_cpu, sample_accelerator, load, transfer, *trainers = times
         cpus = mapping.cpu_trainers
         found = IterationTimes(
             sample_cpu, load, tuple(trainers[:cpus]), tuple(trainers[cpus:]), transfer, sample_accelerator
         )
-        return Estimate(mapping, found, tuple(costs[len(_STAGES) :]), error)
+        return Estimate(mapping, found, tuple(costs[-len(mapping.seeds) :]))
+
+    def forget_hybrid(self) -> None:
+        """Forget what was measured beside CPU trainers that had seeds: it is long ago."""
+        self._known = {key: known for key, known in self._known.items() if not key[2]}
 
     def state(self) -> list[list[Any]]:
         """Return all it knows, as plain lists and numbers."""
-        return [[*key, *cost.state()] for key, cost in self._costs.items()]
+        return [[*key, [list(entry) for entry in known]] for key, known in self._known.items()]
 
     def load_state(self, state: Iterable[Sequence[Any]]) -> None:
         """Take back what :meth:`state` returned."""
-        self._costs = {(name, threads, beside): RunningCost(*rest) for name, threads, beside, *rest in state}
-
-    def _new(self, key: Key) -> RunningCost:
-        hint = self._costs.get((key[0], key[1], not key[2]))
-        return RunningCost(self._memory, key[0].startswith("trainer")) if hint is None else hint.heir()
-
-    def _restart(self, key: Key, measurements: Iterable[Measurement], since: int) -> None:
-        """The cost is another one: what was learned before, and with other threads, no longer holds."""
-        points = []
-        for measurement in measurements:
-            for (of, units), seconds in zip(_tasks(measurement.mapping), _seconds(measurement.times), strict=True):
-                if of == key and units and seconds:
-                    points.append((units, seconds))
-        cost = self._costs[key].restarted(points[-since:])
-        self._costs = {other: known for other, known in self._costs.items() if other[0] != key[0]}
-        self._costs[key] = cost
-
-    def _tasks_of(self, mapping: Mapping) -> list[tuple[Key, float]]:
-        if mapping is not self._mapping and mapping != self._mapping:
-            self._mapping, self._tasks = mapping, _tasks(mapping)
-        return self._tasks
+        self._known = {
+            (name, threads, beside): deque(((units, seconds) for units, seconds in known), maxlen=self._memory)
+            for name, threads, beside, known in state
+        }
 
 
-_STAGES = ("Sampling on the CPU", "Sampling on accelerators", "Feature Loading", "Data Transfer")
-
-
-def _tasks(mapping: Mapping) -> list[tuple[Key, float]]:
-    """Return the stages and trainers, each with its units of work: seeds, or the part that is done there."""
+def _tasks(mapping: TaskMapping, times: IterationTimes) -> list[tuple[Key, float, float | None]]:
+    """Return stages and trainers, each with its units of work (seeds, or the part that is done there) and seconds."""
     share, beside = mapping.accelerator_sampling, mapping.cpu_seeds > 0
     sampler, loader, trainer = mapping.threads
-    work = (1 - share, share, 1.0, float(mapping.accelerator_seeds))
-    tasks = list(zip(_STAGES, (sampler, 0, loader, 0), work, strict=True))
-    for index, seeds in enumerate(mapping.seeds):
-        tasks.append((f"trainer {index}", trainer if index < mapping.cpu_trainers else 0, float(seeds)))
-    return [((name, threads, beside), units) for name, threads, units in tasks]
+    return [
+        (("Sampling on the CPU", sampler, beside), 1 - share, times.sample_cpu),
+        (("Sampling on accelerators", 0, beside), share, times.sample_accelerator),
+        (("Feature Loading", loader, beside), 1.0, times.load),
+        (("Data Transfer", 0, beside), float(mapping.accelerator_seeds), times.transfer),
+        *(
+            ((f"trainer {index}", trainer if index < mapping.cpu_trainers else 0, beside), float(seeds), seconds)
+            for index, (seeds, seconds) in enumerate(zip(mapping.seeds, times.trainers, strict=True))
+        ),
+    ]
 
 
-def _seconds(times: IterationTimes) -> tuple[float | None, ...]:
-    """Return the times in the order of :func:`_tasks`."""
-    stages = (times.sample_cpu, times.sample_accelerator, times.load, times.transfer)
-    return (*stages, *times.train_cpu, *times.train_accelerator)
+def _fitted(known: Iterable[tuple[float, float]], units: float) -> Cost:
+    """Return the cost by measurements of some work, for about so many units.
+
+    Least squares of the relative errors, with an overhead that is expected to be a small part of the time. What took
+    far too long hardly counts: its error is at most its own time.
+    """
+    points = [(work / time, 1 / time) for work, time in known]
+    work, one = sum(x for x, _ in points), sum(y for _, y in points)
+    works, mixed = sum(x * x for x, _ in points), sum(x * y for x, y in points)
+    ones = sum(y * y for _, y in points) + RIDGE * (one / len(points)) ** 2
+    determinant = works * ones - mixed * mixed
+    overhead = max(0.0, (one * works - work * mixed) / determinant)
+    per_unit = (work - overhead * mixed) / works
+    seconds = max(overhead + per_unit * units, LEAST_SLOPE * work / works * units)
+    per_unit = max(per_unit, LEAST_SLOPE * seconds / units)
+    return Cost(max(0.0, seconds - per_unit * units), per_unit)
+
+
+def _changed_since(rates: Sequence[float]) -> int:
+    """Return how many of the last rates are others than those before, by medians and the spread of the middle half."""
+    for count, far in CHANGES:
+        before = sorted(rates[:-count])
+        if len(before) <= count // 2:
+            break
+        middle, quarter = before[len(before) // 2], len(before) // 4
+        noise = LEAST_NOISE if len(before) >= count else USUAL_NOISE
+        deviation = max((before[-1 - quarter] - before[quarter]) / 1.35, noise * middle)
+        if abs(median(rates[-count:]) - middle) > far * deviation:
+            return count // 2 + 1  # the median is: so are half of them at least, the last ones
+    return 0
 
 
 def _times(seconds: float | None, factor: float) -> float | None:

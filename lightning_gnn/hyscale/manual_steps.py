@@ -71,7 +71,7 @@ class ReplicaScheduler:
         return getattr(self._engine.strategy.lr_scheduler_configs[self.number].scheduler, name)
 
 
-def let_meet(engine: Any, replica: int, module: Any) -> None:
+def join_manual_steps(engine: Any, replica: int, module: Any) -> None:
     """Replace what a replica's ``training_step`` calls in manual optimisation.
 
     Args:
@@ -92,7 +92,7 @@ def let_meet(engine: Any, replica: int, module: Any) -> None:
 
     def manual_backward(loss: Tensor, **kwargs: Any) -> None:
         factor = engine.threads.meet("manual_backward", None, loss)
-        loss.backward(**{**kwargs, "gradient": factor.to(loss.device, loss.dtype)})
+        loss.backward(**{**kwargs, "gradient": factor.to(loss.device, loss.dtype)})  # type: ignore[no-untyped-call]
         engine.threads.meet("end of manual_backward")
 
     def toggle_optimizer(optimizer: ReplicaOptimizer) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingABC
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Stage = Literal["sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator"]
 """What algorithm 1 of HyScale-GNN sorts; ``accelerator`` is Data Transfer and training on it, bundled."""
@@ -14,11 +13,11 @@ STAGES: tuple[Stage, ...] = ("sample_cpu", "sample_accelerator", "load", "train_
 """In the order of the paper's line 2."""
 
 CPU_TASKS: tuple[Stage, ...] = ("sample_cpu", "load", "train_cpu")
-"""Those that CPU threads work at, in the order of :attr:`Mapping.threads`."""
+"""Those that CPU threads work at, in the order of :attr:`TaskMapping.threads`."""
 
 
 @dataclass(frozen=True)
-class Mapping:
+class TaskMapping:
     """How the work and the CPU threads of one node are shared out (section III-B of HyScale-GNN).
 
     Args:
@@ -87,7 +86,7 @@ class Mapping:
         }
 
     @classmethod
-    def from_dict(cls, state: MappingABC[str, Any]) -> Mapping:
+    def from_dict(cls, state: Mapping[str, Any]) -> TaskMapping:
         """Take back what :meth:`to_dict` returned.
 
         Raises:
@@ -144,7 +143,7 @@ class IterationTimes:
 
     @property
     def trainers(self) -> tuple[float | None, ...]:
-        """Propagation of every trainer, in the order of :attr:`Mapping.seeds`."""
+        """Propagation of every trainer, in the order of :attr:`TaskMapping.seeds`."""
         return (*self.train_cpu, *self.train_accelerator)
 
     def stages(self) -> dict[Stage, float]:
@@ -199,7 +198,7 @@ class IterationTimes:
         }
 
     @classmethod
-    def from_dict(cls, state: MappingABC[str, Any]) -> IterationTimes:
+    def from_dict(cls, state: Mapping[str, Any]) -> IterationTimes:
         """Take back what :meth:`to_dict` returned."""
         lists = {name: state[name] for name in ("train_cpu", "train_accelerator", "seeds")}
         return cls(**{**state, **{name: None if value is None else tuple(value) for name, value in lists.items()}})
@@ -208,3 +207,53 @@ class IterationTimes:
 def _slowest(times: Sequence[float | None]) -> float | None:
     """Return the longest of the times that are more than 0, None where there is none."""
     return max((seconds for seconds in times if seconds), default=None)
+
+
+class Cost(NamedTuple):
+    """Seconds that a task takes for n units of work: ``overhead + per_unit * n``, and 0 for none."""
+
+    overhead: float
+    per_unit: float
+
+    def seconds(self, units: float) -> float:
+        """Return the time for some units of work."""
+        return self.overhead + self.per_unit * units if units else 0.0
+
+
+def split_evenly(
+    total: int, costs: Sequence[Cost | None], group: Sequence[int] = (), group_per_seed: float = 0.0, least: int = 1
+) -> tuple[int, ...]:
+    """Share seeds out to trainers so that the slowest is done as early as possible.
+
+    Args:
+        total: Seeds to share out.
+        costs: Of each trainer; None for one that gets nothing.
+        group: Trainers that also share one resource, as accelerators share the transfer of their mini-batches.
+        group_per_seed: Seconds of that resource for a seed of any of them.
+        least: Seeds that each trainer with a cost gets at least, if there are enough.
+
+    Raises:
+        ValueError: No trainer may get any.
+    """
+    present = {index: cost for index, cost in enumerate(costs) if cost is not None}
+    if not present:
+        raise ValueError(f"there is no trainer for {total} seeds")
+
+    def done(seconds: float) -> dict[int, float]:
+        found = {index: max(float(least), (seconds - cost.overhead) / cost.per_unit) for index, cost in present.items()}
+        together = sum(found[index] for index in group if index in found) * group_per_seed
+        if together > seconds:
+            found.update({index: found[index] * seconds / together for index in group if index in found})
+        return found
+
+    low, high = 0.0, max(cost.seconds(total) for cost in present.values()) + group_per_seed * total
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(done(middle).values()) >= total else (middle, high)
+    seeds = {index: max(least, int(number + 1e-6)) for index, number in done(high).items()}
+    while sum(seeds.values()) < total:  # what rounding left over goes where it is done first
+        seeds[min(seeds, key=lambda index: present[index].seconds(seeds[index] + 1))] += 1
+    while sum(seeds.values()) > total:
+        several = [index for index in seeds if seeds[index] > least] or [index for index in seeds if seeds[index]]
+        seeds[max(several, key=lambda index: present[index].seconds(seeds[index]))] -= 1
+    return tuple(seeds.get(index, 0) for index in range(len(costs)))

@@ -1,14 +1,19 @@
-"""The performance model of HyScale-GNN (section V): from platform and workload to stage times and a first mapping."""
+"""The performance model of HyScale-GNN (section V): from platform and workload to stage times and a first mapping.
+
+Then how it scales (section VI-D), and the paper's own machines and data sets (tables II and III) as its input:
+``PerformanceModel(cpu_fpga(4), paper_workload("ogbn-products", trainers=5)).table()``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Literal
 
 from lightning_gnn.graph.hybrid_plan import aligned
 from lightning_gnn.graph.workload import Platform, Processor, Workload
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
-from lightning_gnn.hyscale.split import TrainerCost, whole_seeds
+from lightning_gnn.hyscale.mapping import Cost, IterationTimes, TaskMapping, split_evenly
 
 _ROUNDS = 4
 _TURNS = 16
@@ -55,7 +60,7 @@ class PerformanceModel:
             total += update if layer == 1 else self._joined(processor, aggregate, 2 * update)
         return total
 
-    def load_time(self, mapping: Mapping) -> float:
+    def load_time(self, mapping: TaskMapping) -> float:
         """Return the seconds of Feature Loading for all trainers: equation 7."""
         work = self.workload
         rows = sum(work.sizes(seeds).vertices[0] for seeds in mapping.seeds if seeds)
@@ -79,7 +84,7 @@ class PerformanceModel:
         ring = 2 * (nodes - 1) * (size / nodes / platform.network_bandwidth + platform.network_latency)
         return inside + ring
 
-    def stage_times(self, mapping: Mapping) -> IterationTimes:
+    def stage_times(self, mapping: TaskMapping) -> IterationTimes:
         """Return the time of each stage, and of an iteration: equations 6 to 12.
 
         Args:
@@ -118,7 +123,7 @@ class PerformanceModel:
         busy = self._taking_turns(times, mapping.threads)
         return replace(times, iteration=max(propagation, busy, *(seconds for seconds in others if seconds is not None)))
 
-    def turns_time(self, mapping: Mapping) -> float:
+    def turns_time(self, mapping: TaskMapping) -> float:
         """Return the seconds in which the cores get all CPU tasks done, 0 where each thread has a core of its own."""
         return self._taking_turns(self.stage_times(mapping), mapping.threads)
 
@@ -139,20 +144,20 @@ class PerformanceModel:
         bandwidth = self.platform.read_bandwidth(max(1, threads)) / count
         return Processor(cpu.flops * part, bandwidth, cpu.pipelined)
 
-    def iteration_time(self, mapping: Mapping) -> float:
+    def iteration_time(self, mapping: TaskMapping) -> float:
         """Return ``T_execution``, the seconds of an iteration: equation 6."""
         return self.stage_times(mapping).iteration or 0.0
 
-    def epoch_time(self, mapping: Mapping) -> float:
+    def epoch_time(self, mapping: TaskMapping) -> float:
         """Return the seconds of an epoch, without filling the pipeline."""
         return ceil(self.workload.num_train / (mapping.total * self.platform.num_nodes)) * self.iteration_time(mapping)
 
-    def mteps(self, mapping: Mapping) -> float:
+    def mteps(self, mapping: TaskMapping) -> float:
         """Return the throughput in million traversed edges per second, of all nodes: equation 5."""
         edges = sum(self.workload.sizes(seeds).num_edges for seeds in mapping.seeds if seeds)
         return edges * self.platform.num_nodes / self.iteration_time(mapping) / 1e6
 
-    def best_mapping(self, cpu_trainers: int = 1, num_threads: int | None = None) -> Mapping:
+    def best_mapping(self, cpu_trainers: int = 1, num_threads: int | None = None) -> TaskMapping:
         """Return the mapping with the shortest iteration: the initial one of section III-B.
 
         Every number of trainer threads is tried, each with the seeds that let all trainers finish together and the
@@ -186,7 +191,7 @@ class PerformanceModel:
         assert best is not None
         return best
 
-    def table(self, mapping: Mapping | None = None) -> str:
+    def table(self, mapping: TaskMapping | None = None) -> str:
         """Return the prediction as a table, by default for :meth:`best_mapping`."""
         mapping = self.best_mapping() if mapping is None else mapping
         times, work = self.stage_times(mapping), self.workload
@@ -217,7 +222,7 @@ class PerformanceModel:
         platform, total = self.platform, self.workload.batch_size
         count = cpu_trainers + platform.num_accelerators
         seeds = [total / count] * count
-        costs: list[TrainerCost] = []
+        costs: list[Cost] = []
         cpu = self.cpu_trainer(threads, cpu_trainers)
         for _ in range(_ROUNDS):  # the cost of a seed falls a little with their number: mini-batches share vertices
             costs = []
@@ -228,10 +233,10 @@ class PerformanceModel:
                 else:
                     assert platform.accelerator is not None
                     seconds = max(self.trainer_time(platform.accelerator, share), self.transfer_time(share))
-                costs.append(TrainerCost(0.0, seconds / share))
-            speeds = [1 / cost.per_seed for cost in costs]
+                costs.append(Cost(0.0, seconds / share))
+            speeds = [1 / cost.per_unit for cost in costs]
             seeds = [total * speed / sum(speeds) for speed in speeds]
-        return whole_seeds(total, seeds, costs)
+        return split_evenly(total, costs, least=0)
 
     def _with_less_on_cpu(self, seeds: tuple[int, ...], cpu_trainers: int, part: float) -> tuple[int, ...]:
         """Leave CPU trainers a part of their seeds; accelerators share the others out evenly."""
@@ -242,14 +247,14 @@ class PerformanceModel:
         share, rest = divmod(sum(seeds) - sum(left), there)
         return left + tuple(share + (index < rest) for index in range(there))
 
-    def _with_threads(self, seeds: tuple[int, ...], cpu_trainers: int, threads: int, trainer: int) -> Mapping:
+    def _with_threads(self, seeds: tuple[int, ...], cpu_trainers: int, threads: int, trainer: int) -> TaskMapping:
         """Share the threads left by the trainers out between Sampling and Feature Loading, and the sampling too."""
         platform, left = self.platform, threads - trainer
         there = platform.accelerator_sampling * platform.num_accelerators
 
-        def mapping(sampler: int) -> Mapping:
+        def mapping(sampler: int) -> TaskMapping:
             share = there / (there + platform.sampled_edges(sampler)) if there else 0.0
-            return Mapping(seeds, cpu_trainers, (sampler, left - sampler, trainer), share)
+            return TaskMapping(seeds, cpu_trainers, (sampler, left - sampler, trainer), share)
 
         sampled = sum(self.workload.sizes(n).edges[0] for n in seeds if n)
         loaded = self.load_time(mapping(1)) * platform.read_bandwidth(left - 1)
@@ -264,9 +269,168 @@ class PerformanceModel:
             low, high = (low, middle) if slower(middle) <= slower(middle + 1) else (middle + 1, high)
         return self._sampled_beside_turns(mapping(low)) if there and threads > platform.cores else mapping(low)
 
-    def _sampled_beside_turns(self, mapping: Mapping) -> Mapping:
+    def _sampled_beside_turns(self, mapping: TaskMapping) -> TaskMapping:
         """Let accelerators sample so much that they and the CPU threads, which take turns, are done together."""
         here, there = (self.stage_times(replace(mapping, accelerator_sampling=share)) for share in (0.0, 1.0))
         most, least = (self._taking_turns(times, mapping.threads) for times in (here, there))
         share = most / (most - least + (there.sample_accelerator or 0.0))
         return replace(mapping, accelerator_sampling=max(mapping.accelerator_sampling, min(share, 1.0)))
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """The prediction for one number of accelerators and nodes.
+
+    Args:
+        accelerators: Of each node.
+        nodes: How many.
+        mapping: The best one, the same on each node.
+        iteration: Seconds.
+        sync: Seconds of it in which gradients are averaged, inside the node and between nodes.
+        mteps: Million traversed edges per second, all nodes together.
+        speedup: Against the first point.
+        limit: The stage that takes longest.
+    """
+
+    accelerators: int
+    nodes: int
+    mapping: TaskMapping
+    iteration: float
+    sync: float
+    mteps: float
+    speedup: float
+    limit: str
+
+
+def scaling_study(
+    platform: Platform,
+    workload: Workload,
+    accelerators: Sequence[int] = (1, 2, 4, 8, 12, 16),
+    nodes: Sequence[int] = (1,),
+    cpu_trainers: int = 1,
+) -> list[ScalingPoint]:
+    """Predict the throughput for numbers of accelerators and nodes.
+
+    The batch grows with the accelerators, as in the paper: each brings the seeds that one of the platform's has in the
+    workload. Between nodes only the gradients' all-reduce is added, since each has the graph and its own seeds.
+
+    Args:
+        platform: The node; its own numbers of accelerators and nodes do not matter beyond the batch.
+        workload: What is trained; its batch is that of the platform as given.
+        accelerators: Numbers of accelerators of a node, at least 1.
+        nodes: Numbers of nodes.
+        cpu_trainers: CPU trainers of each node.
+
+    Returns:
+        A point for each number of nodes, and within it of accelerators.
+
+    Raises:
+        ValueError: The platform has no accelerator to multiply.
+    """
+    if platform.accelerator is None:
+        raise ValueError("the scaling study multiplies accelerators, but the platform has none")
+    each = workload.batch_size / platform.num_accelerators
+    points: list[ScalingPoint] = []
+    for count in nodes:
+        for number in accelerators:
+            here = replace(platform, num_accelerators=number, num_nodes=count)
+            model = PerformanceModel(here, replace(workload, batch_size=max(1, round(each * number))))
+            mapping = model.best_mapping(cpu_trainers)
+            mteps = model.mteps(mapping)
+            points.append(
+                ScalingPoint(
+                    number,
+                    count,
+                    mapping,
+                    model.iteration_time(mapping),
+                    model.sync_time(),
+                    mteps,
+                    mteps / points[0].mteps if points else 1.0,
+                    _limit(model, mapping),
+                )
+            )
+    return points
+
+
+def scaling_table(points: Sequence[ScalingPoint]) -> str:
+    """Return a scaling study as a table."""
+    rows = [["nodes", "accelerators", "seeds on the CPU", "iteration ms", "sync ms", "MTEPS", "speedup", "limit"]]
+    for point in points:
+        share = f"{point.mapping.cpu_seeds / point.mapping.total:.1%}"
+        times = [f"{1e3 * point.iteration:.4g}", f"{1e3 * point.sync:.3g}"]
+        speed = [f"{point.mteps:.4g}", f"{point.speedup:.2f}"]
+        rows.append([str(point.nodes), str(point.accelerators), share, *times, *speed, point.limit])
+    return "\n".join(aligned(rows))
+
+
+def _limit(model: PerformanceModel, mapping: TaskMapping) -> str:
+    times = model.stage_times(mapping)
+    propagation = max(seconds or 0.0 for seconds in times.trainers) + model.sync_time()
+    stages = {
+        "Sampling": max(times.sample_cpu or 0.0, times.sample_accelerator or 0.0),
+        "Feature Loading": times.load or 0.0,
+        "Data Transfer": times.transfer or 0.0,
+        "Propagation": propagation,
+        "CPU cores": model.turns_time(mapping),
+    }
+    return max(stages, key=stages.__getitem__)
+
+
+EPYC_7763 = Processor(flops=3.6e12, memory_bandwidth=205e9)
+RTX_A5000 = Processor(flops=27.8e12, memory_bandwidth=768e9)
+ALVEO_U250 = Processor(flops=0.6e12, memory_bandwidth=77e9, pipelined=True)
+"""Table II."""
+
+DUAL_EPYC_7763 = Processor(flops=2 * EPYC_7763.flops, memory_bandwidth=EPYC_7763.memory_bandwidth)
+"""Both sockets, features in the memory of one: so Feature Loading saturates at 12 accelerators, as in the paper."""
+
+CORES = 2 * 64
+PCIE_3, PCIE_4 = 16e9, 32e9
+"""Bytes per second of 16 lanes, which the U250 and the A5000 have; the paper leaves them out."""
+
+DATASETS = {
+    "ogbn-products": (2_449_029, 61_859_140, (100, 256, 47)),
+    "ogbn-papers100M": (111_059_956, 1_615_685_872, (128, 256, 172)),
+    "MAG240M (homo)": (121_751_666, 1_297_748_926, (756, 256, 153)),
+}
+"""Table III: vertices, edges, and f0, f1, f2."""
+
+NUM_TRAIN = {"ogbn-products": 196_615, "ogbn-papers100M": 1_207_179, "MAG240M (homo)": 1_112_392}
+"""Training vertices of the data sets' own splits, which the paper leaves out."""
+
+FANOUTS = (25, 10)
+BATCH_SIZE = 1024
+"""Of each trainer (section VI-A2)."""
+
+
+def cpu_gpu(num_accelerators: int = 4) -> Platform:
+    """Return two EPYC 7763 and some A5000. Sampling is left out: the paper measured it, and does not say how long."""
+    return Platform(DUAL_EPYC_7763, CORES, RTX_A5000, num_accelerators, PCIE_4)
+
+
+def cpu_fpga(num_accelerators: int = 4) -> Platform:
+    """Return two EPYC 7763 and some Alveo U250. Sampling is left out."""
+    return Platform(DUAL_EPYC_7763, CORES, ALVEO_U250, num_accelerators, PCIE_3)
+
+
+def paper_workload(dataset: str, trainers: int, model: Literal["gcn", "sage"] = "gcn") -> Workload:
+    """Return a workload of section VI-A2.
+
+    Args:
+        dataset: One of :data:`DATASETS`.
+        trainers: How many trainers share an iteration's seeds, 1024 each.
+        model: GraphSAGE concatenates, so that its updates take in two vectors.
+
+    Raises:
+        KeyError: There is no such data set.
+    """
+    vertices, edges, widths = DATASETS[dataset]
+    return Workload(
+        vertices,
+        edges,
+        NUM_TRAIN[dataset],
+        BATCH_SIZE * trainers,
+        FANOUTS,
+        widths,
+        update_inputs=2 if model == "sage" else 1,
+    )

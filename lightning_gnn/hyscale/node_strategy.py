@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_fabric.utilities.distributed import (
 )
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gnn.graph.options import closest, keywords_of
@@ -97,7 +97,7 @@ class NodeStrategy(ParallelStrategy, ABC):
             self.cluster_environment.set_world_size(self._num_nodes)
             self.cluster_environment.set_global_rank(self.cluster_environment.node_rank())
             for module in (rank_zero, fabric_rank_zero):
-                module.rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+                module.rank_zero_only.rank = self.global_rank
 
     def join_nodes(self, timeout: float) -> None:
         """Connect the nodes, and watch from now on whether they are alive.
@@ -123,7 +123,8 @@ class NodeStrategy(ParallelStrategy, ABC):
         if self._heartbeats is None:
             self.barrier()  # between two runs a node may be late; nobody is missed before all have begun
             # Of each run its own: what was said in the last one may still be there.
-            store = dist.PrefixStore(f"nodes {next(_RUNS)}", dist.distributed_c10d._get_default_store())
+            default = dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d.PrefixStore(f"nodes {next(_RUNS)}", default)
             self._heartbeats = Heartbeats(store, self.global_rank, self._num_nodes, timeout)
             self._heartbeats.start()
 
@@ -187,3 +188,40 @@ class NodeStrategy(ParallelStrategy, ABC):
             self._heartbeats = None
         self._failed = False
         super().teardown()
+
+
+def average_statistics(module: nn.Module, weight: float) -> None:
+    """Make running statistics the weighted mean of all nodes'.
+
+    Args:
+        module: Its buffers named ``running_mean`` and ``running_var`` are averaged.
+        weight: Of this node; the nodes' add up to one.
+    """
+    names = ("running_mean", "running_var")
+    buffers = [buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in names]
+    buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+    if not buffers:
+        return
+    flat = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in buffers]) * weight
+    dist.all_reduce(flat)
+    with torch.no_grad():
+        for buffer, mean in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))
+
+
+def check_same_order(seeds: Sequence[int]) -> None:
+    """Make sure that all nodes go through the same seeds.
+
+    Args:
+        seeds: The first of an epoch.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(seeds))
+    if any(other != found[0] for other in found):
+        raise RuntimeError(
+            "the nodes have different orders of seeds, but hyscale shares one out: call seed_everything(...) on all "
+            "nodes, or use lightning_gnn.NeighborDataModule(seed=...)"
+        )

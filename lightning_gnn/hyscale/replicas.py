@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_gnn.hyscale.metric_merge import prepare_replica
+from lightning_gnn.hyscale.outputs import prepare_replica
 
 _OWN = {
     "_parameters",
@@ -223,7 +223,7 @@ def _moved(tensors: Sequence[Tensor | None], targets: Sequence[Tensor]) -> list[
     for (_, _, device), places in groups.items():
         parts = [tensor for place in places if (tensor := tensors[place]) is not None]
         flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
-        for place, part, values in zip(places, parts, flat.split([part.numel() for part in parts]), strict=True):
+        for place, part, values in zip(places, parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
             out[place] = values.view(part.shape)
     return out
 

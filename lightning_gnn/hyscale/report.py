@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
@@ -18,17 +21,19 @@ from rich.table import Table
 from lightning_gnn.graph.workload import Platform, Processor
 from lightning_gnn.hyscale.checks import check_training
 from lightning_gnn.hyscale.decisions import read_decisions
-from lightning_gnn.hyscale.first_mapping import accelerator_rate, describe_workload, measure_platform
-from lightning_gnn.hyscale.mapping import Mapping
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import check_shares
+from lightning_gnn.hyscale.first_mapping import (
+    accelerator_rate,
+    describe_workload,
+    find_sampling,
+    measure_platform,
+    wanted_sampling,
+)
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.model import PerformanceModel, ScalingPoint, scaling_study
+from lightning_gnn.hyscale.options import Trainers, check_shares, default_threads, num_cores, seeds_of_iteration
 from lightning_gnn.hyscale.pipeline import split_seeds
-from lightning_gnn.hyscale.platform_numbers import Numbers, complete, flat_numbers, save_numbers
-from lightning_gnn.hyscale.sampling_share import find_sampling, wanted_sampling
-from lightning_gnn.hyscale.scaling import ScalingPoint, scaling_study
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
-from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, check_yaml, read_text
 
 _CPU = torch.device("cpu")
 
@@ -46,8 +51,8 @@ class HybridForecast:
     """
 
     model: PerformanceModel
-    best: Mapping
-    begin: Mapping
+    best: TaskMapping
+    begin: TaskMapping
     origins: dict[str, str]
     scaling: Sequence[ScalingPoint] = ()
 
@@ -73,7 +78,7 @@ class HybridForecast:
         (Path(directory) / "plan.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(state)))
         save_numbers(self.model.platform, Path(directory) / "platform.yaml")
 
-    def _predicted(self, mapping: Mapping) -> dict[str, Any]:
+    def _predicted(self, mapping: TaskMapping) -> dict[str, Any]:
         model = self.model
         times = {"iteration_s": model.iteration_time(mapping), "epoch_s": model.epoch_time(mapping)}
         return {**mapping.to_dict(), **times, "mteps": model.mteps(mapping)}
@@ -89,7 +94,7 @@ def forecast(
     """Measure what is not given, and ask the performance model.
 
     Args:
-        given: Numbers of the machine, as :func:`~lightning_gnn.hyscale.platform_numbers.given_numbers` returns them.
+        given: Numbers of the machine, as :func:`~lightning_gnn.hyscale.report.given_numbers` returns them.
         plan: The keys of ``conf/plan.yaml``.
         datamodule: Whose training loader is to be shared out.
         module: What is to be trained.
@@ -138,10 +143,10 @@ def forecast(
 def _begin(
     strategy: HyScaleStrategy,
     platform: Platform,
-    best: Mapping,
+    best: TaskMapping,
     threads: tuple[int, int, int],
     sampling: str | float,
-) -> Mapping:
+) -> TaskMapping:
     """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
     if not isinstance(strategy.drm, bool):
         return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
@@ -155,10 +160,10 @@ def _begin(
     there = platform.accelerator_sampling * platform.num_accelerators
     if isinstance(sampling, str):  # both are done at the same time
         sampling = there / (there + platform.sampled_edges(threads[0])) if there else 0.0
-    return Mapping(seeds, strategy.cpu_trainers, threads, sampling if there else 0.0)
+    return TaskMapping(seeds, strategy.cpu_trainers, threads, sampling if there else 0.0)
 
 
-def stages(model: PerformanceModel, mapping: Mapping) -> list[tuple[str, float, str]]:
+def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
     """Return name, seconds and what it is bound by of each stage that exists."""
     platform, times = model.platform, model.stage_times(mapping)
     sampler, loader, trainer = mapping.threads
@@ -295,3 +300,159 @@ def _rate(value: float, unit: str) -> str:
 
 def _threads(number: int) -> str:
     return f"{number} thread" + ("s" if number != 1 else "")
+
+
+_PROCESSOR = ("flops", "memory_bandwidth", "pipelined")
+_WHOLE = ("cores", "num_accelerators", "num_nodes")
+NAMES = (
+    *(f"cpu.{name}" for name in _PROCESSOR),
+    "cores",
+    *(f"accelerator.{name}" for name in _PROCESSOR),
+    "num_accelerators",
+    "pcie_bandwidth",
+    "sampling",
+    "accelerator_sampling",
+    "core_bandwidth",
+    "num_nodes",
+    "network_bandwidth",
+    "network_latency",
+)
+"""Fields of :class:`~lightning_gnn.graph.workload.Platform`, dotted."""
+OF_THE_CPU = ("cpu.flops", "cpu.memory_bandwidth", "cores", "core_bandwidth", "sampling")
+OF_ACCELERATORS = ("accelerator.flops", "accelerator.memory_bandwidth", "pcie_bandwidth")
+
+Numbers = dict[str, Any]
+"""Values by dotted name; those that are not known are left out."""
+
+
+def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
+    """Return what the user gives.
+
+    Args:
+        file: YAML or JSON with fields of :class:`~lightning_gnn.graph.workload.Platform`, or None.
+        keys: Such fields, nested; they win over the file's. None stands for what is not given.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A name is unknown or a value is no number; the message tells where.
+    """
+    numbers: Numbers = {}
+    if file is not None:
+        path = Path(to_absolute_path(file))
+        if not path.is_file():
+            raise FileNotFoundError(f"plan.platform_file={file}: there is no such file")
+        try:
+            check_yaml(text := read_text(path))
+            content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+        except Exception as error:
+            raise ValueError(f"plan.platform_file={file} is neither YAML nor JSON: {error}") from error
+        numbers.update(_flat(content, f"plan.platform_file={file}"))
+    return numbers | _flat(dict(keys), "plan.platform")
+
+
+def complete(given: Numbers, measure: Callable[[], Platform], num_nodes: int = 1) -> tuple[Platform, dict[str, str]]:
+    """Put given and measured numbers together.
+
+    Args:
+        given: As :func:`given_numbers` returns them.
+        measure: Called where something that can be measured is not given; it tells what this machine has.
+        num_nodes: Where they are not given.
+
+    Returns:
+        The platform, and for each known number ``"given"``, ``"measured"`` or ``"configured"``.
+
+    Raises:
+        ValueError: Accelerators are given that this machine does not have, without all of their numbers.
+    """
+    count = given.get("num_accelerators")
+    needed = [*OF_THE_CPU, *(OF_ACCELERATORS if count else ())]
+    measured: Numbers = {}
+    if count is None or any(name not in given for name in needed):
+        measured = flat_numbers(measure())
+        del measured["num_nodes"]
+    found = measured | {"num_nodes": num_nodes} | given
+    if count is None and not found["num_accelerators"]:
+        found["num_accelerators"] = int(any(name.startswith("accelerator.") for name in given))
+    if not found["num_accelerators"]:
+        found = {name: value for name, value in found.items() if name not in OF_ACCELERATORS}
+    elif missing := [name for name in OF_ACCELERATORS if name not in found]:
+        raise ValueError(
+            f"num_accelerators={found['num_accelerators']}, but there is none here to measure; also give "
+            + ", ".join(f"plan.platform.{name}" for name in missing)
+        )
+    origin = {name: "given" if name in given else "measured" if name in measured else "configured" for name in found}
+    return _platform(found), {name: origin[name] for name in NAMES if name in origin}
+
+
+def flat_numbers(platform: Platform) -> Numbers:
+    """Return a platform's numbers by dotted name, without those of parts that it does not have or leaves out."""
+    numbers: Numbers = {}
+    for name in NAMES:
+        value: Any = platform
+        for part in name.split("."):
+            value = None if value is None else getattr(value, part)
+        measured = name in OF_THE_CPU or (name in OF_ACCELERATORS and platform.num_accelerators)
+        if measured or name == "num_accelerators" or value not in (None, False, inf, 0.0):
+            numbers[name] = value
+    return numbers
+
+
+def save_numbers(platform: Platform, path: str | Path) -> Path:
+    """Write a file that ``plan.platform_file`` takes."""
+    config = OmegaConf.create()
+    numbers = flat_numbers(platform)
+    del numbers["num_nodes"]  # which is the run's
+    for name, value in numbers.items():
+        OmegaConf.update(config, name, [list(point) for point in value] if isinstance(value, tuple) else value)
+    text = "# Numbers of a machine, for plan.platform_file: seconds, bytes and operations without prefixes.\n"
+    Path(path).write_text(text + OmegaConf.to_yaml(config))
+    return Path(path)
+
+
+def _flat(content: Any, where: str) -> Numbers:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where} must hold names and numbers, but holds {reprlib.repr(content)}")
+    numbers: Numbers = {}
+    for name, value in content.items():
+        nested = value if isinstance(value, Mapping) else None
+        for dotted, number in (
+            {name: value} if nested is None else {f"{name}.{k}": v for k, v in nested.items()}
+        ).items():
+            if dotted not in NAMES:
+                raise ValueError(f"{where}: {dotted} is unknown; use {', '.join(NAMES)}")
+            if number is not None:
+                numbers[dotted] = _checked(dotted, number, where)
+    return numbers
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    if name.endswith("pipelined"):
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: {name} is true or false, but is {reprlib.repr(value)}")
+        return value
+    try:
+        if name == "sampling" and isinstance(value, (list, tuple)):
+            return tuple((int(threads), float(rate)) for threads, rate in value)
+        number = float(value)
+        if isinstance(value, bool) or (name in _WHOLE and number != int(number)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise ValueError(f"{where}: {name} must be {kind}, but is {reprlib.repr(value)}") from None
+    return int(number) if name in _WHOLE else number
+
+
+def _platform(numbers: Numbers) -> Platform:
+    """Build it.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    fields = {name: value for name, value in numbers.items() if "." not in name}
+    for owner in ("cpu", "accelerator"):
+        if owner == "accelerator" and not numbers["num_accelerators"]:
+            continue
+        fields[owner] = Processor(
+            **{name: numbers[f"{owner}.{name}"] for name in _PROCESSOR if f"{owner}.{name}" in numbers}
+        )
+    return Platform(**fields)

@@ -1,47 +1,225 @@
-"""Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): algorithm 1, damped."""
+"""Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): algorithm 1, made to stand noise.
+
+The paper's lines 1 to 32 are :func:`find_remedy`. It leaves open how far to move, and what measured times are: here
+``balance_work`` and ``balance_thread`` go all the way to where the medians of the last measurements
+(``hyscale/estimates.py``) say that both sides take equally long. What else is added was worth it in closed loops with
+noise and disturbances (``benchmarks/resource_manager.py``): one move at a time, judged by times measured after it; a
+dead band; the other remedy where the paper's gains nothing; a change of speed is told and forgets what was measured
+before; CPU trainers that do not pay are taken out.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from lightning_gnn.hyscale.balance import accelerators_alone, balance_work, gain, moved_threads, remedies
-from lightning_gnn.hyscale.bottleneck import Remedy, find_remedy
-from lightning_gnn.hyscale.damping import LONGER, LOOK, REMEMBERED, SETTLED, SURE, Damping
 from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
-from lightning_gnn.hyscale.estimates import Costs, Estimate, Measurement
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping, Stage
+from lightning_gnn.hyscale.estimates import Estimate, Measurements
+from lightning_gnn.hyscale.mapping import CPU_TASKS, STAGES, IterationTimes, Stage, TaskMapping, split_evenly
+
+LEAST_SHARE = 0.01
+"""Of the sampling, on either side, while it may move."""
+SURE = 0.05
+"""Part of the slowest stage's time that a gain by a single measurement must exceed; by n, the square root of n less."""
+SLOWER = 0.1
+"""Moved threads go back if the slowest stage takes longer by more than this part; noise alone moves no threads."""
+LOOK = 8
+"""Where n measurements showed nothing to gain, one looks again n / 8 measurements later, but at the most 8 later."""
+
+
+class Remedy(NamedTuple):
+    """What algorithm 1 calls for.
+
+    Args:
+        kind: ``balance_work`` shares work out anew between the processors of the two stages; ``balance_thread`` takes
+            threads from the first for the second; ``none`` where there is no other CPU task to take them from.
+        first: The first argument in the paper.
+        second: The second.
+        bottleneck: The slowest stage.
+    """
+
+    kind: Literal["balance_work", "balance_thread", "none"]
+    first: Stage
+    second: Stage
+    bottleneck: Stage
+
+
+def find_remedy(times: Mapping[Stage, float]) -> Remedy:
+    """Return what algorithm 1 does about the slowest stage.
+
+    Stages that do not exist are left out of the sort. In lines 23 and 31 the paper takes threads from the fastest of
+    all stages, which may be one of an accelerator: there it is the fastest CPU task. Of two equal times, the one that
+    line 2 names first counts as the slower.
+
+    Args:
+        times: Seconds of each stage that exists, as returned by
+            :meth:`~lightning_gnn.hyscale.mapping.IterationTimes.stages`, which does line 1.
+
+    Raises:
+        ValueError: No stage.
+    """
+    if not times:
+        raise ValueError("there is no stage time to find a bottleneck in")
+    by_time = sorted((stage for stage in STAGES if stage in times), key=lambda stage: -times[stage])  # line 2
+    bottleneck, fastest = by_time[0], by_time[-1]
+    second = by_time[-2] if len(by_time) > 1 else fastest
+    samplers: tuple[Stage, Stage] = ("sample_cpu", "sample_accelerator")
+    trainers: tuple[Stage, Stage] = ("train_cpu", "accelerator")
+
+    if bottleneck == "sample_accelerator":  # lines 11 and 12
+        return Remedy("balance_work", *samplers, bottleneck)
+    if bottleneck == "accelerator":  # lines 13 and 14
+        return Remedy("balance_work", *trainers, bottleneck)
+    if bottleneck == "sample_cpu" and _leads("sample_accelerator", "accelerator", fastest, second):  # lines 18 to 21
+        return Remedy("balance_work", *samplers, bottleneck)
+    if bottleneck == "train_cpu" and _leads("accelerator", "sample_accelerator", fastest, second):  # lines 26 to 29
+        return Remedy("balance_work", *trainers, bottleneck)
+    fastest_cpu_task = [stage for stage in by_time if stage in CPU_TASKS][-1]  # lines 7 and 8
+    kind: Literal["balance_thread", "none"] = "none" if fastest_cpu_task == bottleneck else "balance_thread"
+    return Remedy(kind, fastest_cpu_task, bottleneck, bottleneck)  # lines 16, 23, 31
+
+
+def _leads(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bool:
+    """Whether the accelerator's stage of the same kind is the fastest, or follows the accelerator's other one."""
+    return fastest == partner or (fastest == other and second == partner)
+
+
+def gain(now: Estimate, mapping: TaskMapping) -> float:
+    """Return by what part another mapping would shorten the slowest of the stages that it changes.
+
+    Not the slowest of all: of two stages that are equally slow, one must be eased first. If the slowest of all takes
+    longer for it, the gain is none.
+    """
+    before, after = now.stages, now.under(mapping).stages()
+    changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
+    old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
+    new = max((after.get(stage, 0.0) for stage in changed), default=0.0)
+    if not old or max(after.values()) > max(before.values()):
+        return 0.0
+    return 1 - new / old
+
+
+def balance_work(now: Estimate, trainers: range | None = None) -> TaskMapping:
+    """Share the seeds out anew, so that all trainers that get some are done at the same time.
+
+    Args:
+        now: What the stages take now.
+        trainers: Who gets the seeds that these have; by default all. None of the others' seeds move.
+    """
+    mapping, present = now.mapping, range(len(now.mapping.seeds)) if trainers is None else trainers
+    costs = [cost if index in present else None for index, cost in enumerate(now.costs)]
+    if sum(cost is not None for cost in costs) < 2:
+        return mapping
+    total = sum(seeds for seeds, cost in zip(mapping.seeds, costs, strict=True) if cost is not None)
+    found = split_evenly(total, costs, range(mapping.cpu_trainers, len(costs)), now.transfer_per_seed)
+    seeds = [old if cost is None else new for old, new, cost in zip(mapping.seeds, found, costs, strict=True)]
+    return replace(mapping, seeds=tuple(seeds))
+
+
+def accelerators_alone(now: Estimate) -> TaskMapping:
+    """Give all seeds to the accelerators, so that all are done at the same time."""
+    mapping, cpu = now.mapping, now.mapping.cpu_trainers
+    costs = [None if index < cpu else cost for index, cost in enumerate(now.costs)]
+    return replace(mapping, seeds=split_evenly(mapping.total, costs, range(cpu, len(costs)), now.transfer_per_seed))
+
+
+def balance_sampling(now: Estimate) -> TaskMapping:
+    """Share the sampling out anew between the CPU and the accelerators."""
+    mapping, times = now.mapping, now.times
+    share = mapping.accelerator_sampling
+    if not times.sample_cpu or not times.sample_accelerator:
+        return mapping
+    on_cpu, there = (1 - share) / times.sample_cpu, share / times.sample_accelerator
+    target = there / (there + on_cpu)
+    return replace(mapping, accelerator_sampling=min(max(target, LEAST_SHARE), 1 - LEAST_SHARE))
+
+
+def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> TaskMapping:
+    """Move threads from a CPU task to another, so many that both take equally long if time is the inverse of threads.
+
+    Every task keeps one thread, and each CPU trainer with seeds.
+    """
+    mapping, stages = now.mapping, now.stages
+    source, to = CPU_TASKS.index(donor), CPU_TASKS.index(receiver)
+    least = 1
+    if donor == "train_cpu":
+        least = mapping.cpu_trainers if mapping.cpu_seeds else min(1, mapping.cpu_trainers)
+    threads = list(mapping.threads)
+    slow, fast = stages[receiver] * threads[to], stages.get(donor, 0.0) * threads[source]
+    moved = max(1, round((slow * threads[source] - fast * threads[to]) / (slow + fast)))
+    moved = max(0, min(moved, threads[source] - least))
+    threads[source] -= moved
+    threads[to] += moved
+    return replace(mapping, threads=(threads[0], threads[1], threads[2]))
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What keeps noise from making the mapping swing.
+
+    Args:
+        lag: Depth of the pipeline: observations until a new mapping shows in the times.
+        window: Fewest measurements of each trainer and stage to act on.
+        history: Measurements that count, at the most.
+        dead_band: Fewest gain to act for, as a part of the slowest stage's time.
+        worth: The CPU trainers are kept if they shorten an iteration by more than this.
+        doubtful: If by less than this, accelerators alone are tried for ``trial`` iterations (only where
+            :attr:`IterationTimes.iteration` is known: what the trainers cost one another shows in no stage).
+        trial: Measurements of a trial.
+        patience: Observations until CPU trainers that were taken out, or kept, are tried again; doubles each time.
+
+    Raises:
+        ValueError: A number out of range.
+    """
+
+    lag: int = 2
+    window: int = 3
+    history: int = 100
+    dead_band: float = 0.015
+    worth: float = 0.01
+    doubtful: float = 0.25
+    trial: int = 5
+    patience: int = 200
+
+    def __post_init__(self) -> None:
+        if self.lag < 0 or not 1 <= self.window <= self.history or not 1 <= self.trial <= self.history:
+            raise ValueError(f"lag must be >= 0, 1 <= window <= history, 1 <= trial <= history: {self}")
+        if not (0 <= self.dead_band < 1 and 0 <= self.worth < 1 and self.doubtful >= 0 and self.patience >= 1):
+            raise ValueError(f"dead_band and worth must be in [0, 1), doubtful >= 0, patience >= 1: {self}")
 
 
 @dataclass
-class _Trial:
-    """Another mapping for some iterations, to be compared with the one before."""
+class _Move:
+    """A move that is judged by what is measured after it.
 
-    hybrid: bool
-    back: Mapping
+    Args:
+        back: The mapping before.
+        seconds: Of an iteration before, or of the slowest stage.
+        stage: The slowest stage.
+    """
+
+    back: TaskMapping
     seconds: float
-    error: float
-
-
-@dataclass
-class _Moved:
-    """Threads that were moved for a stage, the slowest, which took so long and should be faster now."""
-
-    back: Mapping
     stage: Stage
-    before: float
-    predicted: float
+
+    def state(self) -> list[Any]:
+        """Return it as plain lists and numbers."""
+        return [self.back.to_dict(), self.seconds, self.stage]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any] | None) -> _Move | None:
+        """Take back what :meth:`state` returned."""
+        return None if state is None else cls(TaskMapping.from_dict(state[0]), float(state[1]), state[2])
 
 
 class DynamicResourceManager:
     """Ease the slowest stage after each iteration (algorithm 1), the batch and the number of threads constant.
 
-    Where the paper's remedy gains nothing, since no thread is left to move, the other one is tried. CPU trainers that
-    do not help get no seeds, and are brought back on probation. How it is damped: :class:`Damping`.
+    A pure state machine: the same times lead to the same decisions.
 
     Args:
         mapping: The mapping to begin with.
@@ -52,7 +230,7 @@ class DynamicResourceManager:
         ValueError: The mapping's threads are not ``num_threads`` together.
     """
 
-    def __init__(self, mapping: Mapping, num_threads: int | None = None, damping: Damping | None = None) -> None:
+    def __init__(self, mapping: TaskMapping, num_threads: int | None = None, damping: Damping | None = None) -> None:
         if num_threads is not None and sum(mapping.threads) != num_threads:
             raise ValueError(f"the mapping has {sum(mapping.threads)} threads, but num_threads={num_threads}")
         self.mapping = mapping
@@ -60,16 +238,15 @@ class DynamicResourceManager:
         self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
         """The decisions that changed the mapping, the start first."""
         self._number = 0
-        self._history: deque[Measurement] = deque(maxlen=REMEMBERED)
-        self._costs = Costs(self.damping.history)
-        self._changed: str | None = None
+        self._in_flight: deque[TaskMapping] = deque([mapping], maxlen=self.damping.lag + 1)
+        self._measured = Measurements(self.damping.history)
+        self._iterations: deque[float] = deque(maxlen=self.damping.history)
+        self._act_from = 0
         self._look_from = 0
         self._finding = ""
-        self._in_flight: deque[Mapping] = deque([mapping], maxlen=self.damping.lag + 1)
-        self._act_from = 0
-        self._moved: _Moved | None = None
-        self._blocked: dict[tuple[str, str], int] = {}
-        self._trial: _Trial | None = None
+        self._moved: _Move | None = None
+        self._blocked: dict[tuple[Stage, Stage], int] = {}
+        self._trial: _Move | None = None
         self._next_trial = 4 * (self.damping.lag + self.damping.window)
         self._patience = self.damping.patience
         self._hybrid = mapping
@@ -87,15 +264,17 @@ class DynamicResourceManager:
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
         reason = self._remember(times, old)
-        decision = self._decide() if reason is None else self._hold(reason)
+        decision = self._hold(reason) if isinstance(reason, str) else self._decide(reason)
         if decision.changed:
             self.mapping = self._in_flight[-1] = decision.mapping
             self._act_from = self._number + self.damping.lag + 1
+            self._look_from = 0
+            self._iterations.clear()
             self.log.append(decision)
         return decision
 
-    def _remember(self, times: IterationTimes, mapping: Mapping) -> str | None:
-        """Add a measurement; return why it does not count, or None."""
+    def _remember(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
+        """Add a measurement; return it, or why it does not count."""
         if (len(times.train_cpu), len(times.trainers)) != (mapping.cpu_trainers, len(mapping.seeds)):
             raise ValueError(
                 f"times of {len(times.train_cpu)} CPU trainers and {len(times.train_accelerator)} accelerators, but "
@@ -112,175 +291,140 @@ class DynamicResourceManager:
         for index, (seconds, seeds_there) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
             if seeds_there and not seconds:
                 return f"no time of trainer {index}, which has seeds: does not count"
-        measurement = Measurement(mapping, times)
-        changed = self._costs.add(measurement, self._history)
-        self._history.append(measurement)
+        if self._number >= self._act_from and times.iteration is not None:
+            self._iterations.append(times.iteration)
+        changed = self._measured.add(mapping, times)
         if changed is not None:
-            self._forget(changed)
-        return None
+            self._finding, self._look_from = f"{changed} runs at another speed", 0
+            self._patience = self.damping.patience
+            if not self.mapping.cpu_seeds:
+                self._next_trial = self._number
+        return times
 
-    def _near(self) -> list[Measurement]:
-        return [measurement for measurement in self._history if measurement.is_near(self.mapping)]
-
-    def _decide(self) -> Decision:
-        damping = self.damping
-        if self._trial is not None:
-            return self._judge(self._trial)
+    def _decide(self, last: IterationTimes) -> Decision:
+        damping, mapping = self.damping, self.mapping
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more for the last change to show")
-        if self._number < self._look_from:
-            return self._hold(self._finding)
-        measured = self._costs.fewest(self.mapping)
+        tried = self._number - self._act_from
+        if self._trial is not None and tried < damping.trial:
+            return self._hold(f"trial: {tried} of {damping.trial} measurements")
+        measured = self._measured.fewest(mapping, last)
         if measured < damping.window:
             return self._hold(f"{measured} of {damping.window} measurements of this mapping")
-        now = self._estimate()
+        if self._number < self._look_from:
+            return self._hold(self._finding)
+        now = self._measured.estimate(mapping, last)
+        if self._trial is not None:
+            return self._judge(self._trial, now)
         undone = self._undo(now)
         if undone is not None:
             return undone
         remedy = find_remedy(now.stages)
         cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(now.bottleneck)}"
-        if self._changed is not None:
-            cause = f"{self._changed} runs at another speed; {cause}"
-            self._changed = None
-        for action, means in remedies(now, remedy, self._may_move):
-            decision = self._attempt(now, action, means, cause)
-            if decision is not None:
-                if action == "balance_thread":
-                    slowest = now.under(decision.mapping).stages()[remedy.bottleneck]
-                    self._moved = _Moved(self.mapping, remedy.bottleneck, now.bottleneck, slowest)
-                return decision
-        decision = self._try_out(now, remedy)
-        if decision is not None:
-            return decision
-        self._finding = f"{cause}; nothing would shorten it by {self._threshold(now):.1%}"
+        threshold = max(damping.dead_band, SURE / sqrt(measured))
+        for action, target in self._remedies(now, remedy):
+            if gain(now, target) > threshold:
+                self._moved = _Move(mapping, now.bottleneck, remedy.bottleneck) if action == "balance_thread" else None
+                return self._change(now, target, action, cause)
+        trial = self._try_out(now, remedy.bottleneck)
+        if trial is not None:
+            return trial
+        self._finding = f"{cause}; nothing would shorten it by {threshold:.1%}"
         self._look_from = self._number + min(max(measured // LOOK, 1), LOOK)
         return self._hold(self._finding)
 
-    def _estimate(self) -> Estimate:
-        return self._costs.estimate(self.mapping, self._history[-1].times)
+    def _remedies(self, now: Estimate, remedy: Remedy) -> Iterator[tuple[str, TaskMapping]]:
+        """Yield what to try against the slowest stage, the paper's remedy first.
 
-    def _attempt(self, now: Estimate, action: str, means: Callable[[], Mapping], cause: str) -> Decision | None:
-        """Return the decision to do it, or None if it gains too little."""
-        target = means()
-        if action == "balance_work" and now.mapping.cpu_seeds and now.mapping.accelerator_seeds and self._is_settled():
+        Where that gains nothing (no thread is left to move, say) the paper's algorithm would stand still: then the
+        other one is next. Before they ask others for threads, CPU trainers are balanced among themselves.
+        """
+        mapping, slowest = now.mapping, remedy.bottleneck
+        share = balance_sampling(now) if slowest.startswith("sample") else balance_work(now)
+        if share.cpu_seeds and share.accelerator_seeds and slowest == "train_cpu":
             alone = accelerators_alone(now)
-            if self._pointless(now, target, alone):
-                self._hybrid = target
-                self._put_off()
-                text = f"{cause}; the CPU trainers do not help: {self._predicted(now, alone)}"
-                return Decision(alone, text, "take_out", self._number, True)
-        if target == now.mapping or gain(now, target) <= self._threshold(now):
-            return None
-        return Decision(target, f"{cause}; {self._predicted(now, target)}", action, self._number, True)
-
-    def _pointless(self, now: Estimate, hybrid: Mapping, alone: Mapping) -> bool:
-        """Whether accelerators alone would train as fast as together with the CPU, and all be faster than now."""
-        together, single = now.under(hybrid).propagation, now.under(alone).propagation
-        return single <= together * (1 + self.damping.worth) and gain(now, alone) > self._threshold(now)
-
-    def _is_settled(self) -> bool:
-        """Whether enough is measured to take the CPU trainers out, which are not missed soon if that was wrong."""
-        return self._costs.fewest(self.mapping) >= SETTLED * self.damping.window
-
-    def _threshold(self, now: Estimate) -> float:
-        return max(self.damping.dead_band, SURE * now.error)
-
-    @staticmethod
-    def _predicted(now: Estimate, mapping: Mapping) -> str:
-        return f"{difference(now.mapping, mapping)}, predicted {milliseconds(now.under(mapping).bottleneck)}"
+            together, single = now.under(share).propagation, now.under(alone).propagation
+            if single <= together * (1 + self.damping.worth):
+                yield "take_out", alone
+        if slowest == "train_cpu":
+            yield "balance_cpu_trainers", balance_work(now, range(mapping.cpu_trainers))
+        if remedy.kind == "balance_work":
+            yield "balance_work", share
+        if slowest in CPU_TASKS:
+            idle: list[Stage] = ["train_cpu"] if not mapping.cpu_seeds and mapping.threads[2] else []
+            fast: list[Stage] = sorted((task for task in CPU_TASKS if task in now.stages), key=now.stages.__getitem__)
+            for donor in [*idle, *fast]:
+                target = balance_thread(now, donor, slowest)
+                if donor != slowest and self._number >= self._blocked.get((donor, slowest), 0):
+                    yield "balance_thread", target
+        if remedy.kind != "balance_work" and slowest != "load":
+            yield "balance_work", share
 
     def _undo(self, now: Estimate) -> Decision | None:
-        """Move threads back if they brought less than half of what was predicted, and no more of them that way."""
+        """Move threads back if they brought nothing, and none that way for some time."""
         moved, self._moved = self._moved, None
-        if moved is None or moved.back.seeds != self.mapping.seeds:
+        if moved is None:
             return None
         seconds = now.stages.get(moved.stage, 0.0)
-        slower = now.bottleneck > moved.before * (1 + self._threshold(now))
-        if not slower and seconds <= (moved.before + moved.predicted) / 2:
+        if seconds < moved.seconds and now.bottleneck <= moved.seconds * (1 + SLOWER):
             return None
-        self._blocked[moved_threads(moved.back, self.mapping)] = self._number + self.damping.patience
-        text = f"{STAGE_NAMES[moved.stage]} takes {milliseconds(seconds)}, before {milliseconds(moved.before)}"
-        if slower:
-            text = f"{text}, and the slowest stage {milliseconds(now.bottleneck)}"
-        text = f"{text}: {difference(self.mapping, moved.back)}"
-        return Decision(moved.back, text, "undo", self._number, True)
+        changes = [after - before for before, after in zip(moved.back.threads, now.mapping.threads, strict=True)]
+        donor, receiver = CPU_TASKS[changes.index(min(changes))], CPU_TASKS[changes.index(max(changes))]
+        self._blocked[donor, receiver] = self._number + self.damping.patience
+        cause = f"{STAGE_NAMES[moved.stage]} takes {milliseconds(seconds)}, before {milliseconds(moved.seconds)}"
+        if seconds < moved.seconds:
+            cause = f"{cause}, but the slowest stage {milliseconds(now.bottleneck)}"
+        return self._change(now, moved.back, "undo", cause)
 
-    def _may_move(self, source: Stage, to: Stage) -> bool:
-        return self._number >= self._blocked.get((source, to), 0)
+    def _try_out(self, now: Estimate, slowest: Stage) -> Decision | None:
+        """Begin a trial: accelerators alone, or CPU trainers that are out."""
+        mapping = self.mapping
+        if self._number < self._next_trial or not mapping.cpu_trainers or not mapping.accelerator_seeds:
+            return None
+        seconds = median(self._iterations) if self._iterations else now.bottleneck
+        if not mapping.cpu_seeds:
+            if slowest != "accelerator" or not self._hybrid.cpu_seeds:
+                return None
+            self._trial = _Move(mapping, seconds, slowest)
+            self._measured.forget_hybrid()
+            cause = f"the CPU trainers on probation, against {milliseconds(seconds)} without them"
+            return self._change(now, self._hybrid, "bring_back", cause)
+        alone = accelerators_alone(now)
+        lost = now.under(alone).bottleneck / now.bottleneck - 1
+        if not self._iterations or lost >= self.damping.doubtful:
+            return None
+        self._trial = _Move(mapping, seconds, slowest)
+        return self._change(
+            now, alone, "take_out", f"a trial without the CPU trainers, against {milliseconds(seconds)} with them"
+        )
+
+    def _judge(self, trial: _Move, now: Estimate) -> Decision:
+        """End a trial: all stays as it is tried out if that is better."""
+        self._trial = None
+        seconds = median(self._iterations) if self._iterations else now.bottleneck
+        hybrid = self.mapping.cpu_seeds > 0
+        if hybrid:  # its split may be out of date: what counts is what the best one promises
+            seconds += min(0.0, now.under(balance_work(now)).bottleneck - now.bottleneck)
+        with_cpu, without = (seconds, trial.seconds) if hybrid else (trial.seconds, seconds)
+        helps = with_cpu < without * (1 - self.damping.worth)
+        cause = f"{milliseconds(with_cpu)} with the CPU trainers, {milliseconds(without)} without"
+        self._put_off()
+        if helps == hybrid:
+            return self._hold(f"{cause}: it stays so")
+        return self._change(now, trial.back, "bring_back" if helps else "take_out", cause)
 
     def _put_off(self) -> None:
         self._next_trial = self._number + self._patience
         self._patience *= 2
 
-    def _try_out(self, now: Estimate, remedy: Remedy) -> Decision | None:
-        """Begin a trial: accelerators alone, or CPU trainers that are out."""
-        mapping = self.mapping
-        if self._number < self._next_trial or not mapping.cpu_trainers or not mapping.accelerator_seeds:
-            return None
-        iteration, error = self._iteration(self._near()[-self._costs.fewest(mapping) :])
-        seconds = iteration or now.bottleneck
-        if not mapping.cpu_seeds:
-            if remedy.bottleneck != "accelerator" or not self._hybrid.cpu_seeds:
-                return None
-            self._trial = _Trial(True, mapping, seconds, error)
-            text = f"the CPU trainers on probation, against {milliseconds(seconds)} without them"
-            text = f"{text}: {difference(mapping, self._hybrid)}"
-            return Decision(self._hybrid, text, "bring_back", self._number, True)
-        alone = accelerators_alone(now)
-        lost = now.under(alone).bottleneck / now.bottleneck - 1
-        if iteration is None or lost >= self.damping.doubtful:
-            return None
-        self._trial = _Trial(False, mapping, seconds, error)
-        self._hybrid = mapping
-        text = (
-            f"a trial without the CPU trainers, against {milliseconds(seconds)} with them: {difference(mapping, alone)}"
-        )
-        return Decision(alone, text, "take_out", self._number, True)
-
-    def _judge(self, trial: _Trial) -> Decision:
-        """End a trial when enough is measured."""
-        since = self._number - self._act_from + 1
-        near = self._near()[-since:] if since > 0 else []
-        if len(near) < self.damping.trial:
-            return self._hold(f"trial: {len(near)} of {self.damping.trial} measurements")
-        now = self._estimate()
-        iteration, error = self._iteration(near)
-        seconds = iteration or now.bottleneck
-        unclear = abs(seconds - trial.seconds) < 2 * sqrt(error * error + trial.error * trial.error)
-        if unclear and len(near) < min(LONGER * self.damping.trial, REMEMBERED):
-            return self._hold(f"trial: {len(near)} measurements do not tell {milliseconds(seconds)} from before")
-        self._trial = None
-        if trial.hybrid:  # its split may be out of date: what counts is what the best one promises
-            seconds += min(0.0, now.under(balance_work(now)).bottleneck - now.bottleneck)
-        with_cpu, without = (seconds, trial.seconds) if trial.hybrid else (trial.seconds, seconds)
-        helps = with_cpu < without * (1.0 if unclear else 1 - self.damping.worth)
-        text = f"{milliseconds(with_cpu)} with the CPU trainers, {milliseconds(without)} without"
-        if helps == trial.hybrid:
-            self._patience = self.damping.patience
-        self._put_off()
-        if helps == trial.hybrid:
-            return self._hold(f"{text}: it stays so")
-        action = "bring_back" if helps else "take_out"
-        return Decision(trial.back, f"{text}: {difference(self.mapping, trial.back)}", action, self._number, True)
-
-    @staticmethod
-    def _iteration(measurements: list[Measurement]) -> tuple[float | None, float]:
-        """Return the median time of an iteration, and its standard error by the median deviation from it."""
-        known = [measured.times.iteration for measured in measurements if measured.times.iteration is not None]
-        if not known:
-            return None, 0.0
-        middle = median(known)
-        return middle, 1.2533 * 1.4826 * median(abs(seconds - middle) for seconds in known) / sqrt(len(known))
-
-    def _forget(self, changed: str) -> None:
-        """Begin anew after a speed has changed."""
-        self._changed = changed
-        self._look_from = 0
-        self._blocked.clear()
-        self._moved = None
-        self._patience = self.damping.patience
-        if not self.mapping.cpu_seeds:
-            self._next_trial = self._number
+    def _change(self, now: Estimate, mapping: TaskMapping, action: str, cause: str) -> Decision:
+        text = f"{cause}; {difference(now.mapping, mapping)}"
+        if action.startswith("balance"):
+            text = f"{text}, predicted {milliseconds(now.under(mapping).bottleneck)}"
+        if action == "take_out" and now.mapping.cpu_seeds:
+            self._hybrid = now.mapping
+            self._put_off()
+        return Decision(mapping, text, action, self._number, True)
 
     def _hold(self, explanation: str) -> Decision:
         return Decision(self.mapping, explanation, "hold", self._number)
@@ -291,19 +435,18 @@ class DynamicResourceManager:
             "mapping": self.mapping.to_dict(),
             "hybrid": self._hybrid.to_dict(),
             "in_flight": [mapping.to_dict() for mapping in self._in_flight],
-            "history": [[entry.mapping.to_dict(), entry.times.to_dict()] for entry in self._history],
+            "history": self._measured.state(),
+            "iterations": list(self._iterations),
             "log": [decision.to_json() for decision in self.log],
-            "costs": self._costs.state(),
-            "changed": self._changed,
             "number": self._number,
             "act_from": self._act_from,
             "look_from": self._look_from,
             "finding": self._finding,
             "next_trial": self._next_trial,
             "patience": self._patience,
-            "moved": None if self._moved is None else {**vars(self._moved), "back": self._moved.back.to_dict()},
+            "moved": None if self._moved is None else self._moved.state(),
             "blocked": [[*pair, until] for pair, until in self._blocked.items()],
-            "trial": None if self._trial is None else {**vars(self._trial), "back": self._trial.back.to_dict()},
+            "trial": None if self._trial is None else self._trial.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -312,25 +455,22 @@ class DynamicResourceManager:
         Raises:
             ValueError: It belongs to other trainers or another batch size.
         """
-        mapping = Mapping.from_dict(state["mapping"])
+        mapping = TaskMapping.from_dict(state["mapping"])
         found, expected = (
             (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
             for each in (mapping, self.mapping)
         )
         if found != expected:
             raise ValueError(f"the saved state is for {mapping}, which does not fit {self.mapping}")
-        self.mapping, self._hybrid = mapping, Mapping.from_dict(state["hybrid"])
+        self.mapping, self._hybrid = mapping, TaskMapping.from_dict(state["hybrid"])
         self._in_flight.clear()
-        self._in_flight.extend(map(Mapping.from_dict, state["in_flight"]))
-        self._history.clear()
-        for entry, times in state["history"]:
-            self._history.append(Measurement(Mapping.from_dict(entry), IterationTimes.from_dict(times)))
-        self._costs.load_state(state["costs"])
+        self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
+        self._measured.load_state(state["history"])
+        self._iterations.clear()
+        self._iterations.extend(state["iterations"])
         self.log = read_decisions(state["log"])
-        self._changed, self._finding, self._look_from = state["changed"], state["finding"], state["look_from"]
         self._number, self._act_from = state["number"], state["act_from"]
+        self._finding, self._look_from = state["finding"], state["look_from"]
         self._next_trial, self._patience = state["next_trial"], state["patience"]
-        moved, trial = state["moved"], state["trial"]
-        self._moved = None if moved is None else _Moved(**{**moved, "back": Mapping.from_dict(moved["back"])})
-        self._blocked = {(source, to): until for source, to, until in state["blocked"]}
-        self._trial = None if trial is None else _Trial(**{**trial, "back": Mapping.from_dict(trial["back"])})
+        self._moved, self._trial = _Move.from_state(state["moved"]), _Move.from_state(state["trial"])
+        self._blocked = {(donor, receiver): until for donor, receiver, until in state["blocked"]}

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
@@ -23,27 +24,65 @@ from lightning_gnn.hyscale.checks import (
     refuse_trained_features,
     share_one_order,
 )
-from lightning_gnn.hyscale.first_mapping import first_mapping
-from lightning_gnn.hyscale.node_strategy import NodeStrategy
-from lightning_gnn.hyscale.node_sums import check_same_order
+from lightning_gnn.hyscale.first_mapping import begin_sampling, find_sampling, first_mapping, wanted_sampling
+from lightning_gnn.hyscale.node_strategy import NodeStrategy, check_same_order
 from lightning_gnn.hyscale.options import (
+    Trainers,
     check_devices,
     check_options,
     check_sampling,
     check_share,
     check_shares,
     check_threads,
+    default_threads,
+    seeds_of_iteration,
 )
 from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
-from lightning_gnn.hyscale.sampling_share import begin_sampling, find_sampling, wanted_sampling
 from lightning_gnn.hyscale.trainers import HybridTrainers
 from lightning_gnn.hyscale.transfer import converted
-from lightning_gnn.hyscale.transfer_hooks import TransferHooks
 from lightning_gnn.hyscale.work_balance import WorkBalance
-from lightning_gnn.hyscale.work_share import Trainers, default_threads, seeds_of_iteration
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
+
+_BEFORE = "_on_before_batch_transfer"
+
+
+class TransferHooks:
+    """Calls the hooks of a LightningModule or its DataModule once per mini-batch, as they expect batches of PyG.
+
+    Args:
+        module: The module; hooks of a DataModule are called through it too.
+        devices: Where each trainer's mini-batch goes.
+    """
+
+    def __init__(self, module: pl.LightningModule, devices: Sequence[torch.device]) -> None:
+        self._module = module
+        self._devices = list(devices)
+
+    def install(self) -> None:
+        """Stand in for the module's method that Lightning calls before the transfer."""
+        self._module.__dict__[_BEFORE] = self._before
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        self._module.__dict__.pop(_BEFORE, None)
+
+    def move(self, batch: HybridBatch, dataloader_idx: int = 0) -> HybridBatch:
+        """Let the hooks move each mini-batch to its trainer."""
+        for trainer in batch.active:
+            part, device = batch.parts[trainer], self._devices[trainer]
+            batch.parts[trainer] = self._module._apply_batch_transfer_handler(part, device, dataloader_idx)
+        return batch
+
+    def _before(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        original = type(self._module)._on_before_batch_transfer
+        if not isinstance(batch, HybridBatch):
+            return original(self._module, batch, dataloader_idx)
+        for trainer in batch.active:
+            batch.parts[trainer] = original(self._module, batch.parts[trainer], dataloader_idx)
+        return batch
+
 
 _KEY = "hyscale"
 _LONGEST = 1e8
@@ -90,6 +129,30 @@ class HyScaleStrategy(NodeStrategy):
 
     Raises:
         ValueError: An option is out of range.
+
+    Examples:
+        Two CPU trainers share every mini-batch of eight seeds:
+
+        >>> import torch, pytorch_lightning as pl
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.nn import GraphSAGE
+        >>> from lightning_gnn import HyScaleStrategy, NeighborDataModule
+        >>> class Classifier(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.model = GraphSAGE(4, 8, num_layers=2, out_channels=3)
+        ...     def training_step(self, batch, batch_idx):
+        ...         scores = self.model(batch.x, batch.edge_index)[: batch.batch_size]
+        ...         return torch.nn.functional.cross_entropy(scores, batch.y[: batch.batch_size])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.Adam(self.parameters())
+        >>> graph = Data(x=torch.rand(32, 4), edge_index=torch.randint(32, (2, 128)), y=torch.randint(3, (32,)))
+        >>> data = NeighborDataModule(graph, torch.arange(32), num_neighbors=[3, 3], batch_size=8)
+        >>> trainer = pl.Trainer(max_epochs=1, accelerator="cpu", strategy=HyScaleStrategy(cpu_trainers=2, drm=False),
+        ...     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        >>> trainer.fit(Classifier(), data)
+        >>> trainer.global_step, trainer.strategy.trainers.names
+        (4, ['0 (CPU)', '1 (CPU)'])
     """
 
     strategy_name = _KEY

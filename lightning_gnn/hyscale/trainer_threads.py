@@ -23,17 +23,17 @@ class Aborted(BaseException):
     """Ends what a trainer does after another one has failed; no ``except Exception`` of a model may hold it up."""
 
 
-class EachIts(dict):
+class PerTrainer(dict[int, Any]):
     """The answer to a meeting, where each trainer gets its own."""
 
 
 class _Trainer(threading.Thread):
-    def __init__(self, number: int, name: str, inbox: queue.SimpleQueue) -> None:
+    def __init__(self, number: int, name: str, inbox: queue.SimpleQueue[Any]) -> None:
         super().__init__(name=name, daemon=True)
         self.number = number
         self.inbox = inbox
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_threads: int | None = None
         self.seconds = 0.0
         self.alive = time.monotonic()
@@ -78,7 +78,7 @@ class TrainerThreads:
     def __init__(self, names: Sequence[str], stall_timeout: float) -> None:
         self.names = list(names)
         self.stall_timeout = stall_timeout
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [_Trainer(i, f"hyscale-trainer-{i}", self._inbox) for i in range(len(self.names))]
         for thread in self._threads:
             thread.start()
@@ -199,7 +199,7 @@ class TrainerThreads:
                 answers = serve(kind, tag, {i: waiting[i][2] for i in sorted(waiting)})
                 waiting.clear()
                 for i in wanted:
-                    self._threads[i].answers.put(("answer", answers[i] if isinstance(answers, EachIts) else answers))
+                    self._threads[i].answers.put(("answer", answers[i] if isinstance(answers, PerTrainer) else answers))
         return {trainer: results[trainer] for trainer in sorted(results)}
 
     def _check(self, results: dict[int, Any], waiting: dict[int, tuple[str, Any, Any]]) -> None:

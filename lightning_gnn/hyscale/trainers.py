@@ -13,15 +13,13 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_gnn.hyscale.joined_outputs import joined_entry, weighted_mean
-from lightning_gnn.hyscale.manual_steps import let_meet
-from lightning_gnn.hyscale.metric_merge import MetricMerger
-from lightning_gnn.hyscale.node_sums import average_statistics
+from lightning_gnn.hyscale.manual_steps import join_manual_steps
+from lightning_gnn.hyscale.node_strategy import average_statistics
+from lightning_gnn.hyscale.outputs import LogRecorder, MetricMerger, joined_entry, replay, weighted_mean
 from lightning_gnn.hyscale.pipeline import HybridBatch
-from lightning_gnn.hyscale.replayed_log import LogRecorder, replay
 from lightning_gnn.hyscale.replicas import Replicas
 from lightning_gnn.hyscale.thread_random import ThreadRandom
-from lightning_gnn.hyscale.trainer_threads import EachIts, TrainerThreads
+from lightning_gnn.hyscale.trainer_threads import PerTrainer, TrainerThreads
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.gradients import sum_gradients
 from lightning_gnn.runtime.timeline import StepTimer
@@ -60,7 +58,7 @@ class HybridTrainers:
                 if isinstance(child, pl.LightningModule):
                     child.__dict__["log"] = self.recorders[replica]
             if not self.main.automatic_optimization:
-                let_meet(self, replica, module)
+                join_manual_steps(self, replica, module)
         self.randoms = [] if seed is None else [ThreadRandom(mix(seed + i) >> 2) for i in range(len(devices))]
         self.threads = TrainerThreads(names, stall_timeout)
         self._clocks = [None if device.type == "cpu" else StepTimer(device) for device in devices]
@@ -279,10 +277,12 @@ class HybridTrainers:
         """
         if self._alone is not None:
             if not self.main.automatic_optimization:  # in the trainer's thread already
-                return plain(closure_loss, optimizer, *args, **kwargs)
+                loss: Tensor = plain(closure_loss, optimizer, *args, **kwargs)
+                return loss
             trainer = self._alone
             job = partial(self._backward_alone, trainer, plain, closure_loss, optimizer, args, kwargs)
-            return self.threads.run({trainer: job})[trainer]
+            loss = self.threads.run({trainer: job})[trainer]
+            return loss
         precision = self.strategy.precision_plugin
         self.strategy.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, self.main)
@@ -307,7 +307,7 @@ class HybridTrainers:
 
     def _backward(self, trainer: int, loss: Tensor, factor: Tensor, kwargs: dict[str, Any]) -> None:
         options = {name: kwargs[name] for name in ("retain_graph", "create_graph") if name in kwargs}
-        loss.backward(gradient=factor.to(loss.device, loss.dtype), **options)
+        loss.backward(gradient=factor.to(loss.device, loss.dtype), **options)  # type: ignore[no-untyped-call]
         self._stop_clock(trainer)
 
     def _stop_clock(self, trainer: int) -> None:
@@ -381,7 +381,7 @@ class HybridTrainers:
             loss = precision.pre_backward(self._join(values), self.main)
             precision.backward(loss, self.main, None)
             self._closure_loss, self._losses = loss, {}
-            return EachIts(self._factors())
+            return PerTrainer(self._factors())
         if kind == "end of manual_backward":
             self._collect(active)
             assert self._closure_loss is not None

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.hyscale.damping import Damping
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.mapping import IterationTimes, Mapping
+from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
-from lightning_gnn.hyscale.resources import DynamicResourceManager
-from lightning_gnn.hyscale.work_share import Trainers
+from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 _LEAST_SHARE = 0.01
@@ -66,8 +65,8 @@ class WorkBalance:
         self.manager: DynamicResourceManager | ReplayedDecisions | None = None
         self._apply = apply
         self._record = None if record is None else Path(record)
-        self._issued: deque[Mapping | None] = deque()
-        self._resumed: deque[Mapping | None] = deque()
+        self._issued: deque[TaskMapping | None] = deque()
+        self._resumed: deque[TaskMapping | None] = deque()
         self._mark: float | None = None
         # What the manager takes a measurement to be of: the mapping of so many observations ago.
         self._shares: deque[float] = deque([sampling], maxlen=max(lag, 1) + 1)
@@ -77,7 +76,7 @@ class WorkBalance:
             seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
             if sampling:  # both kinds of sampling must be seen for work to move from one to the other
                 sampling = min(max(sampling, _LEAST_SHARE), 1 - _LEAST_SHARE)
-            begin = Mapping(seeds, trainers.num_cpu, threads, sampling)
+            begin = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
             self.manager = DynamicResourceManager(begin, damping=Damping(lag=max(lag, 1)))
         else:
             self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
@@ -93,7 +92,7 @@ class WorkBalance:
         self._use(begin)
 
     @property
-    def mapping(self) -> Mapping | None:
+    def mapping(self) -> TaskMapping | None:
         """The manager's mapping, None without a manager."""
         return None if self.manager is None else self.manager.mapping
 
@@ -194,12 +193,12 @@ class WorkBalance:
         self.manager = loaded
         if self._record is not None:
             self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
-        self._resumed.extend(None if mapping is None else Mapping.from_dict(mapping) for mapping in state["issued"])
+        self._resumed.extend(None if mapping is None else TaskMapping.from_dict(mapping) for mapping in state["issued"])
         self._shares.clear()
         self._shares.extend(state.get("shares", [self.manager.mapping.accelerator_sampling]))
         self._use(self.manager.mapping)
 
-    def _use(self, mapping: Mapping) -> None:
+    def _use(self, mapping: TaskMapping) -> None:
         if mapping.threads != self.threads:
             self.threads = mapping.threads
             self._apply(mapping.threads)

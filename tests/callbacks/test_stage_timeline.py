@@ -14,7 +14,7 @@ from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.hyscale.decisions import Decision
-from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.report.figure import save_timeline
@@ -162,7 +162,7 @@ def test_a_picture_names_what_the_cpu_plays(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("observation", [3, 7], ids=["in the epoch", "after it"])
 def test_every_decision_of_hybrid_training_is_in_the_trace(tmp_path, observation):
-    first, second = Mapping((10, 20), 1, (1, 1, 1)), Mapping((12, 18), 1, (1, 1, 1))
+    first, second = TaskMapping((10, 20), 1, (1, 1, 1)), TaskMapping((12, 18), 1, (1, 1, 1))
     log = [Decision(first, "as told", "start", 0, True)]
     log.append(Decision(second, "the accelerator lags", "balance_work", observation, True))
     (tmp_path / "log").write_text("".join(f"{decision.to_json()}\n" for decision in log))

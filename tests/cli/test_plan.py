@@ -15,10 +15,9 @@ from lightning_gnn.cli.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.workload import Platform, Processor, Workload
-from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.platform_numbers import NAMES, complete, given_numbers, save_numbers
-from lightning_gnn.hyscale.report import stages
+from lightning_gnn.hyscale.report import NAMES, complete, given_numbers, save_numbers, stages
 from tests.cli.command import NODE, lgnn
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, ((1, 2e7), (8, 1e8)), core_bandwidth=1e10)
@@ -116,7 +115,7 @@ def test_without_accelerators_the_cpu_has_all_seeds(tmp_path, capfd):
 def test_what_binds_a_stage(changes, stage, bound):
     work = Workload(10_000, 100_000, 1000, 100, (5, 5), (64, 32, 8))
     model = PerformanceModel(replace(SERVER, num_accelerators=1, **changes), work)
-    mapping = Mapping((0, 100), 1, (2, 1, 1))
+    mapping = TaskMapping((0, 100), 1, (2, 1, 1))
     rows = {name: (seconds, text) for name, seconds, text in stages(model, mapping)}
     assert rows[stage][1] == bound
     assert max(rows, key=lambda name: rows[name][0]) == stage

@@ -17,6 +17,8 @@ class Node:
     sampling: float = 0.0
     loading: float = 0.0
     transfer: float = 0.0
+    sampling_threads: float = 1.0
+    """Power of its threads by which Sampling on the CPU gets faster; -1 if it gets slower with each of them."""
     sampling_there: float | None = None
     reference_threads: int | None = None
     """Threads with which the CPU trainers have their speeds; None if threads do not matter to them."""
@@ -43,7 +45,7 @@ class Node:
         trained = [self.train(index, seeds, mapping) for index, seeds in enumerate(mapping.seeds)]
         share = mapping.accelerator_sampling
         times = IterationTimes(
-            self.sampling * (1 - share) / mapping.threads[0],
+            self.sampling * (1 - share) / mapping.threads[0] ** self.sampling_threads,
             self.loading / mapping.threads[1],
             tuple(trained[: self.cpu_trainers]),
             tuple(trained[self.cpu_trainers :]),

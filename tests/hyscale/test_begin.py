@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_gnn import CSCGraph
-from lightning_gnn.hyscale import work_share
+from lightning_gnn.hyscale import options
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
 from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale.options import Trainers, default_threads, num_cores, seeds_of_iteration
 from lightning_gnn.hyscale.report import forecast, stages
-from lightning_gnn.hyscale.work_share import Trainers, default_threads, num_cores, seeds_of_iteration
 from tests.hyscale.models import Module, data_module, fit, graph, hybrid, trainer
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_a_plan_for_a_machine_without_accelerators():
     ],
 )
 def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expected, monkeypatch):
-    monkeypatch.setattr(work_share, "num_cores", lambda: cores)
+    monkeypatch.setattr(options, "num_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert default_threads(workers, trains, True) == expected
     assert sum(expected[: 2 + trains]) <= max(cores, 3)

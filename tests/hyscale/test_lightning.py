@@ -10,9 +10,9 @@ import torchmetrics
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from lightning_gnn.hyscale.options import seeds_of_iteration
 from lightning_gnn.hyscale.pipeline import HybridLoader
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_share import seeds_of_iteration
 from tests.hyscale.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, worst_difference
 
 

@@ -7,10 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
-from lightning_gnn.hyscale.mapping import Mapping
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.paper_numbers import DATASETS, cpu_fpga, cpu_gpu, paper_workload
-from lightning_gnn.hyscale.scaling import scaling_study, scaling_table
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.model import (
+    DATASETS,
+    PerformanceModel,
+    cpu_fpga,
+    cpu_gpu,
+    paper_workload,
+    scaling_study,
+    scaling_table,
+)
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)
@@ -52,7 +58,7 @@ def test_backward_of_a_compute_bound_layer_is_two_products():
 def test_stages_by_hand():
     platform = Platform(CPU, 4, GPU, 2, pcie_bandwidth=0.5e9, sampling=1e6, core_bandwidth=0.4e9)
     model = PerformanceModel(platform, WORK)
-    mapping = Mapping((20, 30, 50), 1, (1, 1, 2))
+    mapping = TaskMapping((20, 30, 50), 1, (1, 1, 2))
     times = model.stage_times(mapping)
     assert times.sample_cpu == pytest.approx(8000 / 1e6)
     assert times.load == pytest.approx(5000 * 64 * 4 / 0.4e9)  # all trainers' rows, one thread
@@ -70,8 +76,8 @@ def test_stages_by_hand():
 
 def test_sums_over_trainers_have_one_term_each():
     model = PerformanceModel(Platform(CPU, 8, GPU, 3, 1e9), replace(WORK, batch_size=400))
-    four = Mapping((100, 100, 100, 100), 1, (1, 1, 1))
-    three = Mapping((0, 100, 100, 100), 1, (1, 1, 1))
+    four = TaskMapping((100, 100, 100, 100), 1, (1, 1, 1))
+    three = TaskMapping((0, 100, 100, 100), 1, (1, 1, 1))
     assert model.load_time(four) == pytest.approx(4 * 5000 * 64 * 4 / 1e9)
     assert model.load_time(three) == pytest.approx(3 * 5000 * 64 * 4 / 1e9)
     edges = model.mteps(four) * model.iteration_time(four) * 1e6
@@ -84,7 +90,7 @@ def test_nodes_add_a_ring_all_reduce():
     size = (64 * 32 + 32 * 8) * 4
     added = PerformanceModel(far, WORK).sync_time() - PerformanceModel(near, WORK).sync_time()
     assert added == pytest.approx(2 * 4 / 5 * size / 1e8 + 8e-4)
-    mapping = Mapping((20, 80), 1)
+    mapping = TaskMapping((20, 80), 1)
     assert PerformanceModel(far, WORK).epoch_time(mapping) == pytest.approx(
         2 * PerformanceModel(far, WORK).iteration_time(mapping)
     )
@@ -111,7 +117,7 @@ def test_features_may_travel_in_fewer_bits(dtype, row):
     model = PerformanceModel(Platform(CPU, 4, GPU, 1, pcie_bandwidth=0.5e9), work)
     topology = (2 * 8000 + 5000) * 8
     assert model.transfer_time(100) == pytest.approx((5000 * row + topology) / 0.5e9)
-    mapping = Mapping((0, 100), 1)
+    mapping = TaskMapping((0, 100), 1)
     assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # they are read as they are
     assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
 
@@ -119,7 +125,7 @@ def test_features_may_travel_in_fewer_bits(dtype, row):
 def test_more_threads_than_cores_take_turns():
     platform = Platform(CPU, 2, GPU, 1, sampling=1e6, core_bandwidth=0.5e9)
     model = PerformanceModel(platform, WORK)
-    mapping = Mapping((60, 40), 1, (1, 2, 1))
+    mapping = TaskMapping((60, 40), 1, (1, 2, 1))
     times = model.stage_times(mapping)
     busy = times.sample_cpu + 2 * times.load + times.train_cpu[0]
     assert model.turns_time(mapping) == pytest.approx(busy / 2)
@@ -184,10 +190,10 @@ def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, facto
             if (on_cpu and not cpus) or (on_cpu < 24 and not accelerators):
                 continue
             seeds = (*_even(on_cpu, cpus), *_even(24 - on_cpu, accelerators))
-            least = min(least, model.iteration_time(Mapping(seeds, cpus, (sampler, loader, trainer), share)))
+            least = min(least, model.iteration_time(TaskMapping(seeds, cpus, (sampler, loader, trainer), share)))
     # Seeds are whole, and the split is made for the trainers: what it leaves to gain is at most one seed of 24. Where
     # threads take turns, seeds are tried in steps.
-    assert model.iteration_time(best) <= least * (1.03 if threads <= cores else 1.1)
+    assert model.iteration_time(best) <= least * (1 + 1 / 24 if threads <= cores else 1.1)
 
 
 def _even(total, parts):
@@ -221,7 +227,7 @@ def test_hybrid_speedup_of_the_paper_where_only_flops_count():
     )
     model = PerformanceModel(platform, paper_workload("ogbn-products", 1))
     best = model.best_mapping(1, platform.cores + 2)  # all cores for training
-    alone = Mapping((0, 1024), 1, best.threads)
+    alone = TaskMapping((0, 1024), 1, best.threads)
     assert model.iteration_time(alone) / model.iteration_time(best) == pytest.approx(1.26, abs=0.005)
 
 
@@ -230,7 +236,7 @@ def test_equations_with_the_papers_numbers(dataset):
     vertices, edges, (f0, f1, f2) = DATASETS[dataset]
     work = paper_workload(dataset, 5)
     model = PerformanceModel(cpu_fpga(4), work)
-    mapping = Mapping((1024,) * 5, 1, (1, 1, 126))
+    mapping = TaskMapping((1024,) * 5, 1, (1, 1, 126))
     v0, v1, v2 = work.sizes(1024).vertices
     e1, e2 = work.sizes(1024).edges
     assert v2 == 1024
@@ -295,9 +301,11 @@ def test_the_table_shows_every_stage():
         (lambda: replace(WORK, measured=BatchSizes(1, (1, 1), (1,))), "1 layers"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(0), "nothing to train on"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(1, 2), "need 3"),
-        (lambda: PerformanceModel(Platform(CPU, 4), WORK).stage_times(Mapping((50, 50), 1)), "1 accelerators"),
+        (lambda: PerformanceModel(Platform(CPU, 4), WORK).stage_times(TaskMapping((50, 50), 1)), "1 accelerators"),
         (
-            lambda: PerformanceModel(Platform(CPU, 4, GPU, 1), WORK).stage_times(Mapping((50, 50), 1, (1, 1, 1), 0.5)),
+            lambda: PerformanceModel(Platform(CPU, 4, GPU, 1), WORK).stage_times(
+                TaskMapping((50, 50), 1, (1, 1, 1), 0.5)
+            ),
             "accelerator_sampling is 0",
         ),
     ],

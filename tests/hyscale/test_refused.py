@@ -10,9 +10,9 @@ from torchmetrics import MeanMetric
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule
 from lightning_gnn.hyscale.decisions import Decision
-from lightning_gnn.hyscale.mapping import Mapping
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.options import num_cores
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_share import num_cores
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.hyscale.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, trainer
 
@@ -174,7 +174,7 @@ def test_lazy_layers():
 
 def test_decisions_of_another_run(tmp_path):
     record = tmp_path / "decisions.jsonl"
-    record.write_text(Decision(Mapping((10, 10, 10), 3), "start", "start").to_json())
+    record.write_text(Decision(TaskMapping((10, 10, 10), 3), "start", "start").to_json())
     with pytest.raises(ValueError, match="recorded with 3 trainers"):
         fit(Module(), hybrid(2, drm=record))
     with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):

@@ -13,10 +13,10 @@ from torch_geometric.sampler import BaseSampler
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
 from lightning_gnn.hyscale.first_mapping import first_mapping, first_share
+from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings, split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import WorkBalance
-from lightning_gnn.hyscale.work_share import Trainers
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.hyscale.models import Module, data_module, fit, graph, hybrid, left_threads, trainer

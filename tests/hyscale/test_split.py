@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.split import TrainerCost, split_evenly_in_time, whole_seeds
+from lightning_gnn.hyscale.mapping import Cost, split_evenly
 
-costs = st.builds(TrainerCost, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.05, 2.0), st.just(1))
+costs = st.builds(Cost, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.05, 2.0))
 
 
 def slowest(seeds, costs, shared, per_seed):
@@ -18,35 +18,30 @@ def slowest(seeds, costs, shared, per_seed):
 @given(st.lists(costs, min_size=2, max_size=3), st.integers(6, 24), st.booleans(), st.sampled_from([0.0, 0.1, 1.0]))
 def test_no_split_of_whole_seeds_is_faster(costs, total, grouped, per_seed):
     shared = list(range(1, len(costs))) if grouped else []
-    seeds = split_evenly_in_time(total, costs, shared, per_seed)
-    assert sum(seeds) == pytest.approx(total)
     best = inf
     for others in product(range(1, total), repeat=len(costs) - 1):
         rest = total - sum(others)
         if rest >= 1:
             best = min(best, slowest((rest, *others), costs, shared, per_seed))
-    # Every trainer keeps at least one seed, which the fractions may undercut by a rounding.
-    assert (
-        slowest(seeds, costs, shared, per_seed) <= best * (1 + 1e-9) + max(cost.per_seed for cost in costs) + per_seed
-    )
-    whole = whole_seeds(total, seeds, costs)
+    whole = split_evenly(total, costs, shared, per_seed)
     assert sum(whole) == total
     assert min(whole) >= 1
+    # Fractions are rounded, each to the next whole number of seeds.
+    rounding = max(cost.per_unit for cost in costs) + len(shared) * per_seed
+    assert slowest(whole, costs, shared, per_seed) <= best * (1 + 1e-9) + rounding
 
 
 def test_all_are_done_at_the_same_time():
-    found = split_evenly_in_time(100, [TrainerCost(0, 1.0), None, TrainerCost(2.0, 0.25)])
-    assert found[1] == 0
-    assert found[0] * 1.0 == pytest.approx(2.0 + found[2] * 0.25)
+    found = split_evenly(1000, [Cost(0, 1.0), None, Cost(20.0, 0.25)])
+    assert found == (216, 0, 784)  # 216 s and 20 s + 784 / 4 s
     # An overhead longer than all the others need: nothing but the least.
-    assert split_evenly_in_time(10, [TrainerCost(50.0, 1.0), TrainerCost(0.0, 1.0)]) == pytest.approx([0, 10])
+    assert split_evenly(10, [Cost(50.0, 1.0), Cost(0.0, 1.0)]) == (1, 9)
     # A transfer of 2 s a seed holds the group back: 1 / (1 + 1/2) of the seeds stay with the other.
-    group = split_evenly_in_time(30, [TrainerCost(0, 1.0), TrainerCost(0, 0.1), TrainerCost(0, 0.3)], [1, 2], 2.0)
-    assert group == pytest.approx([20, 7.5, 2.5])
+    group = split_evenly(300, [Cost(0, 1.0), Cost(0, 0.1), Cost(0, 0.3)], [1, 2], 2.0)
+    assert group[0] == 200
     with pytest.raises(ValueError, match="no trainer"):
-        split_evenly_in_time(10, [None, None])
+        split_evenly(10, [None, None])
 
 
 def test_fewer_seeds_than_trainers():
-    trainers = [TrainerCost(0, 1.0, 1)] * 3
-    assert sorted(whole_seeds(2, split_evenly_in_time(2, trainers), trainers)) == [0, 1, 1]
+    assert sorted(split_evenly(2, [Cost(0, 1.0)] * 3)) == [0, 1, 1]

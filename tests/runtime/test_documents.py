@@ -6,7 +6,7 @@ import pytest
 
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.hyscale.decisions import read_decisions
-from lightning_gnn.hyscale.platform_numbers import given_numbers
+from lightning_gnn.hyscale.report import given_numbers
 from lightning_gnn.runtime.files import LARGEST, read_json, read_text, read_yaml, write_whole
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
