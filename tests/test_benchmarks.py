@@ -222,19 +222,19 @@ def test_the_performance_model_of_the_hybrid_benchmark_repeats_what_was_measured
     notes = {**HYSCALE_NOTES, "stages": {**HYSCALE_NOTES["stages"], "train_cpu": seconds}}
     platform = benchmark.with_accelerator(benchmark.calibrated(notes), threads=2, speed=4.0, link=1e9)
     model = benchmark.PerformanceModel(platform, benchmark.workload_of(notes))
-    times = model.stage_times(benchmark.Mapping((1000, 0), 1, (1, 1, 2)))
+    times = model.stage_times(benchmark.TaskMapping((1000, 0), 1, (1, 1, 2)))
     assert times.train_cpu[0] == pytest.approx(seconds)
     assert times.sample_cpu == pytest.approx(0.02)
     if seconds == 0.2:  # else its bandwidth is higher than that of Feature Loading
         assert times.load == pytest.approx(0.01)
-    there = model.stage_times(benchmark.Mapping((0, 1000), 1, (1, 1, 2)))
+    there = model.stage_times(benchmark.TaskMapping((0, 1000), 1, (1, 1, 2)))
     assert there.train_accelerator[0] == pytest.approx(seconds / 4)
     assert there.transfer == pytest.approx(benchmark.transferred_bytes(benchmark.workload_of(notes)) / 1e9)
-    split = benchmark.Mapping((500, 500), 1, (1, 1, 2))
+    split = benchmark.TaskMapping((500, 500), 1, (1, 1, 2))
     half = model.stage_times(split)
     assert benchmark.predicted(model, split, 1) == max(half.iteration, half.load + half.transfer)
     assert benchmark.predicted(model, split, 2) == half.iteration
-    alone = benchmark.Mapping((1000,), 0, (1, 1, 0))
+    alone = benchmark.TaskMapping((1000,), 0, (1, 1, 0))
     assert benchmark.predicted(model, alone, 2) == pytest.approx(max(seconds / 4, there.transfer, 0.02))
 
 
