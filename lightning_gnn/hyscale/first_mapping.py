@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import Trainers, num_cores
+from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
@@ -28,6 +29,79 @@ _KEY = 1
 _SAMPLED_PER_S = 5e6
 """Edges that a thread samples per second, where it cannot be measured without drawing from the run's random stream."""
 _ROWS, _WIDTH = 1 << 15, 128
+
+
+@dataclass(frozen=True)
+class FirstMapping:
+    """What a run begins with, as a checkpoint keeps it: a resumed run goes on with it, and measures nothing.
+
+    Args:
+        shares: Of each trainer, those on the CPU first; they are not rounded to seeds, as a mapping's are.
+        cpu_trainers: How many of the trainers are CPU trainers.
+        total: Seeds of the node in a full iteration.
+        threads: CPU threads of Sampling, Feature Loading and the CPU trainers.
+        accelerator_sampling: Share of the sampling that accelerators do; 0 where they cannot.
+    """
+
+    shares: tuple[float, ...]
+    cpu_trainers: int
+    total: int
+    threads: tuple[int, int, int]
+    accelerator_sampling: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain lists and numbers."""
+        return {**asdict(self), "shares": list(self.shares), "threads": list(self.threads)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], trainers: Trainers, total: int) -> FirstMapping:
+        """Take back what :meth:`to_dict` returned.
+
+        Args:
+            state: It.
+            trainers: Who trains now.
+            total: Seeds of the node in a full iteration now.
+
+        Raises:
+            ValueError: It is for other trainers or another batch size, or of another version.
+        """
+        try:
+            sampling, loading, training = map(int, state["threads"])
+            shares = check_shares(state["shares"]) or []
+            found = (len(shares), int(state["cpu_trainers"]), int(state["total"]))
+            there = float(state["accelerator_sampling"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the mapping is of another version ({type(error).__name__}: {error})") from error
+        if found != (len(trainers.devices), trainers.num_cpu, total):
+            raise ValueError(
+                f"the saved mapping is for {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, but here "
+                f"are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
+            )
+        return cls(tuple(shares), found[1], total, (sampling, loading, training), there)
+
+    def threads_of(self, threads: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return its threads if they are as many as these, or else these: the machine or the loader is another."""
+        least = 2 + self.cpu_trainers
+        return self.threads if max(sum(self.threads), least) == max(sum(threads), least) else threads
+
+
+def resumed_mapping(
+    state: dict[str, Any], trainers: Trainers, total: int
+) -> tuple[FirstMapping | None, dict[str, Any]]:
+    """Return what the run began with that wrote a checkpoint, None where it does not fit or tell, and what else fits.
+
+    Args:
+        state: Of a :class:`~lightning_gnn.hyscale.work_balance.WorkBalance`; an older one has no first mapping.
+        trainers: Who trains now.
+        total: Seeds of the node in a full iteration now.
+    """
+    if "first" not in state:
+        return None, state
+    try:
+        return FirstMapping.from_dict(state["first"], trainers, total), state
+    except ValueError as error:
+        rank_zero_warn(f"hyscale balances anew: {error}")
+        return None, {}
 
 
 def first_mapping(
@@ -196,7 +270,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
     """Return which share accelerators are to have: what the user says, or what a replay needs.
 
     Args:
-        wanted: ``"auto"``, or a share.
+        wanted: ``"auto"``, which is 0 where measurements decide nothing, or a share.
         drm: Whether the work is balanced while it runs, or the path of a log of decisions to replay.
 
     Raises:
@@ -204,7 +278,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
         ValueError: It is none.
     """
     if isinstance(drm, bool):
-        return wanted
+        return 0.0 if wanted == "auto" and not measurements_decide() else wanted
     decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
     return max((decision.mapping.accelerator_sampling for decision in decisions), default=0.0)
 
@@ -263,7 +337,7 @@ def begin_sampling(
         loader: The training loader.
         total: Seeds of an iteration.
         threads: Threads of Sampling on the CPU.
-        modelled: What the performance model says, if it has been asked; otherwise it is measured.
+        modelled: What a checkpoint or the performance model says, if there is such; otherwise it is measured.
     """
     if sampling is None:
         return 0.0

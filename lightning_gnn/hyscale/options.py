@@ -55,18 +55,59 @@ class Trainers:
         rest = self.devices[self.num_cpu :]
         return [*cpu, *(None if device.type == "cpu" and transfer_dtype is None else device for device in rest)]
 
+    @property
+    def equal_weights(self) -> list[float]:
+        """The share of each trainer where all have the same."""
+        return [1 / len(self.devices)] * len(self.devices)
+
     def weights(self, cpu_share: float) -> list[float]:
         """Return each trainer's share; CPU trainers have equal ones, accelerators too.
 
         Args:
             cpu_share: Of all CPU trainers together; without accelerators they have everything anyway.
         """
-        if not self.num_accelerators:
-            return [1 / self.num_cpu] * self.num_cpu
-        if not self.num_cpu:
-            return [1 / self.num_accelerators] * self.num_accelerators
+        if not self.num_accelerators or not self.num_cpu:
+            return self.equal_weights
         cpu = [cpu_share / self.num_cpu] * self.num_cpu
         return cpu + [(1 - cpu_share) / self.num_accelerators] * self.num_accelerators
+
+
+def measurements_decide() -> bool:
+    """Tell whether choices may follow from measurements, which no two runs share: not with ``deterministic=True``."""
+    return not torch.are_deterministic_algorithms_enabled()
+
+
+def allowed_drm(drm: bool | str | Path) -> bool | str | Path:
+    """Return ``drm``, but False instead of True where measurements decide nothing; a replay needs none."""
+    return False if drm is True and not measurements_decide() else drm
+
+
+def turned_off(
+    trainers: Trainers, drm: bool | str | Path, shares: Sequence[float] | None, accelerator_sampling: str | float
+) -> str | None:
+    """Return the words for which choices follow from no measurement although the options ask for it, None for none.
+
+    Args:
+        trainers: Who trains.
+        drm: The option, which is not in force where it is True.
+        shares: What the trainers have with ``cpu_share="auto"``; None with another option.
+        accelerator_sampling: The option.
+    """
+    off = []
+    if drm is True:
+        off.append("drm=True (nothing moves)")
+    if shares is not None and trainers.num_cpu and trainers.num_accelerators:
+        off.append(f"cpu_share='auto' (instead, shares={[round(share, 4) for share in shares]})")
+    accelerators = any(device.type != "cpu" for device in trainers.devices)
+    if isinstance(drm, bool) and accelerator_sampling == "auto" and accelerators:
+        off.append("accelerator_sampling='auto' (instead, 0.0)")
+    if measurements_decide() or not off:
+        return None
+    return (
+        f"hyscale: Trainer(deterministic=True) turns off what follows from measurements: {', '.join(off)}. "
+        "Give a mapping by hand, as `lgnn plan` finds one: shares= or cpu_share=0.3, threads=(4, 2, 10), "
+        "accelerator_sampling=0.2; or replay what decision_log= recorded: drm='decisions.jsonl'"
+    )
 
 
 def num_cores() -> int:

@@ -30,7 +30,15 @@ from lightning_gnn.hyscale.first_mapping import (
 )
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel, ScalingPoint, scaling_study
-from lightning_gnn.hyscale.options import Trainers, check_shares, default_threads, num_cores, seeds_of_iteration
+from lightning_gnn.hyscale.options import (
+    Trainers,
+    allowed_drm,
+    check_shares,
+    default_threads,
+    measurements_decide,
+    num_cores,
+    seeds_of_iteration,
+)
 from lightning_gnn.hyscale.pipeline import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.runtime.files import LARGEST_JSON, check_yaml, read_text
@@ -130,7 +138,9 @@ def forecast(
         raise ValueError("cpu_trainers=0 and no accelerator: nobody would train; set trainer.strategy.cpu_trainers=1")
     model = PerformanceModel(platform, workload)
     num_workers = getattr(loader, "num_threads", None) or loader.num_workers
-    threads = strategy.threads or default_threads(num_workers, strategy.cpu_trainers > 0, strategy.drm is not False)
+    threads = strategy.threads or default_threads(
+        num_workers, strategy.cpu_trainers > 0, allowed_drm(strategy.drm) is not False
+    )
     own = sum(threads) if platform.cores == num_cores() else platform.cores
     best = model.best_mapping(strategy.cpu_trainers, max(own, 2 + strategy.cpu_trainers))
     scaling: Sequence[ScalingPoint] = ()
@@ -152,7 +162,9 @@ def _begin(
         return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
     trainers = Trainers((_CPU,) * (strategy.cpu_trainers + platform.num_accelerators), strategy.cpu_trainers)
     weights = check_shares(strategy.shares, len(trainers.devices))
-    if weights is None and strategy.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
+    if weights is None and strategy.cpu_share == "auto" and not measurements_decide():
+        weights = trainers.equal_weights
+    elif weights is None and strategy.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
         weights, threads = list(best.shares), strategy.threads or best.threads
     if weights is None:
         weights = trainers.weights(0.5 if strategy.cpu_share == "auto" else float(strategy.cpu_share))

@@ -24,10 +24,17 @@ from lightning_gnn.hyscale.checks import (
     refuse_trained_features,
     share_one_order,
 )
-from lightning_gnn.hyscale.first_mapping import begin_sampling, find_sampling, first_mapping, wanted_sampling
+from lightning_gnn.hyscale.first_mapping import (
+    begin_sampling,
+    find_sampling,
+    first_mapping,
+    resumed_mapping,
+    wanted_sampling,
+)
 from lightning_gnn.hyscale.node_strategy import NodeStrategy, check_same_order
 from lightning_gnn.hyscale.options import (
     Trainers,
+    allowed_drm,
     check_devices,
     check_options,
     check_sampling,
@@ -35,7 +42,9 @@ from lightning_gnn.hyscale.options import (
     check_shares,
     check_threads,
     default_threads,
+    measurements_decide,
     seeds_of_iteration,
+    turned_off,
 )
 from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
 from lightning_gnn.hyscale.trainers import HybridTrainers
@@ -106,10 +115,14 @@ class HyScaleStrategy(NodeStrategy):
     ``train_dataloader``. With several nodes, start one process on each (torchrun, SLURM): all go through the same order
     of seeds, each takes an equal part of every mini-batch, so ``batch_size`` counts the seeds of all nodes.
 
+    With ``Trainer(deterministic=True)`` (or ``"warn"``) no measurement decides, and a warning says what that turns off:
+    ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares, and the threads that they have
+    by default; with ``accelerator_sampling="auto"`` the CPU samples. A replay stays.
+
     Args:
         cpu_trainers: CPU trainers per node; more than one for several NUMA nodes.
-        cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the
-            performance model finds best by short measurements. ``drm`` may change it.
+        cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the performance model finds
+            best by short measurements; a resumed run goes on with what its checkpoint says. ``drm`` may change it.
         drm: Balance the work while it runs (algorithm 1); or the path of a recorded log of decisions to replay. With
             ``False`` or a replay, a resumed run continues bit for bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
@@ -262,7 +275,7 @@ class HyScaleStrategy(NodeStrategy):
                 "the transfer of batches"
             )
         progress = module.trainer.fit_loop.epoch_loop.batch_progress
-        wanted = wanted_sampling(self.accelerator_sampling, self.drm)
+        wanted = wanted_sampling(self.accelerator_sampling, allowed_drm(self.drm))
         self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling)
         start, stop = self.node_slice(seeds_of_iteration(dataloader))
         if self.balance is None or self.balance.total != stop - start:
@@ -301,16 +314,28 @@ class HyScaleStrategy(NodeStrategy):
         return destinations if sampled_on.type == "cpu" else list(self.trainers.devices)
 
     def _begin_balance(self, dataloader: Any, wanted: str | float, total: int) -> WorkBalance:
+        """Share the work out: as the user says, else as a checkpoint does, else by measurements, where these decide."""
         assert self.trainers is not None
         sampling, modelled = self._sampling, None
-        drm = self.drm
+        drm = allowed_drm(self.drm)
         if drm is True and not total:
             rank_zero_warn("hyscale: drm=True needs mini-batches of a known size, with seeds for every node; it is off")
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
         threads = self.threads or default_threads(num_workers, self.cpu_trainers > 0, drm is not False)
-        weights = self.shares
-        if weights is None and self.cpu_share == "auto":
+        automatic = isinstance(drm, bool) and self.shares is None and self.cpu_share == "auto"
+        weights, before = self.shares, None
+        states = self._restored.pop("balance", None) or []
+        state = states[self.global_rank] if self.global_rank < len(states) else {}
+        if automatic or (wanted == "auto" and sampling is not None):
+            before, state = resumed_mapping(state, self.trainers, total)
+        if before is not None:
+            modelled = before.accelerator_sampling or None  # 0: nothing could sample there, and now it can
+            if automatic:
+                weights, threads = list(before.shares), self.threads or before.threads_of(threads)
+        if weights is None and automatic and not measurements_decide():
+            weights = self.trainers.equal_weights
+        if weights is None and automatic:
             assert self.lightning_module is not None
             first = first_mapping(
                 self.trainers,
@@ -326,12 +351,13 @@ class HyScaleStrategy(NodeStrategy):
                 weights, threads = list(first.shares), self.threads or first.threads
         if weights is None:
             weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
+        off = turned_off(self.trainers, self.drm, weights if automatic else None, self.accelerator_sampling)
+        if off is not None and self.balance is None:
+            rank_zero_warn(off)
         there = begin_sampling(wanted, sampling, dataloader, total, threads[0], modelled)
         lag = 2 * (self.prefetch + 1) + (0 if sampling is None or not self.prefetch else 1 + len(sampling))
         balance = WorkBalance(self.trainers, weights, threads, total, drm, self._resize, self.decision_log, lag, there)
-        states = self._restored.pop("balance", None)
-        if states is not None and self.global_rank < len(states):
-            balance.load_state_dict(states[self.global_rank])
+        balance.load_state_dict(state)
         return balance
 
     def _resize(self, threads: tuple[int, int, int]) -> None:

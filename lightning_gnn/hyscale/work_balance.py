@@ -12,6 +12,7 @@ from typing import Any
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.first_mapping import FirstMapping
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
@@ -60,6 +61,8 @@ class WorkBalance:
         """Seeds of this node in a full iteration, for which work is shared out."""
         self.accelerator_sampling = sampling
         """Share of the sampling that accelerators do in the iteration that was split last."""
+        self.first = FirstMapping(tuple(weights), trainers.num_cpu, total, threads, sampling)
+        """What the run began with."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
         self.manager: DynamicResourceManager | ReplayedDecisions | None = None
@@ -87,6 +90,7 @@ class WorkBalance:
                     f"{drm} was recorded with {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, "
                     f"but here are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
                 )
+            self.first = FirstMapping(begin.shares, trainers.num_cpu, total, begin.threads, begin.accelerator_sampling)
         self._shares[0] = begin.accelerator_sampling
         self._tell(self.manager.log[0])
         self._use(begin)
@@ -169,10 +173,11 @@ class WorkBalance:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to share out the same way."""
+        first = {"first": self.first.to_dict()}
         if self.manager is None:
-            return {}
+            return first
         issued = [None if mapping is None else mapping.to_dict() for mapping in self._issued]
-        return {"manager": self.manager.state_dict(), "issued": issued, "shares": list(self._shares)}
+        return {**first, "manager": self.manager.state_dict(), "issued": issued, "shares": list(self._shares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: what was under way comes first, as it was shared out then."""
