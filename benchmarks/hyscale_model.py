@@ -13,7 +13,6 @@ from typing import Any
 
 import matplotlib
 
-from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import (
     ALVEO_U250,
@@ -26,6 +25,7 @@ from lightning_gnn.hyscale.model import (
     paper_workload,
     scaling_study,
 )
+from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
 
 NETWORK_BANDWIDTH, NETWORK_LATENCY = 12.5e9, 10e-6
 """Of the nodes in the scaling study, which the paper does not have: 100 Gbit/s, and 10 microseconds for a message."""

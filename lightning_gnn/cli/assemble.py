@@ -20,7 +20,7 @@ from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.saved_run import KeepConfig
-from lightning_gnn.graph.options import closest
+from lightning_gnn.runtime.messages import closest
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 

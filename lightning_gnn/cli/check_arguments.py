@@ -11,7 +11,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.graph.options import closest
+from lightning_gnn.runtime.messages import closest
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number",

@@ -28,8 +28,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
-from lightning_gnn.graph.options import closest
 from lightning_gnn.report.console import console, say
+from lightning_gnn.runtime.messages import closest
 
 COMMANDS = ("cache", "doctor", "plan")
 _CONF = "lightning_gnn.conf"

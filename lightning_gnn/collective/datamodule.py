@@ -20,8 +20,8 @@ from torch_geometric.data import Data
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.graph.options import true_or_false, whole_number
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.graph.hybrid_plan import aligned
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
+from lightning_gnn.runtime.messages import aligned
 from lightning_gnn.runtime.store import checksum, find, keep
 
 Mode = Literal["collective", "cpu", "gpu"]

@@ -19,10 +19,10 @@ from torch_geometric.loader import NeighborLoader
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.options import closest, keywords_of, true_or_false
 from lightning_gnn.nn.conv import check_takes_graph
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, summary
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false
 from lightning_gnn.runtime.resume import ResumableDataModule
 
 STRATEGY = "ascend_hybrid"

@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gnn.runtime.messages import aligned
+
 BLOCK = 16
 """Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 numbers are an aligned 32 bytes."""
 TOLERATED = 1.05
@@ -316,12 +318,6 @@ def check_sizes(num_columns: int, num_workers: int) -> None:
         raise ValueError(f"num_columns must be at least 1, but is {num_columns}: there is nothing to share out")
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, but is {num_workers}")
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Return rows of cells as lines whose columns end below one another."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], ...]:

@@ -16,12 +16,12 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.graph.csc import count_edges
-from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores
+from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Literal
 
-from lightning_gnn.graph.hybrid_plan import aligned
-from lightning_gnn.graph.workload import Platform, Processor, Workload
 from lightning_gnn.hyscale.mapping import Cost, IterationTimes, TaskMapping, split_evenly
+from lightning_gnn.hyscale.workload import Platform, Processor, Workload
+from lightning_gnn.runtime.messages import aligned
 
 _ROUNDS = 4
 _TURNS = 16

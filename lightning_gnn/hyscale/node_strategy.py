@@ -22,8 +22,8 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_gnn.graph.options import closest, keywords_of
 from lightning_gnn.runtime.heartbeat import Heartbeats
+from lightning_gnn.runtime.messages import closest, keywords_of
 
 _RUNS = itertools.count()
 

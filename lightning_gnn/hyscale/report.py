@@ -18,7 +18,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnn.graph.workload import Platform, Processor
 from lightning_gnn.hyscale.checks import check_training
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.first_mapping import (
@@ -41,6 +40,7 @@ from lightning_gnn.hyscale.options import (
 )
 from lightning_gnn.hyscale.pipeline import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.workload import Platform, Processor
 from lightning_gnn.runtime.files import LARGEST_JSON, check_yaml, read_text
 
 _CPU = torch.device("cpu")
@@ -329,7 +329,7 @@ NAMES = (
     "network_bandwidth",
     "network_latency",
 )
-"""Fields of :class:`~lightning_gnn.graph.workload.Platform`, dotted."""
+"""Fields of :class:`~lightning_gnn.hyscale.workload.Platform`, dotted."""
 OF_THE_CPU = ("cpu.flops", "cpu.memory_bandwidth", "cores", "core_bandwidth", "sampling")
 OF_ACCELERATORS = ("accelerator.flops", "accelerator.memory_bandwidth", "pcie_bandwidth")
 
@@ -341,7 +341,7 @@ def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
     """Return what the user gives.
 
     Args:
-        file: YAML or JSON with fields of :class:`~lightning_gnn.graph.workload.Platform`, or None.
+        file: YAML or JSON with fields of :class:`~lightning_gnn.hyscale.workload.Platform`, or None.
         keys: Such fields, nested; they win over the file's. None stands for what is not given.
 
     Raises:

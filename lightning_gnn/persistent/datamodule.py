@@ -16,9 +16,9 @@ from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
-from lightning_gnn.graph.options import true_or_false, whole_number
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
+from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule

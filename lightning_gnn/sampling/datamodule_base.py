@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.options import checked_options, keywords_of, true_or_false, whole_number
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.options import checked_options
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""

@@ -57,7 +57,7 @@ class LinkDataModule(MiniBatchDataModule):
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
-            processes changes nothing here: :data:`~lightning_gnn.graph.options.WITHOUT_EFFECT`.
+            processes changes nothing here: :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
 
     Raises:
         TypeError: The graph is not homogeneous, edges are no integers, an option is unknown.

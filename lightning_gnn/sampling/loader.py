@@ -23,12 +23,13 @@ from torch_geometric.sampler import SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.graph.options import checked_options, keywords_of
 from lightning_gnn.ops import batch_key, gather_rows
+from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
+from lightning_gnn.sampling.options import checked_options
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""

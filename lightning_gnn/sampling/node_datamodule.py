@@ -46,7 +46,7 @@ class NeighborDataModule(MiniBatchDataModule):
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
             ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
-            :data:`~lightning_gnn.graph.options.WITHOUT_EFFECT`.
+            :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
 
     Raises:
         TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from lightning_gnn.cli.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.graph.workload import Platform, Processor, Workload
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.report import NAMES, complete, given_numbers, save_numbers, stages
+from lightning_gnn.hyscale.workload import Platform, Processor, Workload
 from tests.cli.command import NODE, lgnn
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, ((1, 2e7), (8, 1e8)), core_bandwidth=1e10)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.graph.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import (
     DATASETS,
@@ -17,6 +16,7 @@ from lightning_gnn.hyscale.model import (
     scaling_study,
     scaling_table,
 )
+from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn.graph.workload import Platform, Processor
 from lightning_gnn.hyscale import first_mapping, report, strategy
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import WorkBalance
+from lightning_gnn.hyscale.workload import Platform, Processor
 from tests.hyscale.models import Module, data_module, trainer
 from tests.hyscale.test_resume import SaveAt, run, same
 

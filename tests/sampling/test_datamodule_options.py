@@ -15,9 +15,9 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.folder import save_folder
-from lightning_gnn.graph.options import keywords_of
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule

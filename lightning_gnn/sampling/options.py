@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
-from numbers import Integral
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn.graph.checks import refuse_type
+from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false, whole_number
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
@@ -89,49 +87,6 @@ def checked_options(
             raise TypeError(_unknown(name, taken, never))
         options[name] = _checked(name, value)
     return options
-
-
-def whole_number(value: Any, name: str, least: int | None = None) -> int:
-    """Return a number as ``int``.
-
-    Args:
-        value: What the user gave.
-        name: What to call it in the message.
-        least: The smallest one that is allowed.
-
-    Raises:
-        ValueError: No whole number (a bool is none), or a smaller one.
-    """
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a whole number, but is {value!r}")
-    if least is not None and value < least:
-        rule = "must not be negative" if least == 0 else f"must be at least {least}"
-        raise ValueError(f"{name} {rule}, but is {value}")
-    return int(value)
-
-
-def true_or_false(value: Any, name: str) -> bool:
-    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true.
-
-    Raises:
-        ValueError: Another value.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, but is {value!r}")
-    return value
-
-
-def keywords_of(kind: type) -> set[str]:
-    """Return the names that the ``__init__`` of a class and of those above it take."""
-    inits = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
-    parameters = [parameter for init in inits for parameter in list(inspect.signature(init).parameters.values())[1:]]
-    return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-
-
-def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
-    """Return a question that names the most similar of some names, empty where none is; ``aside`` in parentheses."""
-    found = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
-    return "".join(f" ({question})" if aside else f"; {question}" for question in found)
 
 
 def _checked(name: str, value: Any) -> Any:

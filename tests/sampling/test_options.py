@@ -7,9 +7,10 @@ from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
-from lightning_gnn.graph.options import WITHOUT_EFFECT, checked_options, keywords_of, whole_number
+from lightning_gnn.runtime.messages import keywords_of, whole_number
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.options import WITHOUT_EFFECT, checked_options
 from tests.batching_data import small_data
 
 WORK = {

@@ -1,0 +1,58 @@
+"""What is said to users: checks of what they gave, each with a message that helps, and tables in plain text."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Return a number as ``int``.
+
+    Args:
+        value: What the user gave.
+        name: What to call it in the message.
+        least: The smallest one that is allowed.
+
+    Raises:
+        ValueError: No whole number (a bool is none), or a smaller one.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, but is {value!r}")
+    if least is not None and value < least:
+        rule = "must not be negative" if least == 0 else f"must be at least {least}"
+        raise ValueError(f"{name} {rule}, but is {value}")
+    return int(value)
+
+
+def true_or_false(value: Any, name: str) -> bool:
+    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true.
+
+    Raises:
+        ValueError: Another value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, but is {value!r}")
+    return value
+
+
+def keywords_of(kind: type) -> set[str]:
+    """Return the names that the ``__init__`` of a class and of those above it take."""
+    inits = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    parameters = [parameter for init in inits for parameter in list(inspect.signature(init).parameters.values())[1:]]
+    return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+
+
+def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
+    """Return a question that names the most similar of some names, empty where none is; ``aside`` in parentheses."""
+    found = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
+    return "".join(f" ({question})" if aside else f"; {question}" for question in found)
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Return rows of cells as lines whose columns end below one another."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
