@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +11,7 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,13 +29,12 @@ from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import average_gradients
-from lightning_gnn.runtime.heartbeat import Heartbeats, meet
+from lightning_gnn.runtime.ranks import WatchedRanks
 
-_RUNS = itertools.count()
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
 
 
-class AscendHybridParallelStrategy(DDPStrategy):
+class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     """Trains on full graphs: ``Trainer(accelerator="cpu" | "cuda" | "npu", devices=N, strategy="ascend_hybrid")``.
 
     The batches are those of :class:`~lightning_gnn.full_graph.FullGraphDataModule`, and the model is built from the
@@ -146,9 +142,6 @@ class AscendHybridParallelStrategy(DDPStrategy):
             start_method=start_method,
         )
         self.memory_limit = memory_limit
-        self._heartbeats: Heartbeats | None = None
-        self._failed = False
-        self._reduces = True
         self._seed: int | None = None
         self._cache: BatchCache | None = None
         self._batch: ShardedBatch | None = None
@@ -195,22 +188,9 @@ class AscendHybridParallelStrategy(DDPStrategy):
                 f"{', '.join(map(str, divisors(self.world_size)))}"
             )
         self._process_group_backend = self._get_process_group_backend()
-        assert self.cluster_environment is not None
         assert self._timeout is not None
-        options: dict[str, Any] = {"timeout": self._timeout}
-        if self.root_device.type == "cuda":
-            options["device_id"] = self.root_device
-        if not dist.is_initialized():
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            options["store"] = meet(self.global_rank, self.world_size, self._timeout)
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-        if self._heartbeats is None:
-            # Of each run its own: what was said in the last one may still be there.
-            default = dist.distributed_c10d._get_default_store()
-            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", default)  # type: ignore[attr-defined]
-            self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, self._timeout.total_seconds())
-            self._heartbeats.start()
+        options = {"device_id": self.root_device} if self.root_device.type == "cuda" else {}
+        self.join_ranks(self._process_group_backend, self._timeout.total_seconds(), self._timeout, **options)
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -219,30 +199,11 @@ class AscendHybridParallelStrategy(DDPStrategy):
         return super()._get_process_group_backend()
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the other ranks, unless one of them is lost."""
-        if self._heartbeats is None or not self._heartbeats.lost:
-            super().barrier(*args, **kwargs)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say in the message which rank was lost; or tell the other ranks that it is this one."""
-        self._failed = True
-        if self._heartbeats is not None:
-            self._heartbeats.answer(exception)
-
-    @override
     def teardown(self) -> None:
         """Free the shards, and leave the other ranks when all are through."""
         if self.lightning_module is not None:
             log_locally(self.lightning_module)
         self._cache = self._batch = None
-        if self._heartbeats is not None:
-            if not self._failed:
-                self.barrier("teardown")  # none is missed by one that is still at work
-            self._heartbeats.stop()
-            self._heartbeats = None
-        self._failed = False
         super().teardown()
 
     # The model.
@@ -363,26 +324,9 @@ class AscendHybridParallelStrategy(DDPStrategy):
             closure_loss * (here / everywhere * self.world_size), self.lightning_module
         )
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
-        if self._reduces:
+        if self.sync_gradients:
             average_gradients(self.lightning_module.parameters(), self.world_size)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank."""
-        self._reduces = False
-        try:
-            yield
-        finally:
-            self._reduces = True
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; a mean of integers is no integer, which Lightning would make it."""
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
 
 
 _STEPS = ("training_step", "validation_step", "test_step")

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import lightning_fabric.utilities.rank_zero as fabric_rank_zero
 import pytorch_lightning.utilities.rank_zero as rank_zero
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from pytorch_lightning.strategies import ParallelStrategy
+from lightning_fabric.utilities.distributed import _get_default_process_group_backend_for_device
 from pytorch_lightning.trainer.states import RunningStage
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from lightning_gnn.runtime.heartbeat import Heartbeats
-from lightning_gnn.runtime.messages import closest, keywords_of
-
-_RUNS = itertools.count()
+from lightning_gnn.runtime.ranks import WatchedRanks
 
 
-class NodeStrategy(ParallelStrategy, ABC):
+class NodeStrategy(WatchedRanks, ABC):
     """A strategy with one process per node, which all train on the same order of seeds.
-
-    The loss of a node ends the others, with a message that names it: at once if its process dies or fails, after a
-    timeout if it stops. One that is only slow is waited for.
 
     Args:
         process_group_backend: Of several nodes; by default what suits the device.
@@ -43,17 +30,9 @@ class NodeStrategy(ParallelStrategy, ABC):
     """
 
     def __init__(self, process_group_backend: str | None = None, **kwargs: Any) -> None:
-        taken = keywords_of(type(self))
-        for name in kwargs:
-            if name not in taken:
-                raise TypeError(f"there is no option {name}{closest(name, taken)}")
         super().__init__(**kwargs)
-        self.sync_gradients = True
-        """Whether gradients are summed over the nodes; not while they are accumulated."""
         self._backend = process_group_backend
         self._num_nodes = 1
-        self._heartbeats: Heartbeats | None = None
-        self._failed = False
 
     @property
     def sets_up_training(self) -> bool:
@@ -115,54 +94,14 @@ class NodeStrategy(ParallelStrategy, ABC):
                 f"processes; start one on each node (torchrun --nproc-per-node=1) and give their number as num_nodes"
             )
         if self._num_nodes > 1:
+            self.barrier()  # between two runs a node may be late, or gone
             backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-            _init_dist_connection(self.cluster_environment, backend)
-            self._watch_nodes(timeout)
-
-    def _watch_nodes(self, timeout: float) -> None:
-        if self._heartbeats is None:
-            self.barrier()  # between two runs a node may be late; nobody is missed before all have begun
-            # Of each run its own: what was said in the last one may still be there.
-            default = dist.distributed_c10d._get_default_store()
-            store = dist.distributed_c10d.PrefixStore(f"nodes {next(_RUNS)}", default)
-            self._heartbeats = Heartbeats(store, self.global_rank, self._num_nodes, timeout)
-            self._heartbeats.start()
+            self.join_ranks(backend, timeout)
 
     def node_slice(self, num_seeds: int) -> tuple[int, int]:
         """Return this node's equal part of an iteration's seeds: the first, and the one after the last."""
         rank, nodes = self.global_rank, self._num_nodes
         return num_seeds * rank // nodes, num_seeds * (rank + 1) // nodes
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        lost = self._heartbeats is not None and self._heartbeats.lost
-        if self._num_nodes > 1 and dist.is_initialized() and not lost:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._num_nodes == 1 or not dist.is_initialized():
-            return obj
-        held = [obj]
-        dist.broadcast_object_list(held, src)
-        return held[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._num_nodes == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.to(torch.float64)  # gloo would cut the mean of integers, such as a batch size
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        self.sync_gradients = False
-        try:
-            yield
-        finally:
-            self.sync_gradients = True
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all nodes."""
@@ -170,24 +109,6 @@ class NodeStrategy(ParallelStrategy, ABC):
         if self._num_nodes > 1:
             dist.all_gather_object(values, value)
         return values
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say in the message which node was lost; or tell the other nodes that it is this one."""
-        self._failed = True
-        if self._heartbeats is not None:
-            self._heartbeats.answer(exception)
-
-    @override
-    def teardown(self) -> None:
-        """Leave the other nodes when all are through."""
-        if self._heartbeats is not None:
-            if not self._failed:
-                self.barrier("teardown")  # none is missed by one that is still at work
-            self._heartbeats.stop()
-            self._heartbeats = None
-        self._failed = False
-        super().teardown()
 
 
 def average_statistics(module: nn.Module, weight: float) -> None:

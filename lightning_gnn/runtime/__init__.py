@@ -1,6 +1,6 @@
 """The ground floor, which imports nothing of the package.
 
-``files``, ``manifest`` and ``store`` (what is written and cached), ``pipeline`` (threads that prepare ahead),
-``timeline`` (clocks, and when which stage ran), ``devices``, ``gradients`` and ``heartbeat`` (several ranks),
-``checkpoint_io`` and ``resume``.
+``messages`` (what users give and read), ``files``, ``manifest`` and ``store`` (what is written and cached),
+``pipeline`` (threads that prepare ahead), ``timeline`` (clocks, and when which stage ran), ``devices``, ``gradients``,
+``heartbeat`` and ``ranks`` (several ranks), ``checkpoint_io`` and ``resume``.
 """

@@ -1,0 +1,127 @@
+"""What the strategies of several processes share: joining the ranks, watching them, and numbers over all of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from pytorch_lightning.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, meet
+from lightning_gnn.runtime.messages import closest, keywords_of
+
+_RUNS = itertools.count()
+
+
+class WatchedRanks(ParallelStrategy, ABC):
+    """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost.
+
+    It goes before the strategy that does the rest, as in ``class Mine(WatchedRanks, DDPStrategy)``. A rank is lost at
+    once if its process dies or fails, and after a timeout if it stops; one that is only slow is waited for.
+
+    Args:
+        **kwargs: Of the strategy that does the rest.
+
+    Raises:
+        TypeError: An option that nobody knows; says the closest one.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        taken = keywords_of(type(self))
+        for name in kwargs:
+            if name not in taken:
+                raise TypeError(f"there is no option {name}{closest(name, taken)}")
+        super().__init__(**kwargs)
+        self.sync_gradients = True
+        """Whether gradients are reduced over the ranks; not while they are accumulated."""
+        self._heartbeats: Heartbeats | None = None
+        self._failed = False
+
+    def join_ranks(self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, **options: Any) -> None:
+        """Connect the ranks, and watch from now on whether they are alive.
+
+        Args:
+            backend: Of the process group, if there is none yet.
+            silence: Seconds without a sign of life after which a rank counts as lost.
+            timeout: How long a collective may take.
+            **options: Further ones of ``torch.distributed.init_process_group``.
+
+        Raises:
+            RuntimeError: A rank did not come.
+        """
+        assert self.cluster_environment is not None
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            options["store"] = meet(self.global_rank, self.world_size, timeout)
+        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
+        if self._heartbeats is None:
+            # Of each run its own: what was said in the last one may still be there.
+            default = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", default)  # type: ignore[attr-defined]
+            self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
+            self._heartbeats.start()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the other ranks, unless one of them is lost."""
+        lost = self._heartbeats is not None and self._heartbeats.lost
+        if self.world_size > 1 and dist.is_initialized() and not lost:
+            index = self.root_device.index if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=None if index is None else [index])
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one rank's object."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return obj
+        held = [obj]
+        dist.broadcast_object_list(held, src)
+        return held[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; a mean of integers, such as batch sizes, is no integer, which gloo would cut it to."""
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank."""
+        self.sync_gradients = False
+        try:
+            yield
+        finally:
+            self.sync_gradients = True
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say in the message which rank was lost; or tell the other ranks that it is this one."""
+        self._failed = True
+        if self._heartbeats is not None:
+            self._heartbeats.answer(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the other ranks when all are through."""
+        if self._heartbeats is not None:
+            if not self._failed:
+                self.barrier("teardown")  # none is missed by one that is still at work
+            self._heartbeats.stop()
+            self._heartbeats = None
+        self._failed = False
+        super().teardown()
