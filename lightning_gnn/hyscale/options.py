@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
+from lightning_gnn.hyscale.pipeline import TRANSFER_DTYPES
 
 
 @dataclass(frozen=True)

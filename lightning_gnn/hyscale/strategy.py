@@ -46,9 +46,8 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
     turned_off,
 )
-from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings
+from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings, converted
 from lightning_gnn.hyscale.trainers import HybridTrainers
-from lightning_gnn.hyscale.transfer import converted
 from lightning_gnn.hyscale.work_balance import WorkBalance
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO

@@ -18,8 +18,7 @@ from lightning_gnn.hyscale.node_strategy import average_statistics
 from lightning_gnn.hyscale.outputs import LogRecorder, MetricMerger, joined_entry, replay, weighted_mean
 from lightning_gnn.hyscale.pipeline import HybridBatch
 from lightning_gnn.hyscale.replicas import Replicas
-from lightning_gnn.hyscale.thread_random import ThreadRandom
-from lightning_gnn.hyscale.trainer_threads import PerTrainer, TrainerThreads
+from lightning_gnn.hyscale.trainer_threads import PerTrainer, ThreadRandom, TrainerThreads
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.gradients import sum_gradients
 from lightning_gnn.runtime.timeline import StepTimer

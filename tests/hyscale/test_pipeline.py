@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.hyscale.pipeline import HybridLoader, PipelineSettings, split_seeds
-from lightning_gnn.hyscale.transfer import PackedRows
+from lightning_gnn.hyscale.pipeline import HybridLoader, PackedRows, PipelineSettings, split_seeds
 from lightning_gnn.runtime.pipeline import Item, StagePipeline
 from tests.hyscale.models import Module, data_module, difference, fit, graph, hybrid, left_threads
 from tests.patience import PATIENCE

@@ -206,7 +206,7 @@ int64_t ResidentBlocks(); // blocks that run at once
 void Block(Core& core, int flag, Loc loc);
 void RunCores();
 
-// memory.cpp
+// local.cpp
 void CheckLocal(Core& core, int pipe, const LocalRef& ref, int64_t offset, int64_t bytes, bool write, Loc loc,
     const char* name);
 // global.cpp
