@@ -117,36 +117,28 @@ class Exchange:
 
 def rows_to_slice(x: Tensor, exchange: Exchange) -> Tensor:
     """Do :meth:`Exchange.spread`, with autograd."""
-    out: Tensor = _Spread.apply(x, exchange)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchanged.apply(x, exchange, True)  # type: ignore[no-untyped-call]
     return out
 
 
 def slice_to_rows(y: Tensor, exchange: Exchange) -> Tensor:
     """Do :meth:`Exchange.collect`, with autograd."""
-    out: Tensor = _Collect.apply(y, exchange)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchanged.apply(y, exchange, False)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.spread(x)
+class _Exchanged(torch.autograd.Function):
+    """Either exchange; each is the other's gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return slice_to_rows(grad, ctx.exchange), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.collect(y)
+    def forward(ctx: Any, values: Tensor, exchange: Exchange, spreads: bool) -> Tensor:
+        ctx.exchange, ctx.spreads = exchange, spreads
+        return exchange.spread(values) if spreads else exchange.collect(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rows_to_slice(grad, ctx.exchange), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = slice_to_rows if ctx.spreads else rows_to_slice
+        return back(grad, ctx.exchange), None, None
 
 
 def all_gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:

@@ -145,7 +145,7 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each vertex; the definition is in ``aggregate.py``."""
+    """Reduce the weighted rows of ``x`` over the entries of each vertex; ``reference.py`` defines it."""
     _check(x)
     from lightning_gnn.triton_kernels import aggregate, aggregate_tiles
 

@@ -6,6 +6,7 @@ Parts that a backend replaces are arguments: how it sums up rows. ``edges`` are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,13 +49,27 @@ def update(
     bias: Tensor | None,
     mean: bool,
     aggregate_first: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the result and, if ``aggregate_first``, the aggregated rows of x; differentiable as far as ``sums`` is."""
+    keep: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``, else nothing.
+
+    Args:
+        sums: Adds up rows; all is differentiable as far as this is.
+        edges: By target.
+        x: ``[num_sources, in]``; the others are of its dtype and device.
+        weight: ``[out, in]``.
+        self_weight: ``[out, in]``, or None.
+        bias: ``[out]``, or None.
+        mean: Divide the sums by the number of edges.
+        aggregate_first: Aggregate x, and not the products.
+        keep: Only if ``aggregate_first``.
+    """
     aggregated = sums(edges, x, mean) if aggregate_first else None
     out = sums(edges, x @ weight.t(), mean) if aggregated is None else aggregated @ weight.t()
     if self_weight is not None:
         out = out + x[: out.size(0)] @ self_weight.t()
-    return (out if bias is None else out + bias), aggregated
+    out = out if bias is None else out + bias
+    return out, aggregated if keep and aggregated is not None else x.new_empty(0)
 
 
 def update_backward(
@@ -69,7 +84,20 @@ def update_backward(
     aggregate_first: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Return the gradients of x, weight, self_weight and bias, empty where not wanted."""
+    """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
+
+    Args:
+        sums: Adds up rows.
+        edges: By target.
+        grad: Of the result, ``[num_targets, out]``, contiguous.
+        x: ``[num_sources, in]``.
+        weight: ``[out, in]``.
+        self_weight: ``[out, in]``, or None.
+        aggregated: What :func:`update` kept, or None.
+        mean: Whether the sums were divided by the number of edges.
+        aggregate_first: Whether x was aggregated, and not the products.
+        wanted: Which of the four.
+    """
     wants_x, wants_weight, wants_self, wants_bias = wanted
     none = x.new_empty(0)
     grad_x, grad_weight = none, none
@@ -96,59 +124,6 @@ def update_backward(
     return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
 
 
-def aggregate_update(
-    edges: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``.
-
-    Args:
-        edges: By target.
-        x: ``[num_sources, in]``; the others are of its dtype and device.
-        weight: ``[out, in]``.
-        self_weight: ``[out, in]``, or None.
-        bias: ``[out]``, or None.
-        mean: Divide the sums by the number of edges.
-        aggregate_first: Aggregate x, and not the products.
-        keep: Only if ``aggregate_first``.
-    """
-    out, aggregated = update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first)
-    return out, aggregated if keep and aggregated is not None else x.new_empty(0)
-
-
-def aggregate_update_backward(
-    edges: list[Tensor],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    aggregated: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
-
-    Args:
-        edges: By target.
-        grad: Of the result, ``[num_targets, out]``, contiguous.
-        x: ``[num_sources, in]``.
-        weight: ``[out, in]``.
-        self_weight: ``[out, in]``, or None.
-        aggregated: What :func:`aggregate_update` kept, or None.
-        mean: Whether the sums were divided by the number of edges.
-        aggregate_first: Whether x was aggregated, and not the products.
-        wanted: Which of the four.
-    """
-    return update_backward(sums, edges, grad, x, weight, self_weight, aggregated, mean, aggregate_first, wanted)
-
-
 def divided(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:
     """Divide a row per target by the number of its edges, if ``mean``."""
     return rows / _divisors(edges, rows.dtype) if mean else rows
@@ -163,6 +138,8 @@ def _by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]
     return by_source
 
 
+aggregate_update = partial(update, sums)
+aggregate_update_backward = partial(update_backward, sums)
 define(
     "aggregate_update(Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, bool mean,"
     " bool aggregate_first, bool keep) -> (Tensor, Tensor)",

@@ -7,6 +7,7 @@ and the exact float32, whose products in a fused kernel do not fit into register
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ def aggregate_update(
 ) -> tuple[Tensor, Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
     if not aggregate_first or not _fused(x):
-        out, aggregated = reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first)
-        return out, aggregated if keep and aggregated is not None else x.new_empty(0)
+        return reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first, keep)
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
     out = x.new_empty((edges[0].numel() - 1, weight.size(0)))
@@ -50,23 +50,6 @@ def aggregate_update(
     return out, x.new_empty(0) if kept is None else kept
 
 
-def aggregate_update_backward(
-    edges: list[Tensor],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    aggregated: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Do what the function of this name in ``reference.py`` does."""
-    return reference.update_backward(
-        sums, edges, grad, x, weight, self_weight, aggregated, mean, aggregate_first, wanted
-    )
-
-
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     """Do what the function of this name in ``reference.py`` does, without autograd."""
     from lightning_gnn.triton_kernels import aggregate_update as kernels
@@ -75,6 +58,9 @@ def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     with _on(x.device):
         kernels.sum_rows(edges, x.contiguous(), mean, out)
     return out
+
+
+aggregate_update_backward = partial(reference.update_backward, sums)
 
 
 def _fused(x: Tensor) -> bool:
