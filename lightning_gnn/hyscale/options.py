@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_gnn.hyscale.pipeline import TRANSFER_DTYPES
+from lightning_gnn.runtime.messages import whole_number
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,7 @@ def check_options(cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any
     Raises:
         ValueError: Names the option, and what it may be.
     """
-    if not isinstance(cpu_trainers, int):
-        raise ValueError(f"cpu_trainers must be a whole number, but is {cpu_trainers!r}")
-    if cpu_trainers < 0:
-        raise ValueError(f"cpu_trainers must not be negative, but is {cpu_trainers}")
+    whole_number(cpu_trainers, "cpu_trainers", 0)
     if not isinstance(drm, (bool, str, Path)):
         raise ValueError(f"drm is True, False or the path of a log of decisions, but is {drm!r}")
     if not isinstance(drm, bool) and not Path(drm).is_file():
