@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_fabric.utilities.seed import reset_seed
@@ -18,6 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy, Strategy
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.nn import norm as pyg
 from torchmetrics import Metric, MetricCollection
@@ -29,6 +31,14 @@ from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import average_gradients
+from lightning_gnn.runtime.losses import (
+    LossWeights,
+    Weight,
+    returned_loss,
+    returned_weight,
+    warning_of,
+    weighs_otherwise,
+)
 from lightning_gnn.runtime.ranks import WatchedRanks
 
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
@@ -46,7 +56,10 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     aggregation exchanges rows and feature slices (:class:`RowShard`), in ``num_groups`` groups of ranks. Then
 
     - the loss must be a mean over the nodes of the split's mask (over all nodes without a mask) plus, if need be, terms
-      that do not depend on nodes. Gradients are those of the mean over all ranks' nodes, before clipping and steps;
+      that do not depend on nodes. Gradients are those of the mean over all ranks' nodes, before clipping and steps.
+      For another loss, ``training_step`` returns ``{"loss": loss, "weight": weight}`` on every rank: what the loss was
+      divided by (labels that count, the sum of their class weights), or ``"sum"`` where it was not divided. Manual
+      optimisation knows means over nodes only;
     - ``self.log`` of a mean in a step gives the mean over all ranks' nodes of that step's split, other reductions run
       over all ranks; metrics of torchmetrics synchronise themselves;
     - ``predict_step``'s tensors of rows come back on every rank, for all nodes in their order;
@@ -146,6 +159,9 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         self._cache: BatchCache | None = None
         self._batch: ShardedBatch | None = None
         self._split = "train"
+        self._loss_weights: LossWeights | None = None
+        self._weight: float | None = None
+        self._looked = False
 
     # Processes.
 
@@ -219,6 +235,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
             if trainer.state.fn == "fit":
                 refuse_norms_over_nodes(self.lightning_module)
             log_globally(self.lightning_module, self._share, self.world_size)
+            self._loss_weights, self._looked = LossWeights(self.world_size, self.root_device), False
         if self._seed is None:
             # Masks of one seed on all ranks, also where nobody called seed_everything.
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
@@ -273,7 +290,25 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         """Run the module's step on this rank's rows."""
         assert self.lightning_module is not None
         with self._step("train", args, self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        self._weight = None
+        if self._loss_weights is not None and self.lightning_module.automatic_optimization:
+            own = returned_weight(output)
+            total = self._loss_weights.total([] if output is None else [own])
+            if total is None:
+                self._look(returned_loss(output))
+            else:
+                self._weight = _part(own, total)
+        return output
+
+    def _look(self, loss: Tensor | None) -> None:
+        """Warn, once, of a loss that needs a weight. All ranks come here together."""
+        if not self._looked:
+            self._looked = True
+            found: list[str | None] = [None] * self.world_size
+            dist.all_gather_object(found, None if loss is None else weighs_otherwise(loss, self._share()[0]))
+            if (why := next(filter(None, found), None)) is not None:
+                rank_zero_warn(warning_of(why, "ascend_hybrid's ranks", "nodes"))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,19 +349,27 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute gradients of the mean over all ranks' nodes."""
+        """Compute gradients of the mean over all ranks' nodes, or of what the weights of ``training_step`` make."""
         if self.world_size == 1:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._look(closure_loss)
         here, everywhere = self._share()
         # The mean over ranks of N * n_r / n times a rank's mean is the mean over nodes.
-        loss = self.precision_plugin.pre_backward(
-            closure_loss * (here / everywhere * self.world_size), self.lightning_module
-        )
+        part = here / everywhere if self._weight is None else self._weight
+        loss = self.precision_plugin.pre_backward(closure_loss * (part * self.world_size), self.lightning_module)
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self.sync_gradients:
             average_gradients(self.lightning_module.parameters(), self.world_size)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+
+def _part(weight: Weight | None, total: Weight) -> float:
+    """Return by what a rank's loss is multiplied in the sum of all ranks' losses."""
+    if total == "sum":
+        return 1.0
+    return weight / total if isinstance(weight, float) and isinstance(total, float) and total else 0.0
 
 
 _STEPS = ("training_step", "validation_step", "test_step")

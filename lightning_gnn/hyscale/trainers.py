@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -21,13 +22,23 @@ from lightning_gnn.hyscale.replicas import Replicas
 from lightning_gnn.hyscale.trainer_threads import PerTrainer, ThreadRandom, TrainerThreads
 from lightning_gnn.ops.hashing import mix
 from lightning_gnn.runtime.gradients import sum_gradients
+from lightning_gnn.runtime.losses import (
+    LOOKS,
+    LossWeights,
+    Weight,
+    returned_loss,
+    returned_weight,
+    warning_of,
+    weighs_otherwise,
+)
 from lightning_gnn.runtime.timeline import StepTimer
 
 
 class HybridTrainers:
     """Trains on :class:`~lightning_gnn.hyscale.pipeline.HybridBatch` with a replica and a thread per trainer.
 
-    The gradient of an iteration is that of the sum of the trainers' losses, each weighted by its share of the seeds.
+    The gradient of an iteration is that of the sum of the trainers' losses, each weighted by its share of the seeds, or
+    of the weights that ``training_step`` returns.
 
     Args:
         strategy: Whose module, precision, optimizers and nodes these are.
@@ -66,6 +77,12 @@ class HybridTrainers:
         self._alone: int | None = None
         self._losses: dict[int, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
+        self._loss_weights = LossWeights(strategy.num_nodes, strategy.root_device)
+        self._returned: dict[int, Weight | None] = {}
+        self._whole: Weight | None = None
+        self._here = 0.0
+        self._looks = LOOKS if len(devices) > 1 or strategy.num_nodes > 1 else 0
+        self._why: str | None = None
         self._through = False
         self._unsynced = False
         self._closure_loss: Tensor | None = None
@@ -113,10 +130,11 @@ class HybridTrainers:
     def training_step(self, batch: HybridBatch, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` in each trainer that has seeds and return one output, as Lightning expects it.
 
-        ``loss`` is the weighted mean; of other entries, single numbers become weighted means, tensors with rows are
-        joined in the order of the seeds, and anything else is the first trainer's.
+        ``loss`` is the weighted mean, ``weight`` the sum; of other entries, single numbers become means weighted by
+        seeds, tensors with rows are joined in the order of the seeds, and anything else is the first trainer's.
         """
         self._batch = self._done = batch
+        self._returned, self._whole = {}, None
         active = batch.active
         if len(active) == 1 and self.devices[active[0]] == self.strategy.root_device and self.strategy.num_nodes == 1:
             self._alone = active[0]
@@ -133,6 +151,11 @@ class HybridTrainers:
         whole = nullcontext() if isinstance(precision, MixedPrecision) else precision.train_step_context()
         with whole:
             outputs = self.threads.run(jobs, self._serve)
+        if self.main.automatic_optimization:
+            weights = [self._weight(i) for i, output in outputs.items() if output is not None]
+            self._whole = self._loss_weights.total(weights)
+            self._here = sum(weight for weight in weights if isinstance(weight, float))
+        self._warn()
         self.replicas.pull(active, self._weights(active))
         neutral = batch.batch_size == 0
         self.merger.merge(active, count=not neutral)
@@ -153,7 +176,32 @@ class HybridTrainers:
             if isinstance(precision, MixedPrecision):
                 dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
                 stack.enter_context(torch.autocast(self.devices[trainer].type, dtype=dtype, cache_enabled=False))
-            return self.replicas.modules[trainer].training_step(part, *args, **kwargs)
+            output = self.replicas.modules[trainer].training_step(part, *args, **kwargs)
+        if self.main.automatic_optimization:
+            self._returned[trainer] = returned_weight(output)
+            loss = returned_loss(output)
+            if loss is not None and self._returned[trainer] is None:
+                self._look(trainer, loss)
+        return output
+
+    def _weight(self, trainer: int) -> Weight | None:
+        """Return what a trainer's loss weighs; without seeds of this node's own, nothing."""
+        assert self._batch is not None
+        weight = self._returned.get(trainer)
+        return 0.0 if isinstance(weight, float) and not self._batch.batch_size else weight
+
+    def _look(self, trainer: int, loss: Tensor) -> None:
+        """Look, in the first mini-batches, whether a loss needs a weight."""
+        assert self._batch is not None
+        if self._looks and self._why is None:
+            self._why = weighs_otherwise(loss, self._batch.seeds[trainer] or None)
+
+    def _warn(self) -> None:
+        """Tell, once, what was seen, and count the mini-batches."""
+        if self._looks and self._why is not None:
+            rank_zero_warn(warning_of(self._why, "hyscale's trainers", "seeds"))
+            self._looks = 0
+        self._looks = max(0, self._looks - 1)
 
     def _goes_through(self) -> bool:
         """Whether trainers need not wait for each other between forward and backward pass.
@@ -174,9 +222,17 @@ class HybridTrainers:
 
     def _forward_backward(self, trainer: int, forward: Callable[[], Any]) -> Any:
         output = forward()
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-            self._backward(trainer, loss, self._seed_gradient(trainer, loss) * self._fraction, {})
+        loss = returned_loss(output)
+        if loss is not None:
+            # The sum of the weights is known later, and divides the gradients' sum; until then, the seeds' stands for
+            # it, so that numbers stay in the range of the precision.
+            assert self._batch is not None
+            weight = self._weight(trainer)
+            if weight is None:
+                factor = self._share(trainer) * self._fraction
+            else:
+                factor = float(self._batch.batch_size > 0) if weight == "sum" else float(weight) / self._batch.total
+            self._backward(trainer, loss, torch.full_like(loss, factor), {}, counts=factor != 0 or weight is None)
         return output
 
     @contextmanager
@@ -217,6 +273,8 @@ class HybridTrainers:
         shares = self._weights([i for i, out in given.items() if isinstance(out, Mapping)])
         names = [name for name in first if name != "loss"]
         joined = {name: joined_entry([out.get(name) for out in entries], shares, root) for name in names}
+        if self._whole is not None:
+            joined["weight"] = "sum" if self._whole == "sum" else self._here
         return {**joined, "loss": total} if total is not None else joined
 
     def _weights(self, active: Sequence[int]) -> list[float]:
@@ -235,18 +293,32 @@ class HybridTrainers:
         """Return the weighted loss as a graph that ends at the trainers' losses."""
         root = self.strategy.root_device
         self._losses = losses
-        self._leaves = {i: loss.detach().to(root).requires_grad_() for i, loss in losses.items()}
-        # A trainer that returned no loss contributes a gradient of zero, but keeps its share.
+        # What has no share may be NaN, a mean of nothing, which must not get in.
+        values = {i: loss.detach() if self._share(i) else torch.zeros_like(loss) for i, loss in losses.items()}
+        self._leaves = {i: value.to(root).requires_grad_() for i, value in values.items()}
+        # A trainer that returned no loss contributes a gradient of zero, but keeps its share of the seeds.
         return torch.stack([self._share(i) * leaf for i, leaf in self._leaves.items()]).sum(0)
 
     def _share(self, trainer: int) -> float:
-        """A trainer's share of this node's seeds; where there are none, all count the same."""
+        """A trainer's share of this node's weights, or seeds; where there are no seeds, all count the same."""
         assert self._batch is not None
+        if self._whole == "sum":
+            return 1.0
+        if self._whole is not None:
+            weight = self._weight(trainer)
+            return weight / self._here if isinstance(weight, float) and self._here else 0.0
         whole = self._batch.batch_size
         return self._batch.seeds[trainer] / whole if whole else 1 / len(self._batch.active)
 
-    def _seed_gradient(self, trainer: int, loss: Tensor) -> Tensor:
-        return torch.full_like(loss, self._share(trainer))
+    @property
+    def _loss_fraction(self) -> float:
+        """This node's share of what all nodes' losses weigh."""
+        assert self._batch is not None
+        if self._whole == "sum":
+            return float(self._batch.batch_size > 0)
+        if self._whole is not None:
+            return self._here / self._whole if self._whole else 0.0
+        return self._fraction
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         """Run a step of Lightning's loop: its closure of forward and backward pass, then the optimizer's own.
@@ -293,7 +365,12 @@ class HybridTrainers:
         else:
             factors = self._factors()
             wanted = {i: loss for i, loss in losses.items() if loss.requires_grad}
-            self.threads.run({i: partial(self._backward, i, loss, factors[i], kwargs) for i, loss in wanted.items()})
+            self.threads.run(
+                {
+                    i: partial(self._backward, i, loss, factors[i], kwargs, self._share(i) > 0)
+                    for i, loss in wanted.items()
+                }
+            )
             self._collect(list(losses))
         closure_loss = precision.post_backward(closure_loss, self.main)
         self.strategy.post_backward(closure_loss)
@@ -304,9 +381,12 @@ class HybridTrainers:
         self._stop_clock(trainer)
         return loss
 
-    def _backward(self, trainer: int, loss: Tensor, factor: Tensor, kwargs: dict[str, Any]) -> None:
-        options = {name: kwargs[name] for name in ("retain_graph", "create_graph") if name in kwargs}
-        loss.backward(gradient=factor.to(loss.device, loss.dtype), **options)  # type: ignore[no-untyped-call]
+    def _backward(
+        self, trainer: int, loss: Tensor, factor: Tensor, kwargs: dict[str, Any], counts: bool = True
+    ) -> None:
+        if counts:
+            options = {name: kwargs[name] for name in ("retain_graph", "create_graph") if name in kwargs}
+            loss.backward(gradient=factor.to(loss.device, loss.dtype), **options)  # type: ignore[no-untyped-call]
         self._stop_clock(trainer)
 
     def _stop_clock(self, trainer: int) -> None:
@@ -316,19 +396,25 @@ class HybridTrainers:
 
     def _factors(self) -> dict[int, Tensor]:
         leaves, self._leaves = self._leaves, {}
-        fraction = self._fraction
+        fraction = self._loss_fraction
         return {
             i: (leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)) * fraction for i, leaf in leaves.items()
         }
 
     def _multiplied(self) -> Tensor | None:
-        """Return by what the loss was multiplied after it was joined, None for by nothing."""
+        """Return by what gradients are to be multiplied, None for by nothing.
+
+        That is what the loss was multiplied by after it was joined, and what the weights' sum takes the place of.
+        """
+        assert self._batch is not None
         leaves, self._leaves = self._leaves, {}
         most = max(leaves, key=self._share)
-        gradient = leaves[most].grad
-        if gradient is None:
+        gradient, share = leaves[most].grad, self._share(most)
+        if gradient is None or not share:
             return torch.zeros_like(leaves[most]).reshape(())
-        factor = (gradient / self._seed_gradient(most, leaves[most])).reshape(())
+        factor = (gradient / torch.full_like(gradient, share)).reshape(())
+        if isinstance(self._whole, float):
+            factor = factor * (self._batch.total / self._whole)
         return None if factor.is_cpu and factor.item() == 1.0 else factor
 
     def _collect(
@@ -350,6 +436,8 @@ class HybridTrainers:
         more = self.replicas.take_gradients(active)
         if factor is not None:
             more = [None if gradient is None else gradient * factor for gradient in more]
+        if self._whole == 0:  # as where all labels of an undivided mini-batch are ignored
+            more = [torch.zeros_like(parameter) if parameter.requires_grad else None for parameter in parameters]
         if self.strategy.num_nodes > 1:
             if not self.strategy.sync_gradients:
                 self._unsynced = True
@@ -377,6 +465,8 @@ class HybridTrainers:
         strategy, active = self.strategy, list(values)
         precision = strategy.precision_plugin
         if kind == "manual_backward":
+            for trainer, own in values.items():
+                self._look(trainer, own)
             loss = precision.pre_backward(self._join(values), self.main)
             precision.backward(loss, self.main, None)
             self._closure_loss, self._losses = loss, {}

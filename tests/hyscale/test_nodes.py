@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_gnn.runtime.heartbeat import Process
 from tests.full_graph.launch import observe, run
 from tests.full_graph.test_faults import Signal, until
 from tests.hyscale.models import CLASSES, Module, Steps, data_module, fit, graph, hybrid, left_threads, trainer
+from tests.hyscale.test_loss_weights import Weighted
 from tests.hyscale.test_resume import SaveAt
 from tests.patience import NEVER
 
@@ -63,6 +65,9 @@ CASES = {
     "equal": (Logging, [{}, {}], {}),
     "accumulated": (Logging, [{"cpu_trainers": 3}, {"shares": [0.9, 0.1]}], {"accumulate_grad_batches": 3}),
     "manual": (Manual, [{}, {"cpu_trainers": 1}], {"max_epochs": 1}),
+    "class weights": (partial(Weighted, "class weights"), [{}, {"cpu_trainers": 3}], {"accumulate_grad_batches": 2}),
+    "ignored": (partial(Weighted, "ignored", own_backward=True), [{"cpu_trainers": 1}, {}], {}),
+    "summed": (partial(Weighted, "sum"), [{}, {"cpu_trainers": 1}], {}),
 }
 
 

@@ -1,0 +1,187 @@
+"""Losses of a mini-batch that several trainers or ranks share: what each weighs, and which a count does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Weight = float | Literal["sum"]
+"""What a loss weighs among those of the other trainers; ``"sum"``: losses are sums, which are added as they are."""
+LOOKS = 16
+"""In how many mini-batches to look for losses that need a weight."""
+_KINDS = (None, "number", "sum")
+
+
+def returned_loss(output: Any) -> Tensor | None:
+    """Return the loss of one number in what ``training_step`` returned, if it has gradients."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
+
+
+def returned_weight(output: Any) -> Weight | None:
+    """Return the ``"weight"`` in what ``training_step`` returned, None without.
+
+    Raises:
+        TypeError: It is no number, no tensor and not ``"sum"``.
+        ValueError: It is negative, not finite, or not one number.
+    """
+    weight = output.get("weight") if isinstance(output, Mapping) else None
+    if weight is None:
+        return None
+    if isinstance(weight, str) and weight == "sum":
+        return "sum"
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"the weight that training_step returns must be one number, but has the shape {list(weight.shape)}"
+            )
+    elif not isinstance(weight, Real):
+        raise TypeError(
+            "the weight that training_step returns must be a number, a tensor of one number or 'sum', but is "
+            f"{type(weight).__name__ if not isinstance(weight, str) else repr(weight)}"
+        )
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {number:g}")
+    return number
+
+
+class LossWeights:
+    """Adds up the weights of an iteration's losses over all processes, which must agree on whether there are any.
+
+    Weights that are not returned cost one message per run, from which all processes know.
+
+    Args:
+        num_processes: Which all call :meth:`total` in every iteration.
+        device: Through which they exchange numbers.
+    """
+
+    def __init__(self, num_processes: int, device: torch.device) -> None:
+        self._num_processes = num_processes
+        self._device = device
+        self._known: list[str | None] = []
+
+    def total(self, weights: Sequence[Weight | None]) -> Weight | None:
+        """Return the sum of the weights, ``"sum"`` for losses to be added, None where nobody returned weights.
+
+        Args:
+            weights: One for each of this process's outputs of ``training_step``; without any, nothing is counted.
+
+        Raises:
+            ValueError: Some outputs have a weight and others have none, or another kind of it.
+        """
+        numbers = [weight for weight in weights if isinstance(weight, float)]
+        row = [weights.count(None), len(numbers), weights.count("sum"), math.fsum(numbers)]
+        if self._num_processes > 1 and self._known in ([], ["number"]):
+            dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+            everywhere = torch.tensor(row, dtype=dtype, device=self._device)
+            dist.all_reduce(everywhere)
+            row = everywhere.tolist()
+        kinds = {kind for kind, count in zip(_KINDS, row, strict=False) if count}
+        if self._num_processes > 1:
+            kinds.update(self._known)
+            self._known = list(kinds)
+        if len(kinds) > 1:
+            raise ValueError(
+                "training_step must return a weight always or never, and of one kind, but of the trainers of an "
+                f"iteration {row[1]:g} returned a number, {row[2]:g} 'sum' and {row[0]:g} none"
+                + (" (or earlier iterations were of another kind)" if self._num_processes > 1 else "")
+            )
+        kind = next(iter(kinds), None)
+        return None if kind is None else row[3] if kind == "number" else "sum"
+
+
+def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
+    """Say why a loss is certainly no mean over the seeds, None where it may be one.
+
+    Only losses of ``torch.nn.functional`` that autograd knows as such are recognised, and only where nothing that
+    could turn them into such a mean comes after: a sum that is divided may be one. This must come before the backward
+    pass, which frees what it looks at.
+
+    Args:
+        loss: Of one number.
+        count: How many seeds there are; None for unknown.
+    """
+    for node, scaled, summed in _losses_in(loss.grad_fn):
+        try:
+            why = _why(node, scaled, summed, count)
+        except RuntimeError:  # what was saved has been overwritten or freed, of which the backward pass will tell
+            continue
+        if why is not None:
+            return why
+    return None
+
+
+_FUNCTIONS = {
+    "NllLossBackward0": "cross_entropy or nll_loss",
+    "NllLoss2DBackward0": "cross_entropy or nll_loss",
+    "BinaryCrossEntropyBackward0": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+    "MseLossBackward0": "mse_loss",
+    "SmoothL1LossBackward0": "smooth_l1_loss",
+    "HuberLossBackward0": "huber_loss",
+    "MultiMarginLossBackward0": "multi_margin_loss",
+    "MultilabelMarginLossBackward0": "multilabel_margin_loss",
+}
+_ADDING = ("AddBackward0", "SubBackward0", "CloneBackward0", "ToCopyBackward0")
+_SCALING = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0")
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
+
+
+def _losses_in(root: Any) -> Iterator[tuple[Any, bool, bool]]:
+    """Yield the losses of which this is made; whether they were scaled on the way, and whether summed."""
+    nodes = [] if root is None else [(root, False, False)]
+    seen = set()
+    while nodes:
+        node, scaled, summed = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name in _FUNCTIONS:
+            yield node, scaled, summed
+        elif name in _ADDING or name in _SCALING or (name == "SumBackward0" and not summed):
+            scaled, summed = scaled or name in _SCALING, summed or name == "SumBackward0"
+            nodes += [(following, scaled, summed) for following, _ in node.next_functions if following is not None]
+
+
+def _why(node: Any, scaled: bool, summed: bool, count: int | None) -> str | None:
+    function, reduction = _FUNCTIONS[node.name()], node._saved_reduction
+    if reduction == _SUM or (reduction == _NONE and summed):
+        # Of parameters, as a penalty is, it is the same in all trainers.
+        of_parameters = all(after is None or not after.next_functions for after, _ in node.next_functions)
+        return None if scaled or of_parameters else f"{function} is summed (reduction='sum')"
+    if reduction != _MEAN or summed or not node.name().startswith("NllLoss"):
+        return None
+    weight, target = node._saved_weight, node._saved_target
+    if weight is not None and bool((weight != weight[0]).any()):
+        return f"{function} has class weights (weight=...), and is divided by their sum"
+    ignored = node._saved_ignore_index
+    ignored -= 2**64 if ignored >= 2**63 else 0
+    if (hit := int((target == ignored).sum())) > 0:
+        return f"{function} ignores {hit} of {target.numel()} labels (ignore_index={ignored})"
+    if count is not None and 0 < target.numel() < count:
+        return f"{function} has labels of {target.numel()} of the {count} seeds"
+    return None
+
+
+def warning_of(why: str, who: str, what: str) -> str:
+    """Return the warning about a loss that needs a weight.
+
+    Args:
+        why: From :func:`weighs_otherwise`.
+        who: The trainers or ranks.
+        what: The seeds or nodes that they are weighted by.
+    """
+    return (
+        f"the loss is no mean over {what}: {why}. The losses of {who} are weighted by their numbers of {what}, so that "
+        "the gradients differ from those of one device; let training_step return {'loss': loss, 'weight': weight} "
+        "(with automatic optimisation), where weight is what the loss was divided by: the number of labels that "
+        "count, or the sum of their class weights; and 'sum' for a loss that was not divided"
+    )
