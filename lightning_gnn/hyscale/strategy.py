@@ -108,6 +108,12 @@ class HyScaleStrategy(NodeStrategy):
     inside the mini-batch (``GCNConv``). Normalisation layers see the trainer's own mini-batch, and their running
     statistics become the trainers' weighted mean.
 
+    For a loss that is no mean over seeds, ``training_step`` returns ``{"loss": loss, "weight": weight}``: what the loss
+    was divided by (the number of labels that count, or the sum of their class weights), or ``"sum"`` where it was not
+    divided. Trainers then weigh in by that, one of weight 0 not at all; where all weigh 0, the gradient is 0. Without,
+    losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. ``self.log`` weighs by
+    its ``batch_size``, or else by seeds, and manual optimisation by seeds, in any case.
+
     ``training_step`` runs once per trainer; ``self.log`` logs once. Trainers go on to the backward pass by themselves:
     ``on_before_backward`` comes after it, except where the module has its own ``backward`` or optimises manually. A
     lone trainer does all that a plain Trainer's step does, in its thread. Batches must come through a DataModule or

@@ -245,9 +245,10 @@ class NodeClassifier(GNNModule):
         self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        """Return the mean cross-entropy of the batch's training nodes."""
-        return self._step(batch, "train")
+    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
+        """Return the mean cross-entropy of the batch's training nodes, ``loss``, and their number, ``weight``."""
+        loss, weight = self._step(batch, "train")
+        return {"loss": loss, "weight": weight}
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         """Log loss and accuracy of the batch's validation nodes."""
@@ -269,7 +270,7 @@ class NodeClassifier(GNNModule):
         nodes = batch.get("pred_nodes")
         return logits if nodes is None else logits[nodes.to(logits.device)]
 
-    def _step(self, batch: Data, stage: str) -> Tensor:
+    def _step(self, batch: Data, stage: str) -> tuple[Tensor, int]:
         nodes = self._labelled_nodes(batch, stage)
         labels = self._labels(batch, nodes, stage)
         logits = self(batch)
@@ -281,7 +282,7 @@ class NodeClassifier(GNNModule):
         accuracy: MulticlassAccuracy = getattr(self, f"{stage}_acc")
         accuracy.update(logits.detach(), labels)
         self.log(f"{stage}_acc", accuracy, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.size(0))
-        return self._log_loss(stage, F.cross_entropy(logits, labels, reduction="none"))
+        return self._log_loss(stage, F.cross_entropy(logits, labels, reduction="none")), labels.size(0)
 
     def _labelled_nodes(self, batch: Data, stage: str) -> slice | Tensor:
         if "batch_size" in batch:

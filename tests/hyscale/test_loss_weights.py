@@ -59,7 +59,7 @@ OPTIONS = {
 def test_weights_that_are_returned_make_it_the_undivided_batch(kind, options):
     plain = Weighted(kind, optimizer="adam")
     expected, _ = fit(plain, **options)
-    for strategy in (hybrid(2), hybrid(shares=[0.2, 0.5, 0.3], cpu_trainers=3)):
+    for strategy in (hybrid(1), hybrid(2), hybrid(shares=[0.2, 0.5, 0.3], cpu_trainers=3)):
         ours = Weighted(kind, optimizer="adam")
         found, _ = fit(ours, strategy, **options)
         assert worst_difference(found.gradients, expected.gradients) < 1e-10

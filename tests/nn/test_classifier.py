@@ -116,7 +116,9 @@ def test_only_training_nodes_train() -> None:
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     data.y[~data.train_mask] = 99
     loss, _, size = by_hand(module, full_graph(), data.train_mask)
-    assert module.training_step(data, 0).item() == pytest.approx(loss / size)
+    output = module.training_step(data, 0)
+    assert output["loss"].item() == pytest.approx(loss / size)
+    assert output["weight"] == size
 
 
 def test_predict_returns_the_seeds(tmp_path: Path) -> None:
