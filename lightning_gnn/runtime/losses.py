@@ -46,7 +46,7 @@ def returned_weight(output: Any) -> Weight | None:
             "the weight that training_step returns must be a number, a tensor of one number or 'sum', but is "
             f"{type(weight).__name__ if not isinstance(weight, str) else repr(weight)}"
         )
-    number = float(weight)
+    number = float(weight.detach() if isinstance(weight, Tensor) else weight)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {number:g}")
     return number

@@ -101,24 +101,31 @@ class Ignoring(Module):
         return {"loss": loss, "weight": count}
 
 
+class IgnoringOwnBackward(Ignoring):
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Ignoring, IgnoringOwnBackward])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_trainer_whose_weight_is_zero_adds_nothing_not_even_a_nan(by_hand):
+def test_a_trainer_whose_weight_is_zero_adds_nothing_not_even_a_nan(by_hand, kind):
     first = torch.cat([batch.input_id[:7] for batch in data_module().train_dataloader()])
 
     def kept(batch, batch_idx):
         return torch.isin(batch.input_id[: batch.batch_size], first)
 
-    expected, _ = fit(Ignoring(kept, by_hand), max_epochs=1)
-    found, _ = fit(Ignoring(kept, by_hand), hybrid(2), max_epochs=1)
+    expected, _ = fit(kind(kept, by_hand), max_epochs=1)
+    found, _ = fit(kind(kept, by_hand), hybrid(2), max_epochs=1)
     assert worst_difference(found.gradients, expected.gradients) < 1e-10
 
 
-def test_where_all_weights_are_zero_gradients_and_loss_are_zero():
+@pytest.mark.parametrize("kind", [Ignoring, IgnoringOwnBackward])
+def test_where_all_weights_are_zero_gradients_and_loss_are_zero(kind):
     def kept(batch, batch_idx):
         return torch.full((batch.batch_size,), batch_idx != 1)
 
     losses = []
-    plain, ours = Ignoring(kept, False, optimizer="adam"), Ignoring(kept, False, optimizer="adam")
+    plain, ours = kind(kept, False, optimizer="adam"), kind(kept, False, optimizer="adam")
     expected, _ = fit(plain)  # of cross_entropy, gradients are zero there too
     ours.on_train_batch_end = lambda outputs, batch, index: losses.append(float(outputs["loss"]))
     found, _ = fit(ours, hybrid(3))
