@@ -43,11 +43,13 @@ class Scenario:
         node: Its speeds.
         begin: The mapping to begin with.
         change: What becomes of the node in the second third of the run; then it is as it was.
+        move: Part of the best iteration's time that every change of the mapping costs.
     """
 
     node: Node
     begin: TaskMapping
     change: Callable[[Node], Node] | None = None
+    move: float = 0.0
 
 
 def _core_taken(node: Node) -> Node:
@@ -70,6 +72,12 @@ SCENARIOS = {
     "an accelerator is slow for a while": Scenario(_NODE, _GOOD, _slow_accelerator),
     "outliers": Scenario(replace(_NODE, outliers=0.03, warm_up=2), _BAD),
     "large overheads": Scenario(replace(_NODE, overheads=[0.2, 0.02, 0.05]), _BAD),
+    "overheads of 1 to 5 ms": Scenario(
+        replace(_NODE, speeds=[10e3, 25e3, 25e3], sampling=0.032, loading=0.024, overheads=[0.005, 0.001, 0.003]), _BAD
+    ),
+    "a move costs half an iteration": Scenario(_NODE, _BAD, move=0.5),
+    "near the best, a move costs half an iteration": Scenario(_NODE, _GOOD, move=0.5),
+    "every 20th measurement is three times as long": Scenario(replace(_NODE, outliers=0.05, outlier=3.0), _GOOD),
     "no noise": Scenario(replace(_NODE, noise=0.0), _BAD),
     "the CPU trainer slows the others down": Scenario(
         replace(_NODE, speeds=[150, 1000, 1000], sampling=0.3, loading=0.3, drag=1.3),
@@ -150,14 +158,14 @@ def excess(make: Callable[[TaskMapping], Manager], scenario: Scenario, iteration
     calm = replace(scenario.node, source=source)
     begin = scenario.begin
     manager = make(begin)
-    in_flight = deque([begin] * (LAG + 1))
+    in_flight, mapping = deque([begin] * (LAG + 1)), begin
     spent = ideal = 0.0
     for part in range(3):
         node = replace(scenario.change(calm), source=source) if scenario.change and part == 1 else calm
         least = best(node, sum(begin.threads), begin.accelerator_sampling)
         for _ in range(iterations // 3):
-            mapping = in_flight.popleft()
-            spent += node.seconds(mapping)
+            last, mapping = mapping, in_flight.popleft()
+            spent += node.seconds(mapping) + (scenario.move * least if mapping != last else 0.0)
             ideal += least
             manager.observe(node.measured(mapping))
             in_flight.append(manager.mapping)
@@ -214,20 +222,27 @@ def _without(name: str, found: Any = None) -> tuple[Any, str, Any]:
     return (DynamicResourceManager, name, lambda *_: found)
 
 
+def _threads_alone(now: Any, donor: Any, receiver: Any) -> Any:
+    for target in THREADS(now, donor, receiver):
+        yield replace(now.mapping, threads=target.threads)
+
+
 def _first_remedy(self: Any, now: Any, remedy: Any) -> Any:
     yield from list(REMEDIES(self, now, remedy))[:1]
 
 
+THREADS = resources.balance_thread
 REMEDIES = DynamicResourceManager._remedies
 WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any]]]] = {
     "no manager": (Static, []),
     "algorithm 1 as published": (AsPublished, []),
     "ours": (DynamicResourceManager, []),
-    "ours, no change of speed is told": (DynamicResourceManager, [(estimates, "CHANGES", ())]),
+    "ours, no change of speed is told": (DynamicResourceManager, [(estimates, "ALARM", float("inf"))]),
     "ours, the last 20 measurements": (_damped(history=20), []),
     "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
     "ours, acts on a single measurement": (_damped(window=1), []),
-    "ours, no dead band": (_damped(dead_band=0.0), [(resources, "SURE", 0.0)]),
+    "ours, no dead band": (DynamicResourceManager, [(resources, "SURE", 0.0), (resources, "LEAST_GAIN", 0.0)]),
+    "ours, threads move without work": (DynamicResourceManager, [(resources, "balance_thread", _threads_alone)]),
     "ours, threads never go back": (DynamicResourceManager, [_without("_undo")]),
     "ours, no trials of the CPU trainers": (DynamicResourceManager, [_without("_try_out")]),
     "ours, only the paper's remedy": (DynamicResourceManager, [(DynamicResourceManager, "_remedies", _first_remedy)]),

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, takewhile
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -18,8 +20,9 @@ RIDGE = 0.1
 noise of a measurement over the overhead that is expected, both as parts of the time."""
 LEAST_SLOPE = 0.25
 """Of a time, at least this part is counted as growing with the work: noise may say otherwise."""
-CHANGES = ((5, 3.0), (15, 1.6))
-"""A task runs at another speed if the median of so many measurements is off by so many standard deviations of one."""
+RECENT, CLIP, SLACK, ALARM = 40, 3.0, 0.65, 9.0
+"""To tell a change: measurements that are looked at (half of all, at the most), and, in standard deviations of one,
+how far off each counts at the most, what is taken off for noise, and the sum that tells."""
 LEAST_NOISE, USUAL_NOISE = 0.02, 0.1
 """Relative standard deviation of a measurement, at least: the second where too few are known to tell."""
 
@@ -56,16 +59,17 @@ class Estimate:
         """Seconds of Data Transfer for a seed on any accelerator."""
         return (self.times.transfer or 0.0) / max(1, self.mapping.accelerator_seeds)
 
-    def under(self, mapping: TaskMapping) -> IterationTimes:
-        """Predict the stage times under another mapping: it grows with work and the inverse of threads."""
+    def under(self, mapping: TaskMapping) -> Estimate:
+        """Predict them under another mapping: time grows with work and the inverse of threads."""
         now, times = self.mapping, self.times
         sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
-        trainers = [
-            None if cost is None or not seeds else cost.seconds(seeds) * (trainer if index < now.cpu_trainers else 1.0)
-            for index, (cost, seeds) in enumerate(zip(self.costs, mapping.seeds, strict=True))
+        costs = [
+            cost and Cost(cost.overhead * trainer, cost.per_unit * trainer) if index < now.cpu_trainers else cost
+            for index, cost in enumerate(self.costs)
         ]
+        trainers = [cost.seconds(n) if cost and n else None for cost, n in zip(costs, mapping.seeds, strict=True)]
         share, then = mapping.accelerator_sampling, now.accelerator_sampling
-        return IterationTimes(
+        found = IterationTimes(
             _times(times.sample_cpu, sampler * ((1 - share) / (1 - then) if then < 1 else 1.0)),
             _times(times.load, loader),
             tuple(trainers[: mapping.cpu_trainers]),
@@ -73,6 +77,7 @@ class Estimate:
             _times(times.transfer, mapping.accelerator_seeds / max(1, now.accelerator_seeds)),
             _times(times.sample_accelerator, share / then if then else 1.0),
         )
+        return Estimate(mapping, found, tuple(costs))
 
 
 class Measurements:
@@ -189,16 +194,23 @@ def _fitted(known: Iterable[tuple[float, float]], units: float) -> Cost:
 
 
 def _changed_since(rates: Sequence[float]) -> int:
-    """Return how many of the last rates are others than those before, by medians and the spread of the middle half."""
-    for count, far in CHANGES:
-        before = sorted(rates[:-count])
-        if len(before) <= count // 2:
-            break
-        middle, quarter = before[len(before) // 2], len(before) // 4
-        noise = LEAST_NOISE if len(before) >= count else USUAL_NOISE
-        deviation = max((before[-1 - quarter] - before[quarter]) / 1.35, noise * middle)
-        if abs(median(rates[-count:]) - middle) > far * deviation:
-            return count // 2 + 1  # the median is: so are half of them at least, the last ones
+    """Return how many of the last rates are others than those before, 0 if none.
+
+    Page's test: the deviations from the median of those before are summed up, the newest first.
+    """
+    recent = min(RECENT, len(rates) // 2)
+    if not recent:
+        return 0
+    before = sorted(rates[:-recent])
+    middle, quarter = median(before), len(before) // 4
+    noise = LEAST_NOISE if len(before) >= RECENT else USUAL_NOISE
+    deviation = max((before[-1 - quarter] - before[quarter]) / 1.35, noise * middle)  # 1.35: a normal one's middle half
+    slack = SLACK + 1.25 / sqrt(len(before))  # the median itself is off by so much
+    level = median(rates[-3:])
+    for sign in (1, -1):
+        off = (sign * (rate - middle) / deviation for rate in reversed(rates[-recent:]))
+        if max(accumulate(min(max(each, -CLIP), CLIP) - slack for each in off)) > ALARM:
+            return sum(1 for _ in takewhile(lambda rate: abs(rate - level) < abs(rate - middle), reversed(rates)))
     return 0
 
 

@@ -197,12 +197,6 @@ class IterationTimes:
             "iteration": self.iteration,
         }
 
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> IterationTimes:
-        """Take back what :meth:`to_dict` returned."""
-        lists = {name: state[name] for name in ("train_cpu", "train_accelerator", "seeds")}
-        return cls(**{**state, **{name: None if value is None else tuple(value) for name, value in lists.items()}})
-
 
 def _slowest(times: Sequence[float | None]) -> float | None:
     """Return the longest of the times that are more than 0, None where there is none."""

@@ -1,11 +1,11 @@
 """Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): algorithm 1, made to stand noise.
 
 The paper's lines 1 to 32 are :func:`find_remedy`. It leaves open how far to move, and what measured times are: here
-``balance_work`` and ``balance_thread`` go all the way to where the medians of the last measurements
-(``hyscale/estimates.py``) say that both sides take equally long. What else is added was worth it in closed loops with
-noise and disturbances (``benchmarks/resource_manager.py``): one move at a time, judged by times measured after it; a
-dead band; the other remedy where the paper's gains nothing; a change of speed is told and forgets what was measured
-before; CPU trainers that do not pay are taken out.
+``balance_work`` goes all the way to where the measurements since the last change of speed (``hyscale/estimates.py``)
+say that both sides take equally long, and threads move together with the work that they are for. What else is added
+was worth it in closed loops with noise and disturbances (``benchmarks/resource_manager.py``): one move at a time, by
+a few measurements made after the last; a dead band that narrows as they become more; the other remedy where the
+paper's gains nothing; moved threads that bring nothing go back; CPU trainers that do not pay are taken out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, difference, m
 from lightning_gnn.hyscale.estimates import Estimate, Measurements
 from lightning_gnn.hyscale.mapping import CPU_TASKS, STAGES, IterationTimes, Stage, TaskMapping, split_evenly
 
+TAKES_OVER: Mapping[Stage, Stage] = {"accelerator": "train_cpu", "sample_accelerator": "sample_cpu"}
+"""The CPU task that takes work from a stage of the accelerators if it gets threads."""
 LEAST_SHARE = 0.01
 """Of the sampling, on either side, while it may move."""
-SURE = 0.05
-"""Part of the slowest stage's time that a gain by a single measurement must exceed; by n, the square root of n less."""
+SURE, LEAST_GAIN = 0.08, 0.01
+"""The dead band: part of the slowest stage's time that a gain by one measurement must exceed; by n, sqrt(n) less, but
+never less than the second."""
 SLOWER = 0.1
 """Moved threads go back if the slowest stage takes longer by more than this part; noise alone moves no threads."""
 LOOK = 8
-"""Where n measurements showed nothing to gain, one looks again n / 8 measurements later, but at the most 8 later."""
+"""Where n measurements showed nothing to gain, one looks again n / 8 later, at the most 8: it saves computing."""
 
 
 class Remedy(NamedTuple):
@@ -94,7 +97,7 @@ def gain(now: Estimate, mapping: TaskMapping) -> float:
     Not the slowest of all: of two stages that are equally slow, one must be eased first. If the slowest of all takes
     longer for it, the gain is none.
     """
-    before, after = now.stages, now.under(mapping).stages()
+    before, after = now.stages, now.under(mapping).stages
     changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
     old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
     new = max((after.get(stage, 0.0) for stage in changed), default=0.0)
@@ -138,23 +141,23 @@ def balance_sampling(now: Estimate) -> TaskMapping:
     return replace(mapping, accelerator_sampling=min(max(target, LEAST_SHARE), 1 - LEAST_SHARE))
 
 
-def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> TaskMapping:
-    """Move threads from a CPU task to another, so many that both take equally long if time is the inverse of threads.
+def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> Iterator[TaskMapping]:
+    """Yield mappings with 1, 2, 4, ... threads of a CPU task moved to another, the work shared out anew for them.
 
     Every task keeps one thread, and each CPU trainer with seeds.
     """
-    mapping, stages = now.mapping, now.stages
-    source, to = CPU_TASKS.index(donor), CPU_TASKS.index(receiver)
+    mapping, source, to = now.mapping, CPU_TASKS.index(donor), CPU_TASKS.index(receiver)
     least = 1
     if donor == "train_cpu":
         least = mapping.cpu_trainers if mapping.cpu_seeds else min(1, mapping.cpu_trainers)
-    threads = list(mapping.threads)
-    slow, fast = stages[receiver] * threads[to], stages.get(donor, 0.0) * threads[source]
-    moved = max(1, round((slow * threads[source] - fast * threads[to]) / (slow + fast)))
-    moved = max(0, min(moved, threads[source] - least))
-    threads[source] -= moved
-    threads[to] += moved
-    return replace(mapping, threads=(threads[0], threads[1], threads[2]))
+    spare, count = mapping.threads[source] - least, 1
+    while count <= spare:
+        threads = list(mapping.threads)
+        threads[source] -= count
+        threads[to] += count
+        moved = now.under(replace(mapping, threads=(threads[0], threads[1], threads[2])))
+        yield replace(balance_work(moved), accelerator_sampling=balance_sampling(moved).accelerator_sampling)
+        count = spare if count < spare < 2 * count else 2 * count
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,6 @@ class Damping:
         lag: Depth of the pipeline: observations until a new mapping shows in the times.
         window: Fewest measurements of each trainer and stage to act on.
         history: Measurements that count, at the most.
-        dead_band: Fewest gain to act for, as a part of the slowest stage's time.
         worth: The CPU trainers are kept if they shorten an iteration by more than this.
         doubtful: If by less than this, accelerators alone are tried for ``trial`` iterations (only where
             :attr:`IterationTimes.iteration` is known: what the trainers cost one another shows in no stage).
@@ -179,7 +181,6 @@ class Damping:
     lag: int = 2
     window: int = 3
     history: int = 100
-    dead_band: float = 0.015
     worth: float = 0.01
     doubtful: float = 0.25
     trial: int = 5
@@ -188,8 +189,8 @@ class Damping:
     def __post_init__(self) -> None:
         if self.lag < 0 or not 1 <= self.window <= self.history or not 1 <= self.trial <= self.history:
             raise ValueError(f"lag must be >= 0, 1 <= window <= history, 1 <= trial <= history: {self}")
-        if not (0 <= self.dead_band < 1 and 0 <= self.worth < 1 and self.doubtful >= 0 and self.patience >= 1):
-            raise ValueError(f"dead_band and worth must be in [0, 1), doubtful >= 0, patience >= 1: {self}")
+        if not (0 <= self.worth < 1 and self.doubtful >= 0 and self.patience >= 1):
+            raise ValueError(f"worth must be in [0, 1), doubtful >= 0, patience >= 1: {self}")
 
 
 @dataclass
@@ -245,7 +246,7 @@ class DynamicResourceManager:
         self._look_from = 0
         self._finding = ""
         self._moved: _Move | None = None
-        self._blocked: dict[tuple[Stage, Stage], int] = {}
+        self._blocked: set[Stage] = set()
         self._trial: _Move | None = None
         self._next_trial = 4 * (self.damping.lag + self.damping.window)
         self._patience = self.damping.patience
@@ -297,6 +298,7 @@ class DynamicResourceManager:
         if changed is not None:
             self._finding, self._look_from = f"{changed} runs at another speed", 0
             self._patience = self.damping.patience
+            self._blocked.clear()
             if not self.mapping.cpu_seeds:
                 self._next_trial = self._number
         return times
@@ -321,7 +323,7 @@ class DynamicResourceManager:
             return undone
         remedy = find_remedy(now.stages)
         cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(now.bottleneck)}"
-        threshold = max(damping.dead_band, SURE / sqrt(measured))
+        threshold = max(LEAST_GAIN, SURE / sqrt(measured))
         for action, target in self._remedies(now, remedy):
             if gain(now, target) > threshold:
                 self._moved = _Move(mapping, now.bottleneck, remedy.bottleneck) if action == "balance_thread" else None
@@ -337,31 +339,31 @@ class DynamicResourceManager:
         """Yield what to try against the slowest stage, the paper's remedy first.
 
         Where that gains nothing (no thread is left to move, say) the paper's algorithm would stand still: then the
-        other one is next. Before they ask others for threads, CPU trainers are balanced among themselves.
+        other one is next, with threads of whichever task gains most by it. Before they ask others for threads, CPU
+        trainers are balanced among themselves.
         """
         mapping, slowest = now.mapping, remedy.bottleneck
         share = balance_sampling(now) if slowest.startswith("sample") else balance_work(now)
         if share.cpu_seeds and share.accelerator_seeds and slowest == "train_cpu":
             alone = accelerators_alone(now)
-            together, single = now.under(share).propagation, now.under(alone).propagation
+            together, single = now.under(share).times.propagation, now.under(alone).times.propagation
             if single <= together * (1 + self.damping.worth):
                 yield "take_out", alone
         if slowest == "train_cpu":
             yield "balance_cpu_trainers", balance_work(now, range(mapping.cpu_trainers))
         if remedy.kind == "balance_work":
             yield "balance_work", share
-        if slowest in CPU_TASKS:
-            idle: list[Stage] = ["train_cpu"] if not mapping.cpu_seeds and mapping.threads[2] else []
-            fast: list[Stage] = sorted((task for task in CPU_TASKS if task in now.stages), key=now.stages.__getitem__)
-            for donor in [*idle, *fast]:
-                target = balance_thread(now, donor, slowest)
-                if donor != slowest and self._number >= self._blocked.get((donor, slowest), 0):
-                    yield "balance_thread", target
+        receiver = TAKES_OVER.get(slowest, slowest)
+        if receiver not in self._blocked and (receiver != "train_cpu" or mapping.cpu_seeds):
+            donors = [task for task in CPU_TASKS if task != receiver]
+            moves = [target for donor in donors for target in balance_thread(now, donor, receiver)]
+            if moves:
+                yield "balance_thread", max(moves, key=lambda target: gain(now, target))
         if remedy.kind != "balance_work" and slowest != "load":
             yield "balance_work", share
 
     def _undo(self, now: Estimate) -> Decision | None:
-        """Move threads back if they brought nothing, and none that way for some time."""
+        """Move threads back if they brought nothing, and none to that task until a speed changes."""
         moved, self._moved = self._moved, None
         if moved is None:
             return None
@@ -369,8 +371,7 @@ class DynamicResourceManager:
         if seconds < moved.seconds and now.bottleneck <= moved.seconds * (1 + SLOWER):
             return None
         changes = [after - before for before, after in zip(moved.back.threads, now.mapping.threads, strict=True)]
-        donor, receiver = CPU_TASKS[changes.index(min(changes))], CPU_TASKS[changes.index(max(changes))]
-        self._blocked[donor, receiver] = self._number + self.damping.patience
+        self._blocked.add(CPU_TASKS[changes.index(max(changes))])
         cause = f"{STAGE_NAMES[moved.stage]} takes {milliseconds(seconds)}, before {milliseconds(moved.seconds)}"
         if seconds < moved.seconds:
             cause = f"{cause}, but the slowest stage {milliseconds(now.bottleneck)}"
@@ -445,7 +446,7 @@ class DynamicResourceManager:
             "next_trial": self._next_trial,
             "patience": self._patience,
             "moved": None if self._moved is None else self._moved.state(),
-            "blocked": [[*pair, until] for pair, until in self._blocked.items()],
+            "blocked": sorted(self._blocked),
             "trial": None if self._trial is None else self._trial.state(),
         }
 
@@ -473,4 +474,4 @@ class DynamicResourceManager:
         self._finding, self._look_from = state["finding"], state["look_from"]
         self._next_trial, self._patience = state["next_trial"], state["patience"]
         self._moved, self._trial = _Move.from_state(state["moved"]), _Move.from_state(state["trial"])
-        self._blocked = {(donor, receiver): until for donor, receiver, until in state["blocked"]}
+        self._blocked = set(state["blocked"])

@@ -26,7 +26,8 @@ class Node:
     """What the CPU trainers multiply the time of an iteration by when they have seeds."""
     noise: float = 0.0
     outliers: float = 0.0
-    """How often a trainer's measured time is four times the real one."""
+    """How often a trainer's measured time is ``outlier`` times the real one."""
+    outlier: float = 4.0
     warm_up: int = 0
     """How many of the first iterations take six times as long in the trainers."""
     known: bool = True
@@ -65,7 +66,7 @@ class Node:
         def disturbed(seconds):
             if seconds is None:
                 return None
-            factor = 4.0 if self.outliers and self.source.random() < self.outliers else 1.0
+            factor = self.outlier if self.outliers and self.source.random() < self.outliers else 1.0
             return noisy(seconds) * factor * (6.0 if self.warm_up >= 0 else 1.0)
 
         ideal = self.ideal(mapping)

@@ -188,7 +188,10 @@ def beyond(node, made):
 @pytest.mark.parametrize("parts", [2, 3, 4, 5])
 @pytest.mark.parametrize("settings", [{}, {"overheads": True}, {"threads": (2, 2, 2)}], ids=str)
 def test_noise_is_held_by_all_runs(parts, settings):
-    """After 30 iterations, less than 2.5 % of all iterations are beyond 5 %, and less than 40 % of any run's."""
+    """After 30 iterations, less than 1 % of all iterations are beyond 5 %, and less than a quarter of any run's.
+
+    With four trainers that have overheads 1.5 % and a third: a single one of those 40 runs long stays at 5.1 %.
+    """
     found, changes = [], 0
     for seed in range(40):
         node, manager = drawn(parts, seed, **settings)
@@ -197,9 +200,10 @@ def test_noise_is_held_by_all_runs(parts, settings):
         made, _ = run(manager, node, 200, in_flight=in_flight)
         changes += len(manager.log) - before
         found.append(beyond(node, made))
-    assert mean(found) < 0.025
-    assert max(found) < 0.4
-    assert changes / 40 < 6
+    all_runs, any_run = (0.015, 0.33) if "overheads" in settings and parts == 4 else (0.01, 0.25)
+    assert mean(found) < all_runs
+    assert max(found) < any_run
+    assert changes / 40 < 5
 
 
 @pytest.mark.slow
@@ -298,19 +302,16 @@ def test_a_cost_gets_surer():
     assert errors[-1] < 0.03  # 0.1 by a single one
 
 
-@pytest.mark.parametrize(("factor", "most"), [(0.5, 6), (0.75, 15), (1.3, 20), (3.0, 5)])
+@pytest.mark.parametrize(("factor", "most"), [(0.5, 6), (0.75, 15), (1.3, 12), (3.0, 5)])
 def test_a_change_of_cost_is_told(factor, most):
-    since, alarms = [], 0
     for seed in range(20):
         source, known = random.Random(seed), Measurements(100)
-        alarms += told_after(known, source, 1.0, 100) is not None
-        since.append(told_after(known, source, factor, 60))
+        assert told_after(known, source, 1.0, 200) is None
+        since = told_after(known, source, factor, 60)
+        assert since is not None
+        assert since <= most
         told_after(known, source, factor, 20)
         assert cost_of(known, 100).seconds(100) == pytest.approx(factor, rel=0.15)
-    told = [number for number in since if number is not None]
-    assert len(told) >= 16  # the others' history began anew just before: it fades
-    assert mean(told) <= most
-    assert alarms <= 6  # in 20 runs of 100 measurements each
 
 
 def test_overheads_are_told_from_the_cost_of_a_seed():
@@ -577,7 +578,7 @@ def test_stages_without_time_do_no_harm():
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(IterationTimes(1.0, 1.0, (1.0, 1.0))), "2 CPU"),
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(_for_seeds((4,))), "2 trainers"),
         (lambda: Damping(window=5, history=3), "window"),
-        (lambda: Damping(dead_band=-0.1), "dead_band"),
+        (lambda: Damping(worth=-0.1), "worth"),
         (lambda: Damping(lag=-1), "lag"),
     ],
 )
