@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from types import MethodType
 from typing import Any, Generic, TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -33,9 +35,12 @@ def one_torch_thread() -> None:
 class Crew:
     """Threads in groups, which take jobs as soon as there are any, until they are told to stop or a job fails.
 
+    Threads that wait keep nothing alive: whoever gives out the jobs may be dropped with all that hangs on it, such as a
+    Trainer, which its mini-batches lead to. Then they end.
+
     Args:
-        claim: Called under the lock with the numbers of a group and of a thread in it; returns a job for that thread,
-            or None to wait until the group is woken.
+        claim: A method, called under the lock with the numbers of a group and of a thread in it; returns a job for that
+            thread, or None to wait until the group is woken.
         names: Of the groups; their threads have a number behind.
         begin: Called first in each thread.
     """
@@ -49,7 +54,7 @@ class Crew:
         self.error: BaseException | None = None
         """What a job has raised, with its traceback."""
         self.stopped = False
-        self._claim, self._names, self._begin = claim, list(names), begin
+        self._claim, self._names, self._begin = WeakMethod(claim), list(names), _weakly(begin)
         self._calls = [threading.Condition(self.lock) for _ in names]
         self._threads: list[list[threading.Thread]] = [[] for _ in names]
         self._busy: dict[int, str] = {}
@@ -127,7 +132,9 @@ class Crew:
 
     def _run(self, group: int, number: int) -> None:
         try:
-            self._begin()
+            if (begin := self._begin()) is not None:
+                begin()
+                del begin
             while True:
                 job = self._next(group, number)
                 if job is None:
@@ -143,12 +150,18 @@ class Crew:
         ident = threading.get_ident()
         with self.lock:
             self._busy.pop(ident, None)
-            while not self.stopped:
-                if (job := self._claim(group, number)) is not None:
+            while not self.stopped and (claim := self._claim()) is not None:
+                if (job := claim(group, number)) is not None:
                     self._busy[ident] = threading.current_thread().name
                     return job
+                del claim
                 self._calls[group].wait()
         return None
+
+
+def _weakly(function: Callable[[], object]) -> Callable[[], Callable[[], object] | None]:
+    """Return a reference that does not keep the owner of a method alive."""
+    return WeakMethod(function) if isinstance(function, MethodType) else lambda: function
 
 
 @dataclass
@@ -198,6 +211,7 @@ class StagePipeline:
         stall_timeout: Seconds without any progress after which :meth:`take` gives up.
         name: Begins the names of the threads, before that of the stage's first step.
         begin: Called first in each thread.
+        patience: Seconds to wait for the threads' last jobs.
     """
 
     def __init__(
@@ -208,8 +222,10 @@ class StagePipeline:
         stall_timeout: float = 300.0,
         name: str = "lightning-gnn",
         begin: Callable[[], object] = one_torch_thread,
+        patience: float = 3.0,
     ) -> None:
         self.stages = [list(steps) for steps in stages]
+        self.patience = patience
         self.bound = bound
         self.stall_timeout = stall_timeout
         self._crew = Crew(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
@@ -218,6 +234,7 @@ class StagePipeline:
         self._entered = [0] * (len(self.stages) + 1)  # items that have begun with each stage, and that were taken
         self._num_threads = [0] * len(self.stages)
         self._progress = time.monotonic()
+        weakref.finalize(self, self._crew.close, patience)  # at the interpreter's end too
         self.resize(num_threads)
 
     @property
@@ -291,11 +308,19 @@ class StagePipeline:
         self.fill(items)
         return item
 
-    def close(self, patience: float = 3.0) -> list[str]:
-        """Stop, drop what is under way, and return the names of threads that have not ended in time, in seconds."""
-        left = self._crew.close(patience)
+    def close(self, patience: float | None = None) -> list[str]:
+        """Stop, drop what is under way, and return the names of threads that have not ended in time.
+
+        Args:
+            patience: Seconds to wait for them; by default the pipeline's.
+        """
+        left = self._crew.close(self.patience if patience is None else patience)
         self._items.clear()
         return left
+
+    def close_with(self, owner: object) -> None:
+        """Stop when this is dropped, which items may lead to: the threads keep the pipeline while they are at work."""
+        weakref.finalize(owner, self._crew.close, self.patience)
 
     def _room(self, stage: int) -> int:
         return self.bound + self._num_threads[stage]
@@ -360,8 +385,10 @@ class OrderedPipeline(Generic[Task, Made]):
         if num_threads:
             step: Step = lambda part, value, task: prepare(task)  # noqa: E731
             bound = max(ahead - num_threads, 0)
-            self._stages = StagePipeline([[("batch", step)]], [num_threads], bound, inf, begin=lambda: None)
-            weakref.finalize(self, self._stages.close, inf)  # at the interpreter's end too
+            self._stages = StagePipeline(
+                [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf
+            )
+            self._stages.close_with(self)
             self._items = (Item([()], task) for task in self._tasks)
             self._stages.fill(self._items)
 
@@ -385,4 +412,4 @@ class OrderedPipeline(Generic[Task, Made]):
         self._tasks = iter(())
         if self._stages is not None:
             self._items = (Item([()], task) for task in self._tasks)
-            self._stages.close(inf)
+            self._stages.close()

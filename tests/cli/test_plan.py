@@ -38,8 +38,9 @@ def cache(tmp_path, monkeypatch):
 
 def plan(directory, *overrides, base=NODE):
     """Run in this process; return the exit code."""
+    before = set(threading.enumerate())
     code = lgnn(directory, *overrides, base=base, command=["plan"])
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-gnn")]
+    names = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lightning-gnn")]
     assert not [name for name in names if not name.startswith("lightning-gnn-worker")]  # compiled loops keep theirs
     return code
 

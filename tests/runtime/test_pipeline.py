@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 
 import pytest
 
@@ -56,6 +57,30 @@ def test_dropping_the_iterator_ends_the_threads():
     del pipeline
     gc.collect()
     assert not our_threads()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_threads_keep_nothing_alive_that_the_items_lead_to(ends):
+    class Owner:  # as a loader leads to its Trainer, and that to the iterator
+        def prepare(self, task):
+            return task
+
+        def begin(self):
+            self.iterator = OrderedPipeline(range(5 if ends else 10_000), self.prepare, 2, ahead=4)
+            return sum(1 for _ in self.iterator) if ends else next(self.iterator)
+
+    owner = Owner()
+    owner.begin()
+    seen, threads = weakref.ref(owner), our_threads()
+    del owner
+    deadline = time.monotonic() + PATIENCE
+    while seen() is not None and time.monotonic() < deadline:  # a thread may be at work on an item
+        gc.collect()
+        time.sleep(0.01)
+    assert seen() is None
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_what_follows_an_error_still_comes_through_all_stages():
