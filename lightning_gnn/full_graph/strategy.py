@@ -30,7 +30,7 @@ from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.devices import match_device
-from lightning_gnn.runtime.gradients import average_gradients
+from lightning_gnn.runtime.gradients import GradientMean
 from lightning_gnn.runtime.losses import (
     LossWeights,
     Weight,
@@ -160,6 +160,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         self._batch: ShardedBatch | None = None
         self._split = "train"
         self._loss_weights: LossWeights | None = None
+        self._gradients: GradientMean | None = None
         self._weight: float | None = None
         self._looked = False
 
@@ -236,6 +237,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
                 refuse_norms_over_nodes(self.lightning_module)
             log_globally(self.lightning_module, self._share, self.world_size)
             self._loss_weights, self._looked = LossWeights(self.world_size, self.root_device), False
+            self._gradients = GradientMean(self.world_size)
         if self._seed is None:
             # Masks of one seed on all ranks, also where nobody called seed_everything.
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
@@ -361,7 +363,8 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         loss = self.precision_plugin.pre_backward(closure_loss * (part * self.world_size), self.lightning_module)
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self.sync_gradients:
-            average_gradients(self.lightning_module.parameters(), self.world_size)
+            assert self._gradients is not None
+            self._gradients.take(self.lightning_module.parameters())
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
 

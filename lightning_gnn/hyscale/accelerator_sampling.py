@@ -1,10 +1,7 @@
-"""Sampling on accelerators beside the CPU, whole mini-batches at a time, with the same samples (HyScale-GNN)."""
+"""Sampling on a rank's accelerator beside its CPU threads, whole mini-batches in turn, with the same samples."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,16 +33,12 @@ def can_sample_on(loader: Any, device: torch.device) -> bool:
 
 
 class AcceleratorSampling:
-    """Draws samples on accelerators, and brings them back to the memory of the CPU, where features are loaded.
-
-    The mini-batch of one trainer is sampled as a whole: two samples of half the seeds are not one of all. Which ones
-    are sampled here follows from the share and the number of the iteration alone.
+    """Draws samples on an accelerator, and brings them back to the memory of the CPU, where features are loaded.
 
     Args:
         sampler: The CPU's.
-        devices: Of all trainers, those on the CPU first. On each accelerator, the topology lies in device memory, or in
-            page-locked host memory where it would take more than half of what is free. ``cpu`` may stand for one.
-        num_cpu: How many of them are CPU trainers.
+        device: The accelerator. The topology lies in its memory, or in page-locked host memory where it would take more
+            than half of what is free. ``cpu`` may stand for one.
 
     Raises:
         ValueError: Triton is missing.
@@ -54,76 +47,37 @@ class AcceleratorSampling:
     Source: HyScale-GNN, section III-B (Sampling).
     """
 
-    def __init__(self, sampler: NeighborSampler, devices: Sequence[torch.device], num_cpu: int = 0) -> None:
+    def __init__(self, sampler: NeighborSampler, device: torch.device) -> None:
         self.sampler = sampler
-        self.num_cpu = num_cpu
-        there: dict[torch.device, NeighborSampler] = {}
-        for device in devices[num_cpu:]:
-            if device not in there:
-                there[device] = sampler if device.type == "cpu" else _copied(sampler, device)
-        self._places = [_Place(there[device], device) for device in devices[num_cpu:]]
+        self._device = device
+        self._there = sampler if device.type == "cpu" else _copied(sampler, device)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
-    def __len__(self) -> int:
-        """Return the number of accelerators."""
-        return len(self._places)
-
-    def assign(self, seeds: Sequence[int], share: float, number: int) -> list[int | None]:
-        """Decide which parts of an iteration are sampled here, and on which accelerator.
-
-        The parts of accelerator trainers come first. Of a part that the share cuts, the iterations take turns, in an
-        even sequence (multiples of the golden ratio), so that in the long run the share is met.
+    @staticmethod
+    def takes(number: int, share: float) -> bool:
+        """Decide whether a mini-batch is sampled here, so that in the long run a share is met, in an even sequence.
 
         Args:
-            seeds: Seeds of each part, those of the CPU trainers first.
-            share: Part of all seeds that is to be sampled here, 0 to 1.
-            number: Position of the iteration in the epoch.
-
-        Returns:
-            The place of each part, None for one that the CPU samples.
+            number: Position of the mini-batch in the epoch; multiples of the golden ratio take turns.
+            share: Of this rank's sampling, 0 to 1.
         """
-        places: list[int | None] = [None] * len(seeds)
-        count = len(self)
-        load = [0] * count
-        left, turn = share * sum(seeds), number * _GOLDEN % 1.0
-        for part in (*range(self.num_cpu, len(seeds)), *range(self.num_cpu)):
-            if seeds[part] and turn * seeds[part] < left:
-                place = min(range(count), key=lambda place: (load[place], (place - number) % count))
-                load[place] += seeds[part]
-                places[part] = place
-            left -= seeds[part]
-        return places
+        return number * _GOLDEN % 1.0 < share
 
-    def sample(self, place: int, inputs: NodeSamplerInput, key: int) -> tuple[SamplerOutput, float]:
-        """Sample a part; return it in the memory of the CPU, and the seconds that it took.
+    def sample(self, inputs: NodeSamplerInput, key: int) -> SamplerOutput:
+        """Sample a mini-batch; return it in the memory of the CPU.
 
         Args:
-            place: On which accelerator.
             inputs: The seeds, int64 ``[batch_size]``.
             key: The key of the mini-batch.
         """
-        return self._places[place].sample(inputs, key)
-
-
-class _Place:
-    """One accelerator, which samples for one caller at a time, on a stream of its own."""
-
-    def __init__(self, sampler: NeighborSampler, device: torch.device) -> None:
-        self._sampler = sampler
-        self._device = device
-        self._lock = threading.Lock()
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def sample(self, inputs: NodeSamplerInput, key: int) -> tuple[SamplerOutput, float]:
-        with self._lock:
-            start = time.perf_counter()
+        if self._stream is not None:
+            torch.accelerator.set_device_index(self._device)
+        with self._stream or nullcontext():
+            out = self._there.sample_from_nodes(inputs, key=key)
             if self._stream is not None:
-                torch.accelerator.set_device_index(self._device)
-            with self._stream or nullcontext():
-                out = self._sampler.sample_from_nodes(inputs, key=key)
-                if self._stream is not None:
-                    out = _on_host(out)
-                    self._stream.synchronize()
-            return out, time.perf_counter() - start
+                out = _on_host(out)
+                self._stream.synchronize()
+        return out
 
 
 def _copied(sampler: NeighborSampler, device: torch.device) -> NeighborSampler:

@@ -9,62 +9,54 @@ import torch
 from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader
 
+from lightning_gnn.hyscale.loader import can_be_cut
 from lightning_gnn.hyscale.options import Trainers
-from lightning_gnn.hyscale.pipeline import check_loader
 from lightning_gnn.nn.full_batch import FullBatch
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_training(loader: Any, module: pl.LightningModule) -> None:
+def check_training(loader: Any, module: pl.LightningModule, alone: bool = False) -> None:
     """Refuse loaders and modules that cannot be shared out.
 
+    Args:
+        loader: Of training.
+        module: What is trained.
+        alone: Whether there is one trainer, which has everything.
+
     Raises:
-        TypeError: The loader is no PyG node loader, or ``training_step`` fetches batches itself.
-        ValueError: The loader plans the use of the same processors by itself, or has no length.
+        TypeError: The loader's mini-batches are not made of positions in a dataset, or ``training_step`` fetches
+            batches itself.
+        ValueError: The loader plans the use of the same processors by itself, yields single samples, or has no length.
     """
     if any(cls.__name__.startswith("Collective") for cls in type(loader).__mro__):
         raise ValueError(
             f"hyscale over a {type(loader).__name__}: both plan the use of the same cores and of the same bus; train "
             f"with NeighborDataModule, or choose another strategy"
         )
+    if alone:
+        return
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
         raise TypeError(
             "hyscale shares out mini-batches, but the DataModule yields the full graph as one; train with "
             "NeighborDataModule, or choose another strategy"
         )
-    check_loader(loader)
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        raise ValueError("the training loader yields single samples (batch_size=None); give it a batch_size")
+    if not can_be_cut(loader):
+        raise TypeError(
+            f"hyscale shares out mini-batches that are made of positions in a dataset, as those of PyG's NeighborLoader "
+            f"or of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
+        )
+    try:
+        len(loader)
+    except TypeError:
+        raise ValueError("the training loader has no length; give its batch_sampler a __len__") from None
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise TypeError("hyscale hands mini-batches to training_step, which must not take a dataloader_iter")
-
-
-def share_one_order(loader: Any) -> None:
-    """Let all nodes go through the same seeds, where a loader has been set up for a part of them."""
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        # The same class with the same epoch, but for everything.
-        sampler.num_replicas, sampler.rank = 1, 0
-        sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
-    if hasattr(loader, "loader_id"):
-        loader.rank = 0  # part of the key of each mini-batch, which is the nodes' common one
-
-
-def refuse_trained_features(loader: Any) -> None:
-    """Refuse features that are trained, whose gradients do not pass through the replicas, which nodes exchange.
-
-    Raises:
-        ValueError: Names one.
-    """
-    store = getattr(getattr(loader, "data", None), "_store", {})
-    for key, value in store.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise ValueError(f"hyscale on several nodes cannot train data.{key}; use one node, or strategy='ddp'")
 
 
 def overrides_transfer(module: pl.LightningModule) -> bool:
@@ -104,12 +96,3 @@ def check_precision(precision: Precision, trainers: Trainers) -> None:
             reason = "which this GPU does not have; use '32-true'"
         if reason is not None:
             raise ValueError(f"precision={name!r} does not fit trainer {trainer} of hyscale: {reason}")
-
-
-def draws_nothing(loader: Any) -> bool:
-    """Whether preparing mini-batches leaves torch's generator alone: known only of what is this package's own."""
-    if type(loader) is not ThreadedNodeLoader or not isinstance(loader.sampler, DistributedSampler):
-        return False
-    own = type(loader.node_sampler) in (NeighborSampler, PersistentNeighborSampler)
-    # What the user's own code draws is put back, unless it runs in worker threads.
-    return not loader.thread_safe or (own and not loader.transform and not loader.transform_sampler_output)

@@ -145,7 +145,9 @@ def describe_workload(
         total: Seeds of an iteration.
         transfer_dtype: What floating features are on their way to accelerators; None for what they are.
     """
-    data = loader.data
+    data = getattr(loader, "data", None)
+    if data is None or not hasattr(loader, "node_sampler"):
+        return None, _SAMPLED_PER_S
     fanouts = getattr(loader.node_sampler, "num_neighbors", None)
     fanouts = list(getattr(fanouts, "values", fanouts) or []) if not isinstance(fanouts, dict) else []
     features = getattr(data, "x", None)
@@ -182,7 +184,9 @@ def describe_workload(
     return workload, sampled_per_s
 
 
-def first_share(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int) -> float:
+def first_share(
+    sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int, num_accelerators: int = 1
+) -> float:
     """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured.
 
     Args:
@@ -190,16 +194,17 @@ def first_share(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total
         loader: Samples on the CPU.
         total: Seeds of an iteration.
         threads: Threads of Sampling on the CPU.
+        num_accelerators: How many sample.
     """
     seeds = _first_seeds(loader, total)
-    there = len(sampling) * accelerator_rate(sampling, loader, total)
+    there = num_accelerators * accelerator_rate(sampling, loader, total)
     return there / (there + threads * _sampled(lambda: loader.sample(seeds, _KEY))[1])
 
 
 def accelerator_rate(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int) -> float:
     """Return the edges that one accelerator samples per second, those of one iteration together."""
     inputs = loader.input_data[_first_seeds(loader, total)]
-    return _sampled(lambda: sampling.sample(0, inputs, _KEY)[0])[1]
+    return _sampled(lambda: sampling.sample(inputs, _KEY))[1]
 
 
 def _first_seeds(loader: ThreadedNodeLoader, total: int) -> list[int]:
@@ -313,7 +318,7 @@ def find_sampling(
     if present is not None and present.sampler is loader.node_sampler:
         return present
     try:
-        return AcceleratorSampling(loader.node_sampler, trainers.devices, trainers.num_cpu)
+        return AcceleratorSampling(loader.node_sampler, accelerators[0])
     except (RuntimeError, ValueError) as error:
         if not automatic:
             raise
@@ -327,6 +332,7 @@ def begin_sampling(
     loader: Any,
     total: int,
     threads: int,
+    num_accelerators: int = 1,
     modelled: float | None = None,
 ) -> float:
     """Return the share of the sampling that accelerators do to begin with.
@@ -337,10 +343,13 @@ def begin_sampling(
         loader: The training loader.
         total: Seeds of an iteration.
         threads: Threads of Sampling on the CPU.
+        num_accelerators: How many sample.
         modelled: What a checkpoint or the performance model says, if there is such; otherwise it is measured.
     """
     if sampling is None:
         return 0.0
     if not isinstance(wanted, str):
         return wanted
-    return first_share(sampling, loader, max(1, total), threads) if modelled is None else modelled
+    if modelled is not None:
+        return modelled
+    return first_share(sampling, loader, max(1, total), threads, num_accelerators)

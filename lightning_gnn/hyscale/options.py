@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_gnn.hyscale.pipeline import TRANSFER_DTYPES
+from lightning_gnn.hyscale.numa import numa_cores
+from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.messages import whole_number
 
 
@@ -50,11 +51,14 @@ class Trainers:
         cpu = [f"{i} (CPU)" for i in range(self.num_cpu)]
         return cpu + [f"{self.num_cpu + i} ({device})" for i, device in enumerate(self.devices[self.num_cpu :])]
 
-    def destinations(self, transfer_dtype: str | None) -> list[torch.device | None]:
-        """Return where mini-batches must be transferred to, None for trainers that find them in host memory."""
-        cpu: list[torch.device | None] = [None] * self.num_cpu
-        rest = self.devices[self.num_cpu :]
-        return [*cpu, *(None if device.type == "cpu" and transfer_dtype is None else device for device in rest)]
+    def of_rank(self, local_rank: int) -> int:
+        """Return which trainer a rank of the node is: the first ranks are the accelerators."""
+        accelerators = self.num_accelerators
+        return self.num_cpu + local_rank if local_rank < accelerators else local_rank - accelerators
+
+    def rank_of(self, trainer: int) -> int:
+        """Return which rank of the node a trainer is."""
+        return trainer - self.num_cpu if trainer >= self.num_cpu else trainer + self.num_accelerators
 
     @property
     def equal_weights(self) -> list[float]:
@@ -71,6 +75,34 @@ class Trainers:
             return self.equal_weights
         cpu = [cpu_share / self.num_cpu] * self.num_cpu
         return cpu + [(1 - cpu_share) / self.num_accelerators] * self.num_accelerators
+
+
+def trainers_of(
+    cpu_trainers: int | str, accelerators: Sequence[torch.device], devices: Sequence[torch.device]
+) -> Trainers:
+    """Return the trainers of a node.
+
+    Args:
+        cpu_trainers: How many CPU trainers are wanted, or ``"numa"``.
+        accelerators: Devices of which those on the CPU are left out, unless they are not the Trainer's own.
+        devices: The Trainer's own. CPUs among several count as CPU trainers.
+
+    Raises:
+        ValueError: There are none, or the Trainer has another number of CPUs.
+    """
+    wanted = len(numa_cores()) if isinstance(cpu_trainers, str) else cpu_trainers
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    if accelerators is devices:
+        accelerators = [device for device in devices if device.type != "cpu"]
+        mixed = bool(accelerators) and on_cpu > 0
+        if mixed or on_cpu > 1:
+            if not mixed and wanted not in (1, on_cpu):
+                raise ValueError(
+                    f"Trainer(accelerator='cpu', devices={on_cpu}) and cpu_trainers={wanted}: "
+                    f"set one of them, or both to the number of CPU trainers"
+                )
+            wanted = on_cpu
+    return Trainers.of(wanted, accelerators)
 
 
 def measurements_decide() -> bool:
@@ -126,29 +158,34 @@ def seeds_of_iteration(loader: Any) -> int:
     return min(size, len(sampler)) if isinstance(sampler, Sized) else size
 
 
-def default_threads(num_workers: int, trains_on_cpu: bool, balanced: bool) -> tuple[int, int, int]:
-    """Return the CPU threads of sampling, feature loading and training where none are given.
+def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tuple[int, int, int]:
+    """Return the CPU threads of sampling, feature loading and training of a node where none are given.
 
     Args:
         num_workers: Of the loader; they are shared out among the first two.
-        trains_on_cpu: Whether there is a CPU trainer.
-        balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise CPU trainers get
-            as many as torch would use.
+        trainers: Who trains.
+        balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise the CPU trainers
+            get all cores.
     """
+    cores, num_cpu = num_cores(), trainers.num_cpu
     if balanced:
-        num_workers = min(num_workers, num_cores() - int(trains_on_cpu))
+        num_workers = min(num_workers, cores - int(num_cpu > 0))
     sampling, loading = max(1, (num_workers + 1) // 2), max(1, num_workers // 2)
-    training = torch.get_num_threads() if trains_on_cpu else 1
-    return sampling, loading, max(1, min(training, num_cores() - sampling - loading)) if balanced else training
+    training = cores - sampling - loading if balanced else cores
+    return sampling, loading, max(1, num_cpu, training if num_cpu else 1)
 
 
-def check_options(cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any, transfer_dtype: Any) -> None:
+def check_options(
+    cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any, transfer_dtype: Any, agree_every: Any
+) -> None:
     """Refuse options of :class:`~lightning_gnn.hyscale.HyScaleStrategy` that are out of range or of another kind.
 
     Raises:
         ValueError: Names the option, and what it may be.
     """
-    whole_number(cpu_trainers, "cpu_trainers", 0)
+    if cpu_trainers != "numa":
+        whole_number(cpu_trainers, "cpu_trainers", 0)
+    whole_number(agree_every, "agree_every", 1)
     if not isinstance(drm, (bool, str, Path)):
         raise ValueError(f"drm is True, False or the path of a log of decisions, but is {drm!r}")
     if not isinstance(drm, bool) and not Path(drm).is_file():

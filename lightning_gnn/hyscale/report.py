@@ -126,7 +126,9 @@ def forecast(
     if workload is None:
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
     sampling_wanted = wanted_sampling(strategy.accelerator_sampling, strategy.drm)
-    here = Trainers((_CPU,) * strategy.cpu_trainers + tuple(strategy.accelerators), strategy.cpu_trainers)
+    here = strategy.trainers
+    assert here is not None
+    num_cpu = here.num_cpu
 
     def measure() -> Platform:
         sampling = find_sampling(sampling_wanted, loader, here)
@@ -134,24 +136,23 @@ def forecast(
         return measure_platform(Trainers.of(1, strategy.accelerators), sampled_per_s, there)
 
     platform, origins = complete(given, measure, nodes)
-    if not strategy.cpu_trainers and not platform.num_accelerators:
+    if not num_cpu and not platform.num_accelerators:
         raise ValueError("cpu_trainers=0 and no accelerator: nobody would train; set trainer.strategy.cpu_trainers=1")
     model = PerformanceModel(platform, workload)
     num_workers = getattr(loader, "num_threads", None) or loader.num_workers
-    threads = strategy.threads or default_threads(
-        num_workers, strategy.cpu_trainers > 0, allowed_drm(strategy.drm) is not False
-    )
+    threads = strategy.threads or default_threads(num_workers, here, allowed_drm(strategy.drm) is not False)
     own = sum(threads) if platform.cores == num_cores() else platform.cores
-    best = model.best_mapping(strategy.cpu_trainers, max(own, 2 + strategy.cpu_trainers))
+    best = model.best_mapping(num_cpu, max(own, 2 + num_cpu))
     scaling: Sequence[ScalingPoint] = ()
     if platform.accelerator is not None:
-        scaling = scaling_study(platform, workload, plan.accelerators, plan.nodes, strategy.cpu_trainers)
-    begin = _begin(strategy, platform, best, threads, sampling_wanted)
+        scaling = scaling_study(platform, workload, plan.accelerators, plan.nodes, num_cpu)
+    begin = _begin(strategy, num_cpu, platform, best, threads, sampling_wanted)
     return HybridForecast(model, best, begin, origins, scaling)
 
 
 def _begin(
     strategy: HyScaleStrategy,
+    num_cpu: int,
     platform: Platform,
     best: TaskMapping,
     threads: tuple[int, int, int],
@@ -160,7 +161,7 @@ def _begin(
     """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
     if not isinstance(strategy.drm, bool):
         return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
-    trainers = Trainers((_CPU,) * (strategy.cpu_trainers + platform.num_accelerators), strategy.cpu_trainers)
+    trainers = Trainers((_CPU,) * (num_cpu + platform.num_accelerators), num_cpu)
     weights = check_shares(strategy.shares, len(trainers.devices))
     if weights is None and strategy.cpu_share == "auto" and not measurements_decide():
         weights = trainers.equal_weights
@@ -172,7 +173,7 @@ def _begin(
     there = platform.accelerator_sampling * platform.num_accelerators
     if isinstance(sampling, str):  # both are done at the same time
         sampling = there / (there + platform.sampled_edges(threads[0])) if there else 0.0
-    return TaskMapping(seeds, strategy.cpu_trainers, threads, sampling if there else 0.0)
+    return TaskMapping(seeds, num_cpu, threads, sampling if there else 0.0)
 
 
 def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:

@@ -1,29 +1,32 @@
-"""Hybrid training: CPUs and accelerators of a node train one model together (HyScale-GNN)."""
+"""Hybrid training: CPUs and accelerators train one model together, a process for each (HyScale-GNN)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.accelerators import CPUAccelerator
+from pytorch_lightning.plugins import Precision
+from pytorch_lightning.strategies import DDPStrategy, Strategy
+from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.checks import (
-    check_precision,
-    check_training,
-    draws_nothing,
-    input_dtype,
-    overrides_transfer,
-    refuse_trained_features,
-    share_one_order,
-)
+from lightning_gnn.hyscale.buffers import SharedBuffers, uncounted
+from lightning_gnn.hyscale.checks import check_precision, check_training, input_dtype, overrides_transfer
 from lightning_gnn.hyscale.first_mapping import (
     begin_sampling,
     find_sampling,
@@ -31,7 +34,17 @@ from lightning_gnn.hyscale.first_mapping import (
     resumed_mapping,
     wanted_sampling,
 )
-from lightning_gnn.hyscale.node_strategy import NodeStrategy, check_same_order
+from lightning_gnn.hyscale.loader import (
+    PipelineSettings,
+    Share,
+    SharedBatches,
+    SlicedLoader,
+    StagedLoader,
+    can_be_cut,
+    split_seeds,
+    whole_loader,
+)
+from lightning_gnn.hyscale.numa import pin_to_numa_node
 from lightning_gnn.hyscale.options import (
     Trainers,
     allowed_drm,
@@ -44,112 +57,97 @@ from lightning_gnn.hyscale.options import (
     default_threads,
     measurements_decide,
     seeds_of_iteration,
+    trainers_of,
     turned_off,
 )
-from lightning_gnn.hyscale.pipeline import HybridBatch, HybridLoader, PipelineSettings, converted
-from lightning_gnn.hyscale.trainers import HybridTrainers
-from lightning_gnn.hyscale.work_balance import WorkBalance
-from lightning_gnn.ops.hashing import mix
+from lightning_gnn.hyscale.random_streams import OwnStream
+from lightning_gnn.hyscale.rank_group import RankGroup
+from lightning_gnn.hyscale.shared_log import SharedLog
+from lightning_gnn.hyscale.transfer import Transfer, converted
+from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
-
-_BEFORE = "_on_before_batch_transfer"
-
-
-class TransferHooks:
-    """Calls the hooks of a LightningModule or its DataModule once per mini-batch, as they expect batches of PyG.
-
-    Args:
-        module: The module; hooks of a DataModule are called through it too.
-        devices: Where each trainer's mini-batch goes.
-    """
-
-    def __init__(self, module: pl.LightningModule, devices: Sequence[torch.device]) -> None:
-        self._module = module
-        self._devices = list(devices)
-
-    def install(self) -> None:
-        """Stand in for the module's method that Lightning calls before the transfer."""
-        self._module.__dict__[_BEFORE] = self._before
-
-    def remove(self) -> None:
-        """Give the module its own method back."""
-        self._module.__dict__.pop(_BEFORE, None)
-
-    def move(self, batch: HybridBatch, dataloader_idx: int = 0) -> HybridBatch:
-        """Let the hooks move each mini-batch to its trainer."""
-        for trainer in batch.active:
-            part, device = batch.parts[trainer], self._devices[trainer]
-            batch.parts[trainer] = self._module._apply_batch_transfer_handler(part, device, dataloader_idx)
-        return batch
-
-    def _before(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        original = type(self._module)._on_before_batch_transfer
-        if not isinstance(batch, HybridBatch):
-            return original(self._module, batch, dataloader_idx)
-        for trainer in batch.active:
-            batch.parts[trainer] = original(self._module, batch.parts[trainer], dataloader_idx)
-        return batch
-
+from lightning_gnn.runtime.gradients import GradientMean
+from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
+from lightning_gnn.runtime.ranks import WatchedRanks
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 _KEY = "hyscale"
 _LONGEST = 1e8
 """Seconds: nothing that waits takes infinity."""
+_LOOKS = 16
+"""In how many mini-batches to look for losses that need a weight."""
+_NONE, _NUMBER, _SUM, _WEIGHT, _LOSS, _SEEDS, _BUFFERS, _NEW, _DRIFT = range(9)
+"""What a rank tells first in each step: of which kind its loss's weight is, the weight, the loss, its seeds, whether it
+wrote to buffers and logged new names, and by how much it had drifted. Then come its stage times, and what it logged."""
+_LOGGED = _DRIFT + 1 + len(STAGES)
 
 
-class HyScaleStrategy(NodeStrategy):
-    """Synchronous SGD of CPU trainers and accelerators in one process per node (HyScale-GNN, sections III and V).
+class HyScaleStrategy(WatchedRanks, DDPStrategy):
+    """Synchronous SGD of CPU trainers and accelerators (HyScale-GNN, sections III and V), each a process of its own.
 
-    Each iteration's seeds, a mini-batch of the user's PyG node loader, are shared out: every trainer has a thread, a
-    replica of the LightningModule and a mini-batch of its own. Their losses weigh as much as their shares of the seeds;
-    the gradients are added, one optimizer steps, the replicas follow. The gradient is exactly the weighted sum over the
-    trainers' mini-batches. For losses that are means over seeds it equals that of the undivided mini-batch where a
-    seed's result does not depend on the other seeds: with all neighbours, and without batch statistics or degrees
-    inside the mini-batch (``GCNConv``). Normalisation layers see the trainer's own mini-batch, and their running
-    statistics become the trainers' weighted mean.
+    Each iteration's seeds, a mini-batch of the user's loader, are shared out: every rank makes and trains on a
+    mini-batch of its part, on the whole LightningModule, as under ``"ddp"``. The first ranks are the accelerators, the
+    last the CPU trainers. Each loss weighs as much as its rank's share of the seeds, so that the gradient is exactly
+    the weighted sum over the ranks' mini-batches. For losses that are means over seeds it equals that of the undivided
+    mini-batch where a seed's result does not depend on the other seeds: with all neighbours, and without batch
+    statistics or degrees inside the mini-batch (``GCNConv``). Normalisation layers see the rank's own mini-batch.
 
     For a loss that is no mean over seeds, ``training_step`` returns ``{"loss": loss, "weight": weight}``: what the loss
     was divided by (the number of labels that count, or the sum of their class weights), or ``"sum"`` where it was not
-    divided. Trainers then weigh in by that, one of weight 0 not at all; where all weigh 0, the gradient is 0. Without,
-    losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. ``self.log`` weighs by
-    its ``batch_size``, or else by seeds, and manual optimisation by seeds, in any case.
+    divided. Ranks then weigh in by that, one of weight 0 not at all; where all weigh 0, the gradient is 0. Without,
+    losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. Manual optimisation
+    weighs by seeds, and must call ``self.manual_backward``.
 
-    ``training_step`` runs once per trainer; ``self.log`` logs once. Trainers go on to the backward pass by themselves:
-    ``on_before_backward`` comes after it, except where the module has its own ``backward`` or optimises manually. A
-    lone trainer does all that a plain Trainer's step does, in its thread. Batches must come through a DataModule or
-    ``train_dataloader``. With several nodes, start one process on each (torchrun, SLURM): all go through the same order
-    of seeds, each takes an equal part of every mini-batch, so ``batch_size`` counts the seeds of all nodes.
+    What the ranks write in a step is made one again: buffers (see :class:`~lightning_gnn.hyscale.buffers.SharedBuffers`)
+    and what ``self.log`` is given in the three steps, a mean weighted by its ``batch_size`` or else by seeds. Steps draw
+    random numbers from a stream of the rank's own, hooks from one that all ranks share. Validation and testing are
+    shared out too; prediction is done by rank 0, whose results all ranks return. A rank without seeds does not run its
+    step, except with manual optimisation, where its gradients do not count.
+
+    A lone trainer is the plain Trainer, in the process that there is; on an accelerator, its mini-batches are prefetched.
+    Loaders are those whose mini-batches are made of positions in a dataset; this package's node loaders run in the
+    paper's stages. With several nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size`` counts
+    the seeds of all.
 
     With ``Trainer(deterministic=True)`` (or ``"warn"``) no measurement decides, and a warning says what that turns off:
     ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares, and the threads that they have
     by default; with ``accelerator_sampling="auto"`` the CPU samples. A replay stays.
 
     Args:
-        cpu_trainers: CPU trainers per node; more than one for several NUMA nodes.
+        cpu_trainers: CPU trainers per node; ``"numa"``: one for each NUMA node, on its cores. ``Trainer(accelerator=
+            "cpu", devices=4)`` means four, too.
         cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the performance model finds
             best by short measurements; a resumed run goes on with what its checkpoint says. ``drm`` may change it.
-        drm: Balance the work while it runs (algorithm 1); or the path of a recorded log of decisions to replay. With
-            ``False`` or a replay, a resumed run continues bit for bit on this package's loaders.
+        drm: Balance the work while it runs; or the path of a recorded log of decisions to replay. With ``False`` or a
+            replay, a resumed run continues bit for bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
-        stall_timeout: Seconds after which a trainer, a stage or a node that shows no sign of life ends the run. With
-            ``prefetch=0`` the stages run in the main thread, and are not watched.
+        stall_timeout: Seconds after which a rank that gives no sign of life, a step that does not end, or a stage that
+            makes no progress ends the run. With ``prefetch=0`` the stages run in the main thread, and are not watched.
         transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantised ``"int8"``; None: as they are.
         shares: Part of the seeds of every trainer, CPU trainers first; wins over ``cpu_share``.
-        threads: CPU threads of sampling, feature loading and CPU trainers; by default from the loader's ``num_workers``
-            and torch's number of threads.
+        threads: CPU threads of sampling, feature loading and CPU trainers of a node; by default from the loader's
+            ``num_workers`` and the cores. Each rank gets its share of the first two, at least one.
         devices: The accelerators; by default the Trainer's. ``["cpu"]`` lets the CPU stand for one.
         decision_log: Where to record the decisions, one JSON line each, for a replay by ``drm``.
         accelerator_sampling: Part of the sampling that accelerators do to begin with, in [0, 1], or ``"auto"``: as
-            measured, where they can (CUDA, this package's loaders). ``drm`` may change it, and what it replays wins.
-            The mini-batches do not depend on it.
-        process_group_backend: Of several nodes; by default what suits the device.
-        **kwargs: Of :class:`~pytorch_lightning.strategies.ParallelStrategy`.
+            measured, where they can (CUDA, this package's loaders). Each samples for itself alone. ``drm`` may change
+            it, and what it replays wins. The mini-batches do not depend on it.
+        agree_every: Iterations after which parameters and states of optimizers become those of rank 0 again: unlike
+            devices round differently. By how much they had parted is :attr:`drift`.
+        process_group_backend: By default gloo where CPUs train, else what suits the devices.
+        accelerator: What the devices are; None takes the trainer's.
+        parallel_devices: This node's devices; None takes the trainer's, to which the CPU trainers are added.
+        cluster_environment: How ranks find one another; None takes the trainer's.
+        checkpoint_io: How checkpoints are written and read; by default in a way that a crash cannot damage.
+        precision_plugin: Number formats of the steps; None takes the trainer's.
+        start_method: How the other processes of this node are started: ``"popen"`` runs the script again.
 
     Raises:
         ValueError: An option is out of range.
 
     Examples:
-        Two CPU trainers share every mini-batch of eight seeds:
+        On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on it and on the CPU. Here the CPU trains alone:
 
         >>> import torch, pytorch_lightning as pl
         >>> from torch_geometric.data import Data
@@ -166,18 +164,18 @@ class HyScaleStrategy(NodeStrategy):
         ...         return torch.optim.Adam(self.parameters())
         >>> graph = Data(x=torch.rand(32, 4), edge_index=torch.randint(32, (2, 128)), y=torch.randint(3, (32,)))
         >>> data = NeighborDataModule(graph, torch.arange(32), num_neighbors=[3, 3], batch_size=8)
-        >>> trainer = pl.Trainer(max_epochs=1, accelerator="cpu", strategy=HyScaleStrategy(cpu_trainers=2, drm=False),
+        >>> trainer = pl.Trainer(max_epochs=1, accelerator="cpu", strategy=HyScaleStrategy(),
         ...     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
         >>> trainer.fit(Classifier(), data)
         >>> trainer.global_step, trainer.strategy.trainers.names
-        (4, ['0 (CPU)', '1 (CPU)'])
+        (4, ['0 (CPU)'])
     """
 
     strategy_name = _KEY
 
     def __init__(
         self,
-        cpu_trainers: int = 1,
+        cpu_trainers: int | Literal["numa"] = 1,
         cpu_share: str | float = "auto",
         drm: bool | str | Path = True,
         prefetch: int = 2,
@@ -189,11 +187,16 @@ class HyScaleStrategy(NodeStrategy):
         devices: Sequence[str | torch.device] | None = None,
         decision_log: str | Path | None = None,
         accelerator_sampling: str | float = "auto",
+        agree_every: int = 100,
         process_group_backend: str | None = None,
-        **kwargs: Any,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        super().__init__(process_group_backend, **{"checkpoint_io": SafeCheckpointIO(), **kwargs})
-        check_options(cpu_trainers, drm, prefetch, stall_timeout, transfer_dtype)
+        check_options(cpu_trainers, drm, prefetch, stall_timeout, transfer_dtype, agree_every)
         self.cpu_trainers = cpu_trainers
         self.cpu_share = check_share(cpu_share)
         self.shares = check_shares(shares)
@@ -204,196 +207,403 @@ class HyScaleStrategy(NodeStrategy):
         self.prefetch = prefetch
         self.stall_timeout = min(stall_timeout, _LONGEST)
         self.transfer_dtype = transfer_dtype
+        self.agree_every = agree_every
+        self.trainers: Trainers | None = None
+        """Who trains on this node, once it is known."""
         self.balance: WorkBalance | None = None
         """Who gets how much of the work, and the times of the last iterations, once training has begun."""
-        self.loader: HybridLoader | None = None
+        self.loader: StagedLoader | SlicedLoader | None = None
         """The training loader with its pipeline, once there is one."""
-        self.trainers: Trainers | None = None
-        """Who trains, once it is known."""
+        self.drift = 0.0
+        """The largest difference, relative to a tensor's largest number, by which a rank's had parted from rank 0's."""
         self._wanted = check_devices(devices)
         self._sampling: AcceleratorSampling | None = None
-        self._engine: HybridTrainers | None = None
-        self._hooks: TransferHooks | None = None
-        self._observed: HybridBatch | None = None
+        self._group: RankGroup | None = None
+        self._log: SharedLog | None = None
+        self._buffers: SharedBuffers | None = None
+        self._stream: OwnStream | None = None
+        self._gradients: GradientMean | None = None
+        self._share = Share(0, 1, 1)
+        self._weight: Weight | Tensor | None = None
+        self._loss: Tensor | None = None
+        self._whole_loss = 0.0
+        self._looks = 0
+        self._counts = self._told = self._synced = False
+        self._drifted = 0.0
+        self._base = 0
+        self._known: set[int] = set()
+        self._clock: StageClock | None = None
+        self._own_threads = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
-        self._random_states: list[Any] = []
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=SafeCheckpointIO() if checkpoint_io is None else checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=max(1800.0, self.stall_timeout)),
+            start_method=start_method,
+        )
 
-    # -- devices and nodes
+    # -- ranks
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node's ranks."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        """Add the CPU trainers to what the Trainer has found."""
+        if devices is not None:
+            self.trainers = trainers_of(self.cpu_trainers, devices if self._wanted is None else self._wanted, devices)
+            check_shares(self.shares, len(self.trainers.devices))
+            order = range(len(self.trainers.devices))
+            devices = [self.trainers.devices[self.trainers.of_rank(rank)] for rank in order]
+        self._parallel_devices = devices
+
+    @property
+    def trainer_index(self) -> int:
+        """Which of this node's trainers this rank is, CPU trainers first."""
+        assert self.trainers is not None
+        return self.trainers.of_rank(self.local_rank)
 
     @property
     def accelerators(self) -> list[torch.device]:
-        """The accelerators that train."""
-        if self._wanted is not None:
-            return self._wanted
-        return [device for device in self.parallel_devices or [] if device.type != "cpu"]
+        """The accelerators that train on this node."""
+        return [] if self.trainers is None else list(self.trainers.devices[self.trainers.num_cpu :])
+
+    @property
+    def _alone(self) -> bool:
+        return self.world_size == 1
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            self._launcher = None
+        else:
+            super()._configure_launcher()
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        accelerators = self.accelerators
-        return accelerators[0] if accelerators else torch.device("cpu")
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Let all ranks go through one order of seeds, of which each cuts its part out of every mini-batch."""
+        return {"num_replicas": 1, "rank": 0}
 
     @override
     def setup_environment(self) -> None:
-        on_cpu = [device for device in self.parallel_devices or [] if device.type == "cpu"]
-        if len(on_cpu) > 1 and self._wanted is None and len(on_cpu) != self.cpu_trainers:
+        assert self.trainers is not None
+        assert self.lightning_module is not None
+        self.balance, self.loader, self._restored, self._clock = None, None, {}, None
+        processes = self.num_nodes * self.num_processes
+        if self.world_size != processes:
             raise ValueError(
-                f"Trainer(accelerator='cpu', devices={len(on_cpu)}): hyscale has one process per node; "
-                f"set its cpu_trainers={len(on_cpu)} and leave devices at 1"
+                f"hyscale has a process for each trainer, {self.num_processes} per node "
+                f"({', '.join(self.trainers.names)}), together {processes}, but {self.world_size} were started; start "
+                f"as many on each node, as with torchrun --nproc-per-node={self.num_processes}, or set cpu_trainers or "
+                "Trainer(devices=...)"
             )
-        self.balance, self.loader, self._restored, self._random_states = None, None, {}, []
-        self.trainers = Trainers.of(self.cpu_trainers, self.accelerators)
-        check_shares(self.shares, len(self.trainers.devices))
-        if self.cpu_share != "auto" and not (self.cpu_trainers and self.trainers.num_accelerators):
+        if self.cpu_share != "auto" and not (self.trainers.num_cpu and self.trainers.num_accelerators):
             rank_zero_warn(f"cpu_share={self.cpu_share} changes nothing: there are only {self.trainers.names}")
-        if self._layer_sync is not None:
+        if self._layer_sync is not None and self.trainers.num_cpu:
             rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalise their own mini-batches")
+            self._layer_sync = None
+        # One order for all; a random one is drawn by rank 0, as a plain Trainer would draw it.
+        self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
         match_device(self.precision_plugin, self.root_device)
         check_precision(self.precision_plugin, self.trainers)
+        if self.root_device.type == "cpu" and not isinstance(self.accelerator, CPUAccelerator):
+            self.accelerator = CPUAccelerator()
         super().setup_environment()
-        self.join_nodes(self.stall_timeout)
 
     @override
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
+    def setup_distributed(self) -> None:
+        """Connect the ranks; one alone needs no process group."""
+        self.set_world_ranks()
+        if self._alone:
+            return
+        assert self.trainers is not None
+        assert self._timeout is not None
+        reset_seed()
+        mixed = any(device.type == "cpu" for device in self.trainers.devices)
+        options = {"device_id": self.root_device} if self.root_device.type == "cuda" and not mixed else {}
+        self._process_group_backend = self._get_process_group_backend()
+        self.join_ranks(self._process_group_backend, self.stall_timeout, self._timeout, **options)
+        if self._group is None:
+            nodes = range(self.num_nodes)
+            on_node = [rank for rank, device in enumerate(self.parallel_devices or []) if rank < len(self.accelerators)]
+            self._group = RankGroup(
+                (self.parallel_devices or []) * self.num_nodes,
+                [node * self.num_processes + rank for node in nodes for rank in on_node],
+                self.global_rank,
+            )
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is not None:
+            return self._process_group_backend
+        kinds = {device.type for device in self.parallel_devices or []}
+        return "cpu:gloo,cuda:nccl" if kinds == {"cuda"} else "gloo"
+
+    # -- the model
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
+        assert self.lightning_module is not None
+        if self._alone:
+            Strategy.setup(self, trainer)  # DDP's would ask for a process group
+            return
+        super().setup(trainer)
+        if self._log is not None:
+            self._log.remove()
+        self._log = SharedLog(self.lightning_module)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        return model  # DDP's wrapper would average the gradients of unequal shares evenly
+
+    @override
+    def configure_ddp(self) -> None:
+        """Make parameters and buffers those of rank 0."""
+        assert self.lightning_module is not None
+        assert self._group is not None
+        self._group.copy_from_first([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
+
+    def _trained(self) -> list[Tensor]:
+        """Return all parameters: the module's, and what the optimizers have from elsewhere."""
+        assert self.lightning_module is not None
+        found = {id(parameter): parameter for parameter in self.lightning_module.parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found.update({id(parameter): parameter for parameter in group["params"]})
+        return list(found.values())
+
+    def _agree(self) -> None:
+        """Make parameters and states of optimizers those of rank 0."""
+        assert self._group is not None
+        states: list[Tensor] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    states += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+        self._drifted = max(self._drifted, self._group.copy_from_first([*self._trained(), *states]))
 
     # -- data
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        if not self.sets_up_training:
-            return dataloader
         module = self.lightning_module
         assert module is not None
         assert self.trainers is not None
-        check_training(dataloader, module)
-        if self._num_nodes > 1:
-            refuse_trained_features(dataloader)
-            share_one_order(dataloader)
+        if self._sets_up_training:
+            check_training(dataloader, module, alone=self._alone)
+            if self._alone and not self.trainers.num_accelerators:
+                return dataloader
+            return self._training_loader(dataloader)
+        if self._alone:
+            return dataloader
+        if not can_be_cut(dataloader):
+            return whole_loader(dataloader, self._arrived, self.global_rank)
+        if module.trainer.predicting:
+            if self.global_rank == 0:
+                return dataloader
+            split = lambda num_seeds, number: (0, 0)  # noqa: E731
+        else:
+            split = partial(self._part, shares=self._evaluation_shares)
+        return SlicedLoader(dataloader, self._batches(dataloader, split), self._arrived)
+
+    @property
+    def _sets_up_training(self) -> bool:
+        """Whether a loader that is being set up is the one to train with."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None or trainer.state.stage != RunningStage.TRAINING:
+            return False
+        # Lightning's batch size scaler sets up the loaders of validation in this stage too, after that of training.
+        return trainer.fit_loop._combined_loader is None or trainer.fit_loop._should_reload_train_dl
+
+    def _batches(self, dataloader: DataLoader[Any], split: Any, **more: Any) -> SharedBatches:
+        rank = None if self._alone else self.global_rank
+        return SharedBatches(dataloader, split, self.global_rank, rank=rank, **more)
+
+    def _training_loader(self, dataloader: Any) -> StagedLoader | SlicedLoader:
+        module = self.lightning_module
+        assert module is not None
+        assert self.trainers is not None
         if self.loader is not None:
             self.loader.close()
-        self._hooks = TransferHooks(module, self.trainers.devices) if overrides_transfer(module) else None
-        if self._hooks is not None and self.transfer_dtype is not None:
+        own_hooks = overrides_transfer(module)
+        if own_hooks and self.transfer_dtype is not None:
             rank_zero_warn(
                 f"transfer_dtype={self.transfer_dtype!r} changes nothing: the module or DataModule overrides a hook of "
                 "the transfer of batches"
             )
-        progress = module.trainer.fit_loop.epoch_loop.batch_progress
+        accelerated = self.trainer_index >= self.trainers.num_cpu
+        transfer = None
+        if accelerated and not own_hooks and (self.root_device.type != "cpu" or self.transfer_dtype is not None):
+            transfer = Transfer(self.root_device, self.transfer_dtype)
+        staged = isinstance(dataloader, ThreadedNodeLoader)
         wanted = wanted_sampling(self.accelerator_sampling, allowed_drm(self.drm))
-        self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling)
-        start, stop = self.node_slice(seeds_of_iteration(dataloader))
+        self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling) if staged else None
+        start, stop = self._node_slice(seeds_of_iteration(dataloader))
         if self.balance is None or self.balance.total != stop - start:
             self.balance = self._begin_balance(dataloader, wanted, stop - start)
-            self._resize(self.balance.threads)
-        self.loader = HybridLoader(
-            dataloader,
-            self._split,
-            PipelineSettings(
-                devices=self._destinations(dataloader),
-                prefetch=self.prefetch,
-                threads=self.balance.threads[:2],
-                stall_timeout=self.stall_timeout,
-                transfer_dtype=self.transfer_dtype,
-                dtype=input_dtype(self.precision_plugin),
-            ),
-            first_batch=lambda: progress.current.ready,
-            num_batches=lambda: module.trainer.num_training_batches,
-            on_epoch=self._begin_epoch,
-            sampling=self._sampling,
-            share=self._share,
-        )
-        order = self._restored.pop("order", None)
-        # That sampler draws from a generator of its own, and our DataModules see to the orders of their loaders.
-        if not isinstance(dataloader.sampler, DistributedSampler) and getattr(dataloader, "first_batch", None) is None:
-            self.loader.resumed = order
+        batches = self._training_batches(dataloader)
+        threads = self.balance.rank_threads(self.trainer_index)
+        dtype = input_dtype(self.precision_plugin)
+        if staged:
+            settings = PipelineSettings(self.prefetch, threads[:2], self.balance.ahead, self.stall_timeout, dtype)
+            sampling = self._sampling if accelerated else None
+            self.loader = StagedLoader(
+                dataloader, batches, settings, self._arrived, transfer, sampling, self._own_sampling
+            )
+        else:
+            self.loader = SlicedLoader(dataloader, batches, self._arrived, transfer if self.prefetch else None, dtype)
         return self.loader
 
-    def _destinations(self, dataloader: Any) -> list[torch.device | None]:
-        """Return where the pipeline brings each trainer's mini-batch, None where it is as it should be."""
+    def _training_batches(self, dataloader: Any) -> SharedBatches:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        own = getattr(dataloader, "first_batch", None)
+        if own is None and self._alone:
+            own = lambda: 0  # noqa: E731  as a plain Trainer
+        batches = self._batches(
+            dataloader,
+            self._split,
+            first_batch=own or (lambda: progress.current.ready),
+            num_batches=lambda: trainer.num_training_batches,
+            on_epoch=self._begin_epoch,
+        )
+        if getattr(dataloader, "first_batch", None) is None:  # else the DataModule sees to it
+            batches.resumed = self._restored.pop("order", None)
+        return batches
+
+    def _node_slice(self, num_seeds: int) -> tuple[int, int]:
+        """Return this node's equal part of an iteration's seeds: the first, and the one after the last."""
+        node, nodes = self.global_rank // self.num_processes, self.num_nodes
+        return num_seeds * node // nodes, num_seeds * (node + 1) // nodes
+
+    def _split(self, num_seeds: int, number: int) -> tuple[int, int]:
+        """Return this rank's part of a training iteration's seeds."""
+        assert self.balance is not None
+        start, stop = self._node_slice(num_seeds)
+        first, last = self.balance.split(stop - start, self._base + number)[self.trainer_index]
+        return start + first, start + last
+
+    def _begin_epoch(self, first: int) -> None:
+        """Count iterations from an epoch's first mini-batch that is trained on."""
+        assert self.balance is not None
+        self._base = self.balance.iteration - first
+
+    def _part(self, num_seeds: int, number: int, shares: Any) -> tuple[int, int]:
+        """Return this rank's part of the seeds of an evaluation's mini-batch."""
+        start, stop = self._node_slice(num_seeds)
+        first, last = split_seeds(stop - start, shares())[self.trainer_index]
+        return start + first, start + last
+
+    def _evaluation_shares(self) -> Sequence[float]:
+        """Return the shares of this node's trainers in evaluation: those of training, or else a safe guess."""
         assert self.trainers is not None
-        destinations = self.trainers.destinations(self.transfer_dtype)
-        if self._hooks is not None:
-            return [None] * len(destinations)
-        sampled_on = torch.device(getattr(dataloader.node_sampler, "device", None) or "cpu")
-        return destinations if sampled_on.type == "cpu" else list(self.trainers.devices)
+        if self.balance is not None:
+            return self.balance.shares
+        if self.shares is not None:
+            return self.shares
+        if self.cpu_share == "auto" and self.trainers.num_accelerators:
+            return [0.0] * self.trainers.num_cpu + [1.0] * self.trainers.num_accelerators
+        return self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
+
+    def _own_sampling(self) -> float:
+        assert self.balance is not None
+        return self.balance.sampled_by(self.trainer_index)
+
+    def _arrived(self, share: Share) -> None:
+        """Know what this rank has of the mini-batch that comes next."""
+        self._share = share
 
     def _begin_balance(self, dataloader: Any, wanted: str | float, total: int) -> WorkBalance:
         """Share the work out: as the user says, else as a checkpoint does, else by measurements, where these decide."""
         assert self.trainers is not None
-        sampling, modelled = self._sampling, None
         drm = allowed_drm(self.drm)
+        if self._alone:
+            drm = False  # there is nobody to share with
         if drm is True and not total:
             rank_zero_warn("hyscale: drm=True needs mini-batches of a known size, with seeds for every node; it is off")
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
-        threads = self.threads or default_threads(num_workers, self.cpu_trainers > 0, drm is not False)
+        threads = self.threads or default_threads(num_workers, self.trainers, drm is not False)
         automatic = isinstance(drm, bool) and self.shares is None and self.cpu_share == "auto"
-        weights, before = self.shares, None
-        states = self._restored.pop("balance", None) or []
-        state = states[self.global_rank] if self.global_rank < len(states) else {}
-        if automatic or (wanted == "auto" and sampling is not None):
-            before, state = resumed_mapping(state, self.trainers, total)
-        if before is not None:
-            modelled = before.accelerator_sampling or None  # 0: nothing could sample there, and now it can
-            if automatic:
-                weights, threads = list(before.shares), self.threads or before.threads_of(threads)
-        if weights is None and automatic and not measurements_decide():
-            weights = self.trainers.equal_weights
-        if weights is None and automatic:
-            assert self.lightning_module is not None
-            first = first_mapping(
-                self.trainers,
-                dataloader,
-                self.lightning_module,
-                total,
-                threads,
-                sampling,
-                None if self._hooks is not None else self.transfer_dtype,
-            )
-            if first is not None:
-                modelled = first.accelerator_sampling
-                weights, threads = list(first.shares), self.threads or first.threads
-        if weights is None:
-            weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
-        off = turned_off(self.trainers, self.drm, weights if automatic else None, self.accelerator_sampling)
-        if off is not None and self.balance is None:
+        state = (self._restored.pop("balance", None) or {}).get(str(self.global_rank // self.num_processes), {})
+        first, state = self._first(dataloader, wanted, total, threads, automatic, state)
+        off = turned_off(self.trainers, self.drm, first[0] if automatic else None, self.accelerator_sampling)
+        if off is not None and self.balance is None and not self._alone:
             rank_zero_warn(off)
-        there = begin_sampling(wanted, sampling, dataloader, total, threads[0], modelled)
-        lag = 2 * (self.prefetch + 1) + (0 if sampling is None or not self.prefetch else 1 + len(sampling))
-        balance = WorkBalance(self.trainers, weights, threads, total, drm, self._resize, self.decision_log, lag, there)
+        weights, threads, sampled_there = first
+        workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
+        staged = 2 * (self.prefetch + 1) + (self._sampling is not None)
+        balance = WorkBalance(
+            self.trainers,
+            weights,
+            threads,
+            total,
+            drm,
+            self.decision_log,
+            max(staged, sum(threads), 0 if isinstance(dataloader, ThreadedNodeLoader) else workers + 3),
+            sampled_there,
+            speaks=self.local_rank == 0,
+        )
         balance.load_state_dict(state)
         return balance
 
-    def _resize(self, threads: tuple[int, int, int]) -> None:
-        """Give the tasks other numbers of CPU threads."""
-        if self.loader is not None:
-            self.loader.resize(threads[:2])
-        if self._engine is not None:
-            self._engine.resize(threads[2])
+    def _first(
+        self,
+        dataloader: Any,
+        wanted: str | float,
+        total: int,
+        threads: tuple[int, int, int],
+        automatic: bool,
+        state: dict[str, Any],
+    ) -> tuple[tuple[list[float], tuple[int, int, int], float], dict[str, Any]]:
+        """Return the first shares, threads and share of sampling on accelerators, the same on all ranks of a node.
 
-    def _split(self, num_seeds: int, number: int) -> list[tuple[int, int]]:
-        """Cut an iteration's seeds among this node's trainers."""
-        assert self.balance is not None
-        start, stop = self.node_slice(num_seeds)
-        return [(start + first, start + last) for first, last in self.balance.split(stop - start)]
-
-    def _share(self) -> float:
-        """Return the share of an iteration's sampling that accelerators do, after its seeds were cut."""
-        return 0.0 if self.balance is None else self.balance.accelerator_sampling
-
-    def _begin_epoch(self, seeds: list[int]) -> None:
-        assert self.balance is not None
-        self.balance.restart()
-        if self._num_nodes > 1:
-            check_same_order(seeds)
+        The first rank of the node measures alone while the others wait: measurements at the same time would disturb
+        each other, and lead to mappings that differ.
+        """
+        assert self.trainers is not None
+        found: Any = None
+        if self.local_rank == 0:
+            sampling, modelled, weights = self._sampling, None, self.shares
+            before = None
+            if automatic or (wanted == "auto" and sampling is not None):
+                before, state = resumed_mapping(state, self.trainers, total)
+            if before is not None:
+                modelled = before.accelerator_sampling or None  # 0: nothing could sample there, and now it can
+                if automatic:
+                    weights, threads = list(before.shares), self.threads or before.threads_of(threads)
+            if weights is None and automatic and not measurements_decide():
+                weights = self.trainers.equal_weights
+            if weights is None and automatic:
+                assert self.lightning_module is not None
+                dtype = None if overrides_transfer(self.lightning_module) else self.transfer_dtype
+                best = first_mapping(self.trainers, dataloader, self.lightning_module, total, threads, sampling, dtype)
+                if best is not None:
+                    modelled = best.accelerator_sampling
+                    weights, threads = list(best.shares), self.threads or best.threads
+            if weights is None:
+                weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
+            there = begin_sampling(
+                wanted, sampling, dataloader, total, threads[0], self.trainers.num_accelerators, modelled
+            )
+            found = ((weights, threads, there), state)
+        if self._group is not None:
+            found = self._group.objects(found)[self.global_rank - self.local_rank]
+        return found  # type: ignore[no-any-return]
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if not isinstance(batch, HybridBatch):
-            batch = converted(batch, input_dtype(self.precision_plugin))
-            return super().batch_to_device(batch, device, dataloader_idx)
-        return batch if self._hooks is None else self._hooks.move(batch, dataloader_idx)
+        return super().batch_to_device(converted(batch, input_dtype(self.precision_plugin)), device, dataloader_idx)
 
     # -- training
 
@@ -401,58 +611,288 @@ class HyScaleStrategy(NodeStrategy):
     def on_train_start(self) -> None:
         module = self.lightning_module
         assert module is not None
-        assert self.trainers is not None
-        assert self.balance is not None
         if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
             raise ValueError("hyscale trains with one loader, but the DataModule returns several")
-        self._close_engine()
-        seed: int | None = mix(torch.initial_seed() + self.global_rank * 1_000_003)
-        if len(self.trainers.devices) == self._num_nodes == 1 and self.loader and draws_nothing(self.loader.loader):
-            seed = None
-        self._engine = HybridTrainers(self, self.trainers.devices, self.trainers.names, self.stall_timeout, seed)
-        if (states := self._restored.pop("random", None)) is not None and self.global_rank < len(states):
-            self._engine.load_state_dict(states[self.global_rank])
-        self._engine.resize(self.balance.threads[2])
-        if self._hooks is not None:
-            self._hooks.install()
+        if self._alone:
+            return
+        assert self._group is not None
+        assert self.trainers is not None
+        self._own_threads = torch.get_num_threads()
+        seed, common = self._group.objects((torch.initial_seed(), torch.get_rng_state()))[0]
+        torch.set_rng_state(common)
+        streams = self._restored.pop("random", None) or []
+        self._stream = OwnStream(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
+        self._buffers = SharedBuffers(module)
+        self._gradients = GradientMean(self._group.size, self._group.add_up)
+        self._clock = StageClock(self.root_device)
+        self._known = {id(parameter) for parameter in self._trained()}
+        self._looks = _LOOKS
+        if self.trainers.num_cpu and self.cpu_trainers == "numa":
+            pin_to_numa_node(self.trainer_index, self.trainers.num_cpu)
+        self._resize()
+
+    def _resize(self) -> None:
+        """Take the threads that this rank has now."""
+        if self.balance is None or self.loader is None or self._alone:
+            return
+        sampling, loading, training = self.balance.rank_threads(self.trainer_index)
+        self.loader.resize((sampling, loading))
+        if torch.get_num_threads() != training:
+            torch.set_num_threads(training)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Put into force what was decided for this iteration."""
+        if self._alone or self.balance is None or self._clock is None:
+            return
+        self._clock.next_iteration(self._share)
+        threads = self.balance.threads, self.balance.shares
+        self.balance.begin()
+        if threads != (self.balance.threads, self.balance.shares):
+            self._resize()
+        new = [parameter for parameter in self._trained() if id(parameter) not in self._known]
+        if new:  # drawn at random, they may be others on each rank
+            assert self._group is not None
+            self._group.copy_from_first(new)
+            self._known.update(map(id, new))
+        if self.balance.iteration % self.agree_every == 0:
+            self._agree()
+        self._told = self._synced = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None or not isinstance(args[0], HybridBatch):
+        if self._alone or self._clock is None:
             return super().training_step(*args, **kwargs)
-        self._observe()  # the last iteration, if it ended without a backward pass
-        output = self._engine.training_step(*args, **kwargs)
-        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            self._observe()
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        self._counts, self._weight = self._share.seeds > 0, None
+        with self._step("training_step"), self._clock.working():
+            output = super().training_step(*args, **kwargs)
+        if not automatic:
+            self._loss = None
+            self._tell("training_step")
+            return output
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if loss is None:  # the other ranks may have one
+            self._counts = False
+            loss = output = torch.zeros((), device=self.root_device, requires_grad=True)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(
+                f"training_step must return a loss of one number, but that of trainer {self._name} has the shape "
+                f"{list(loss.shape)}"
+            )
+        self._loss = loss.detach() if isinstance(loss, Tensor) else None
+        if self._counts:
+            self._weight = returned_weight(output, on_host=False)
+            self._look(output)
         return output
+
+    @property
+    def _name(self) -> str:
+        assert self.trainers is not None
+        return self.trainers.names[self.trainer_index]
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        """Run a step of the module: what it logs is collected, and leaves no trace where this rank has no seeds."""
+        assert self._log is not None
+        assert self.lightning_module is not None
+        seeds = self._share.seeds
+        trace = nullcontext() if seeds else uncounted(self.lightning_module)
+        with self._running(name), self._log.step(name, seeds), trace:
+            yield
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        """Run the user's code: watched, drawing from this rank's stream."""
+        watched = nullcontext() if self._heartbeats is None else self._heartbeats.working(name)
+        stream = nullcontext() if self._stream is None else self._stream.drawn_from()
+        with watched, stream:
+            yield
+
+    def _waiting(self) -> Any:
+        """Wait for other ranks, which is no sign that this one hangs."""
+        return nullcontext() if self._heartbeats is None else self._heartbeats.waiting()
+
+    def _look(self, output: Any) -> None:
+        """Warn, once, of a loss that needs a weight."""
+        if self._looks and self._weight is None and (loss := returned_loss(output)) is not None:
+            self._looks -= 1
+            if (why := weighs_otherwise(loss, self._share.seeds)) is not None:
+                self._looks = 0
+                warnings.warn(warning_of(why, "hyscale's trainers", "seeds"), stacklevel=2)
+
+    def _tell(self, step: str) -> list[list[float]]:
+        """Tell the other ranks what this one has of a step, and hear what they have; all ranks come here together.
+
+        Args:
+            step: Name of the step in which values were logged.
+
+        Returns:
+            The rows of all ranks.
+        """
+        assert self._group is not None
+        assert self._log is not None
+        row: list[Any] = [0.0] * _LOGGED
+        if training := step == "training_step":
+            assert self._clock is not None
+            assert self._buffers is not None
+            if self._counts:
+                row[_NONE], row[_SUM] = float(self._weight is None), float(isinstance(self._weight, str))
+                row[_NUMBER] = 1.0 - row[_NONE] - row[_SUM]
+                row[_WEIGHT] = self._weight if row[_NUMBER] else 0.0
+                row[_LOSS] = 0.0 if self._loss is None else self._loss
+            row[_BUFFERS], row[_DRIFT] = float(self._buffers.changed()), self._drifted
+            row[_DRIFT + 1 : _LOGGED] = self._clock.row
+        row[_SEEDS], row[_NEW] = float(self._share.seeds), float(self._log.is_new)
+        with self._waiting():
+            rows = self._group.table([*row, *self._log.row()])
+            logged = [row[_LOGGED:] for row in rows]
+            if any(row[_NEW] for row in rows):
+                self._log.learn()
+                logged = self._group.table(self._log.row())
+            self._log.flush(step, logged)
+            if training and any(row[_BUFFERS] for row in rows):
+                assert self._buffers is not None
+                self._buffers.join([int(row[_SEEDS]) for row in rows])
+        if training:
+            self._observe(rows)
+        return rows
+
+    def _observe(self, rows: list[list[float]]) -> None:
+        """Let the balance take what the ranks of this node tell of the iteration before, once per iteration."""
+        assert self.trainers is not None
+        self.drift = max(self.drift, *(row[_DRIFT] for row in rows))
+        if self.balance is not None and not self._told:
+            self._told = True
+            node = self.global_rank - self.local_rank
+            places = [node + self.trainers.rank_of(trainer) for trainer in range(self.num_processes)]
+            self.balance.observe([rows[place][_DRIFT + 1 : _LOGGED] for place in places])
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        plain = super().backward
-        if self._engine is None or not self._engine.waits_for_backward:
-            return plain(closure_loss, optimizer, *args, **kwargs)
-        loss = self._engine.backward(closure_loss, optimizer, plain, *args, **kwargs)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            self._observe()
-        return loss
+        """Compute gradients of the undivided mini-batch's loss: the sum of the ranks' losses, by their weights."""
+        if self._alone or self._clock is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        assert self._group is not None
+        assert self._gradients is not None
+        parameters = self._trained()
+        automatic = module.automatic_optimization
+        # The weights' sum divides the gradients, so that nobody waits in the middle of a step, if these are new.
+        late = (
+            automatic
+            and self.sync_gradients
+            and getattr(precision, "scaler", None) is None
+            and all(parameter.grad is None for parameter in parameters)
+        )
+        part: float | Tensor = self._share.seeds / self._share.total
+        if not self._counts:
+            part = 0.0
+        elif automatic and self._weight is not None:
+            part = 1.0 if isinstance(self._weight, str) else self._weight / self._share.total
+        if automatic and not late:
+            part = part * self._factor(self._tell("training_step"))
+        if not automatic:
+            self._look(closure_loss)
+        loss = precision.pre_backward(closure_loss * (part * self._group.size), module)
+        if isinstance(part, Tensor) or part:
+            with self._running("backward"), self._clock.working():
+                precision.backward(loss, module, optimizer, *args, **kwargs)
+        factor = 1.0
+        if late:
+            rows = self._tell("training_step")
+            factor = self._factor(rows)
+            if rows[self.global_rank][_NUMBER] and not rows[self.global_rank][_WEIGHT]:
+                for parameter in parameters:  # a mean of nothing may be NaN, which must not get in
+                    parameter.grad = None
+        if self.sync_gradients:
+            with self._waiting():
+                self._gradients.take(parameters, factor)
+            self._synced = True
+        if automatic and not factor:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return precision.post_backward(loss, module)
+
+    def _factor(self, rows: list[list[float]]) -> float:
+        """Return by what gradients are multiplied whose losses were weighted by their weights over all seeds.
+
+        Raises:
+            ValueError: Some ranks returned a weight and others none, or another kind of it; or a weight is impossible.
+        """
+        counts = [sum(row[kind] for row in rows) for kind in (_NONE, _NUMBER, _SUM)]
+        if sum(count > 0 for count in counts) > 1:
+            raise ValueError(
+                "training_step must return a weight always or never, and of one kind, but of the trainers of an "
+                f"iteration {counts[1]:g} returned a number, {counts[2]:g} 'sum' and {counts[0]:g} none"
+            )
+        weights = [row[_WEIGHT] if row[_NUMBER] else row[_SUM] or row[_NONE] * row[_SEEDS] for row in rows]
+        for weight in weights:
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(
+                    f"the weight that training_step returns must be finite and not negative, but is {weight:g}"
+                )
+        whole = math.fsum(weights)
+        losses = [row[_LOSS] * weight for row, weight in zip(rows, weights, strict=True) if weight]
+        self._whole_loss = math.fsum(losses) / (whole if whole and not counts[2] else 1.0)
+        if not counts[1]:
+            return 1.0
+        return self._share.total / whole if whole else 0.0
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        return step() if self._engine is None else self._engine.optimizer_step(step)
+        if self._alone or self._clock is None or self.lightning_module is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            held = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+            if held and not self._synced and closure is None:
+                raise RuntimeError("with hyscale, call self.manual_backward(loss) instead of loss.backward()")
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _observe(self) -> None:
-        """Once per iteration, before callbacks may write a checkpoint: tell the balance what it took."""
-        engine, balance = self._engine, self.balance
-        batch = None if engine is None else engine.take_batch()
-        if engine is not None and balance is not None and batch is not None and batch is not self._observed:
-            self._observed = batch  # an optimizer with a closure runs several times over it
-            balance.observe(batch, engine.take_seconds())
+        def whole() -> Any:
+            """Return the undivided mini-batch's loss, by which optimizers that search must decide alike."""
+            loss = closure()
+            return loss if loss is None else torch.full_like(loss, self._whole_loss)
+
+        return super().optimizer_step(optimizer, whole, model, **kwargs)
+
+    # -- evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("test_step", super().test_step, args, kwargs)
+
+    def _evaluated(self, name: str, step: Any, args: Any, kwargs: Any) -> Any:
+        if self._alone or self._log is None:
+            return step(*args, **kwargs)
+        with self._step(name):
+            output = step(*args, **kwargs)
+        self._tell(name)
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what rank 0 has predicted."""
+        if self._alone:
+            return super().predict_step(*args, **kwargs)
+        output = None
+        if self.global_rank == 0:
+            with self._running("predict_step"):
+                output = super().predict_step(*args, **kwargs)
+        with self._waiting():
+            return self.broadcast(output)
 
     @override
     def on_validation_start(self) -> None:
-        if self.balance is not None:
-            self.balance.pause()
+        if self._clock is not None:
+            self._clock.pause()
+
+    # -- the end
 
     @override
     def on_train_end(self) -> None:
@@ -460,29 +900,24 @@ class HyScaleStrategy(NodeStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)  # first of all, the other nodes hear of it
+        super().on_exception(exception)  # first of all, the other ranks hear of it
         self._stop()
 
     @override
     def teardown(self) -> None:
         self._stop()
         self._sampling = None
+        if self._log is not None:
+            self._log.remove()
+            self._log = None
         super().teardown()
 
-    def _close_engine(self) -> list[str]:
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return []
-        self._random_states = engine.state_dict()
-        return engine.close()
-
     def _stop(self) -> None:
-        """End all threads."""
-        self._observed = None
+        """End all threads of the pipeline, and take back the number of torch's."""
+        if self._clock is not None:
+            torch.set_num_threads(self._own_threads)
+        self._clock = None
         hanging = [] if self.loader is None else self.loader.close()
-        hanging += self._close_engine()
-        if self._hooks is not None:
-            self._hooks.remove()
         if hanging:
             rank_zero_warn(f"hyscale could not end {hanging}: they hang in a call that Python cannot interrupt")
 
@@ -490,15 +925,20 @@ class HyScaleStrategy(NodeStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.balance is not None:
-            random = self._random_states if self._engine is None else self._engine.state_dict()
-            states = self.gather_objects((random, self.balance.state_dict()))
+        """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
+        if self._group is not None and self.balance is not None:
+            if self._clock is not None:
+                self._agree()  # a resumed run begins with rank 0's
+            stream = None if self._stream is None else self._stream.state()
+            states = self._group.objects((stream, self.balance.state_dict()))
+            batches = None if self.loader is None else self.loader.batches
             order = None
-            if self.loader is not None and self.loader.order_state is not None:
-                order = (self.loader.order_state, torch.get_rng_state())
+            if batches is not None and batches.order_state is not None:
+                order = (batches.order_state, torch.get_rng_state())
+            nodes = range(self.num_nodes)
             checkpoint[_KEY] = {
-                "random": [random for random, _ in states],
-                "balance": [balance for _, balance in states],
+                "random": [stream for stream, _ in states],
+                "balance": {str(node): states[node * self.num_processes][1] for node in nodes},
                 "order": order,
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)

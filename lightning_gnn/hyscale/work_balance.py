@@ -1,41 +1,98 @@
-"""The resource manager at work: seeds of each iteration, times back, decisions into force and into the log."""
+"""The resource manager at work on every rank of a node: seeds of each iteration, times back, decisions into force."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.first_mapping import FirstMapping
+from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.options import Trainers
-from lightning_gnn.hyscale.pipeline import HybridBatch, split_seeds
 from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.timeline import StepTimer
 
 _LEAST_SHARE = 0.01
 """Of the sampling, on either side, while it may move."""
+STAGES = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train", "iteration")
+"""What a rank tells the others of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
+
+
+def stage_row(share: Share | None, train: float, iteration: float) -> list[float]:
+    """Return what a rank tells of its last iteration, in the order of :data:`STAGES`; -1 for what there was not."""
+    if share is None:
+        return [-1.0] * len(STAGES)
+    there = -1.0 if share.sampled_there is None else float(share.sampled_there)
+    stages = [share.seconds.get(name, -1.0) for name in STAGES[2:6]]
+    return [float(share.seeds), there, *stages, train, iteration]
+
+
+class StageClock:
+    """Takes the times of one rank's iterations, without what it waits for others.
+
+    Args:
+        device: On which it trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._timer = None if device.type == "cpu" else StepTimer(device)
+        self._share: Share | None = None
+        self._seconds = 0.0
+        self._mark: float | None = None
+        self.row = stage_row(None, 0.0, -1.0)
+        """What this rank tells of the last iteration."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count what runs within as this rank's step."""
+        start = time.perf_counter()
+        if self._timer is not None:
+            self._timer.start()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - start
+            if self._timer is not None:
+                self._timer.stop()
+
+    def next_iteration(self, share: Share) -> None:
+        """End an iteration, and begin one with this share."""
+        now = time.perf_counter()
+        train = self._seconds if self._timer is None else self._timer.read(self._seconds)
+        self.row = stage_row(self._share, train, -1.0 if self._mark is None else now - self._mark)
+        self._share, self._seconds, self._mark = share, 0.0, now
+
+    def pause(self) -> None:
+        """Something else than training comes between two iterations."""
+        self._mark = None
 
 
 class WorkBalance:
     """Shares out the seeds and threads of one node, and changes that as its manager decides.
 
+    Each rank of the node has one, makes the same decisions from the same times, and puts them into force at the same
+    iteration: the first that no rank can have begun to prepare when the decision is made.
+
     Args:
         trainers: Who trains.
         weights: Shares of the trainers to begin with.
-        threads: CPU threads of sampling, feature loading and CPU trainers to begin with.
+        threads: CPU threads of sampling, feature loading and CPU trainers of the node to begin with.
         total: Seeds of this node in a full iteration.
-        drm: True: algorithm 1; False: nothing changes; a path: replay the decisions recorded there.
-        apply: Called with the threads whenever they change.
+        drm: True: this package's manager; False: nothing changes; a path: replay the decisions recorded there.
         record: Where to write the decisions, one JSON line each, for a replay.
-        lag: Iterations under way in the pipeline.
+        ahead: Iterations that a rank prepares before their turn, at most.
         sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
+        speaks: Whether this rank tells about decisions and records them.
 
     Raises:
         ValueError: The recorded decisions are for other trainers or another batch size.
@@ -49,10 +106,10 @@ class WorkBalance:
         threads: tuple[int, int, int],
         total: int,
         drm: bool | str | Path,
-        apply: Callable[[tuple[int, int, int]], None],
         record: str | Path | None = None,
-        lag: int = 2,
+        ahead: int = 6,
         sampling: float = 0.0,
+        speaks: bool = True,
     ) -> None:
         self.trainers = trainers
         self.weights = list(weights)
@@ -60,19 +117,20 @@ class WorkBalance:
         self.total = total
         """Seeds of this node in a full iteration, for which work is shared out."""
         self.accelerator_sampling = sampling
-        """Share of the sampling that accelerators do in the iteration that was split last."""
+        """Share of the sampling that accelerators do."""
+        self.ahead = ahead
         self.first = FirstMapping(tuple(weights), trainers.num_cpu, total, threads, sampling)
         """What the run began with."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
         self.manager: DynamicResourceManager | ReplayedDecisions | None = None
-        self._apply = apply
-        self._record = None if record is None else Path(record)
-        self._issued: deque[TaskMapping | None] = deque()
-        self._resumed: deque[TaskMapping | None] = deque()
-        self._mark: float | None = None
-        # What the manager takes a measurement to be of: the mapping of so many observations ago.
-        self._shares: deque[float] = deque([sampling], maxlen=max(lag, 1) + 1)
+        self.iteration = 0
+        """Iterations that have begun."""
+        self._record = None if record is None or not speaks else Path(record)
+        self._speaks = speaks
+        self._planned: deque[tuple[int, TaskMapping]] = deque()
+        self._in_force: TaskMapping | None = None
+        self._before: TaskMapping | None = None
         if drm is False or (drm is True and len(trainers.devices) == 1 and max(threads) == 1 and not sampling):
             return  # nothing to decide, or nobody who may
         if drm is True:
@@ -80,7 +138,7 @@ class WorkBalance:
             if sampling:  # both kinds of sampling must be seen for work to move from one to the other
                 sampling = min(max(sampling, _LEAST_SHARE), 1 - _LEAST_SHARE)
             begin = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
-            self.manager = DynamicResourceManager(begin, damping=Damping(lag=max(lag, 1)))
+            self.manager = DynamicResourceManager(begin, damping=Damping(lag=ahead + 1))
         else:
             self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
             begin = self.manager.mapping
@@ -91,96 +149,122 @@ class WorkBalance:
                     f"but here are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
                 )
             self.first = FirstMapping(begin.shares, trainers.num_cpu, total, begin.threads, begin.accelerator_sampling)
-        self._shares[0] = begin.accelerator_sampling
+        self._planned.append((0, begin))
+        self._in_force = self._before = begin
+        self._take(begin)
         self._tell(self.manager.log[0])
-        self._use(begin)
 
     @property
     def mapping(self) -> TaskMapping | None:
         """The manager's mapping, None without a manager."""
         return None if self.manager is None else self.manager.mapping
 
-    def split(self, num_seeds: int) -> list[tuple[int, int]]:
-        """Cut the seeds of the next iteration."""
-        mapping = self._resumed.popleft() if self._resumed else self.mapping
-        self._issued.append(mapping)
-        if mapping is not None:
-            self.accelerator_sampling = mapping.accelerator_sampling
-        return split_seeds(num_seeds, self.weights if mapping is None else mapping.seeds)
+    @property
+    def shares(self) -> Sequence[float]:
+        """The shares of the trainers in the iteration that began last."""
+        return self.weights if self._in_force is None else self._in_force.seeds
 
-    def restart(self) -> None:
-        """The pipeline begins anew: what was under way is gone."""
-        self._issued.clear()
-        self._mark = None
-
-    def pause(self) -> None:
-        """Something else than training comes between two iterations."""
-        self._mark = None
-
-    def observe(self, batch: HybridBatch, seconds: Sequence[float]) -> Decision | None:
-        """An iteration is done: let the manager decide.
+    def split(self, num_seeds: int, iteration: int) -> list[tuple[int, int]]:
+        """Cut the seeds of an iteration; calls go from one iteration to the next.
 
         Args:
-            batch: What was trained on.
-            seconds: Of each trainer.
+            num_seeds: Of the node.
+            iteration: Its number in the run.
         """
-        if self._issued:
-            self._issued.popleft()
-        now = time.perf_counter()
-        iteration = None if self._mark is None else now - self._mark
-        self._mark = now
-        times = self.times(batch, seconds, iteration)
+        if not self._planned:
+            return split_seeds(num_seeds, self.weights)
+        return split_seeds(num_seeds, [mapping for begin, mapping in self._planned if begin <= iteration][-1].seeds)
+
+    def begin(self) -> None:
+        """An iteration begins: put into force what was planned for it."""
+        while len(self._planned) > 1 and self._planned[1][0] <= self.iteration:
+            self._planned.popleft()
+        if self._planned:
+            self._before, self._in_force = self._in_force, self._planned[0][1]
+            self._take(self._in_force)
+        self.iteration += 1
+
+    def observe(self, rows: Sequence[Sequence[float]]) -> Decision | None:
+        """Take what the ranks tell of the iteration before the present one, and let the manager decide.
+
+        Args:
+            rows: Of each trainer, from :func:`stage_row`.
+        """
+        if any(row[0] < 0 for row in rows):
+            return None  # a rank has nothing to tell yet
+        times = self._times(rows)
         decision = None
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
+                self._planned.append((self.iteration + self.ahead, decision.mapping))
                 self._tell(decision)
-                self._use(decision.mapping)
-            self._shares.append(decision.mapping.accelerator_sampling)
         self.history.append((times, decision))
         return decision
 
-    def times(self, batch: HybridBatch, seconds: Sequence[float], iteration: float | None) -> IterationTimes:
-        """Return the stage times of an iteration."""
-        stages, cpu = batch.seconds, self.trainers.num_cpu
-        by_trainer = [value if part is not None else None for value, part in zip(seconds, batch.parts, strict=True)]
-        sample_cpu, sample_accelerator = self._sampling_times(batch)
-        return IterationTimes(
-            sample_cpu=sample_cpu,
-            sample_accelerator=sample_accelerator,
-            load=stages["load"] / self.threads[1] if "load" in stages else None,
-            train_cpu=tuple(by_trainer[:cpu]),
-            train_accelerator=tuple(by_trainer[cpu:]),
-            transfer=stages.get("transfer"),
-            seeds=tuple(batch.seeds),
-            iteration=iteration,
-        )
+    def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
+        """Return a rank's threads of sampling and feature loading, by its share of the seeds, and of its training.
 
-    def _sampling_times(self, batch: HybridBatch) -> tuple[float | None, float | None]:
-        """Return the times of Sampling on the CPU and on accelerators; None for one that had nothing to do.
-
-        Parts are sampled as a whole, so that an iteration's shares are not those of the mapping: the times are scaled
-        to what they are in the long run.
+        Args:
+            trainer: Which.
+            mapping: By default the one in force.
         """
-        stages, there = batch.seconds, batch.sampled_there
-        cpu = stages["sample"] / self.threads[0] if "sample" in stages else None
-        if there is None:
-            return cpu, None
-        share, whole = self._shares[0], batch.batch_size
-        accelerator = stages["sample_accelerator"] / max(1, self.trainers.num_accelerators)
-        on_cpu = None if cpu is None or there == whole else cpu * (1 - share) * whole / (whole - there)
-        return on_cpu, accelerator * share * whole / there if there else None
+        sampling, loading, training = self.threads if mapping is None else mapping.threads
+        shares = self.shares if mapping is None else mapping.seeds
+        share = shares[trainer] / sum(shares)
+        own = max(1, training // max(1, self.trainers.num_cpu)) if trainer < self.trainers.num_cpu else 1
+        return max(1, round(sampling * share)), max(1, round(loading * share)), own
+
+    def sampled_by(self, trainer: int, mapping: TaskMapping | None = None) -> float:
+        """Return the part of an accelerator's own sampling that it does, to meet its share of all sampling."""
+        shares = self.shares if mapping is None else mapping.seeds
+        share = self.accelerator_sampling if mapping is None else mapping.accelerator_sampling
+        there = sum(shares[self.trainers.num_cpu :])
+        if trainer < self.trainers.num_cpu or not there:
+            return 0.0
+        return min(1.0, share * sum(shares) / there)
+
+    def _times(self, rows: Sequence[Sequence[float]]) -> IterationTimes:
+        """Return the stage times of an iteration: of a task that every rank has, the longest."""
+        cpu = self.trainers.num_cpu
+        named = [dict(zip(STAGES, row, strict=True)) for row in rows]
+        train = tuple(row["train"] if row["seeds"] > 0 else None for row in named)
+        seeds = tuple(int(row["seeds"]) for row in named)
+        sample, load = [], []
+        on_accelerator = []
+        for trainer, row in enumerate(named):
+            if row["seeds"] <= 0:
+                continue
+            threads, part = self.rank_threads(trainer, self._before), self.sampled_by(trainer, self._before)
+            if row["sampled_there"] > 0 and part:  # what it takes in the long run, with mini-batches in turn
+                on_accelerator.append(row["sample_accelerator"] * part)
+            elif row["sample"] >= 0:
+                sample.append(row["sample"] / threads[0] * (1 - part))
+            if row["load"] >= 0:
+                load.append(row["load"] / threads[1])
+        transfer = [row["transfer"] for row in named[cpu:] if row["transfer"] >= 0 and row["seeds"] > 0]
+        iteration = max(row["iteration"] for row in named)
+        return IterationTimes(
+            sample_cpu=max(sample, default=None),
+            sample_accelerator=max(on_accelerator, default=None),
+            load=max(load, default=None),
+            train_cpu=train[:cpu],
+            train_accelerator=train[cpu:],
+            transfer=max(transfer, default=None),
+            seeds=seeds,
+            iteration=iteration if iteration >= 0 else None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to share out the same way."""
-        first = {"first": self.first.to_dict()}
+        state = {"first": self.first.to_dict(), "iteration": self.iteration}
         if self.manager is None:
-            return first
-        issued = [None if mapping is None else mapping.to_dict() for mapping in self._issued]
-        return {**first, "manager": self.manager.state_dict(), "issued": issued, "shares": list(self._shares)}
+            return state
+        planned = [[begin, mapping.to_dict()] for begin, mapping in self._planned]
+        return {**state, "manager": self.manager.state_dict(), "planned": planned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: what was under way comes first, as it was shared out then."""
+        """Go on from there: what was planned comes into force when it would have."""
         if self.manager is None or "manager" not in state:
             return
         replayed = "history" not in state["manager"]
@@ -189,26 +273,28 @@ class WorkBalance:
         loaded = copy.deepcopy(self.manager)  # not half of a state
         try:
             loaded.load_state_dict(state["manager"])
+            planned = [(int(begin), TaskMapping.from_dict(mapping)) for begin, mapping in state["planned"]]
+            iteration = int(state["iteration"])
         except ValueError as error:
             rank_zero_warn(f"hyscale balances anew: {error}")
             return
         except (KeyError, TypeError) as error:
             rank_zero_warn(f"hyscale balances anew: the state is of another version ({type(error).__name__}: {error})")
             return
-        self.manager = loaded
+        self.manager, self.iteration = loaded, iteration
         if self._record is not None:
             self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
-        self._resumed.extend(None if mapping is None else TaskMapping.from_dict(mapping) for mapping in state["issued"])
-        self._shares.clear()
-        self._shares.extend(state.get("shares", [self.manager.mapping.accelerator_sampling]))
-        self._use(self.manager.mapping)
+        self._planned = deque(planned)
+        self._in_force = self._before = planned[0][1]
+        self._take(planned[0][1])
 
-    def _use(self, mapping: TaskMapping) -> None:
-        if mapping.threads != self.threads:
-            self.threads = mapping.threads
-            self._apply(mapping.threads)
+    def _take(self, mapping: TaskMapping) -> None:
+        self.threads = mapping.threads
+        self.accelerator_sampling = mapping.accelerator_sampling
 
     def _tell(self, decision: Decision) -> None:
+        if not self._speaks:
+            return
         rank_zero_info(f"hyscale: {decision}")
         if self._record is not None:
             try:

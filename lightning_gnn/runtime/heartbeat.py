@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -136,8 +138,31 @@ class Heartbeats:
         self._failure: str | None = None
         self._handled = False
         self._lock = threading.Lock()
+        self._work: tuple[str, float, int] | None = None
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Watch what runs within, in this thread: a rank that works on it for longer than the timeout hangs.
+
+        Args:
+            what: Is said about it.
+        """
+        before, self._work = self._work, (what, time.monotonic(), threading.get_ident())
+        try:
+            yield
+        finally:
+            self._work = before
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out what runs within: it waits for other ranks."""
+        before, self._work = self._work, None
+        try:
+            yield
+        finally:
+            self._work = before and (before[0], time.monotonic(), before[2])
 
     @property
     def lost(self) -> bool:
@@ -258,6 +283,13 @@ class Heartbeats:
                 self._round = now
                 self._changed = dict.fromkeys(self._others, now)
             before = now
+            if (work := self._work) is not None and now - work[1] > self.timeout and not self._handled:
+                frame = sys._current_frames().get(work[2])
+                where = "" if frame is None else f":\n{''.join(traceback.format_stack(frame))}"
+                why = f"hangs in {work[0]} for {now - work[1]:.0f} s"
+                self.fail(why)
+                self._end(f"rank {self.rank} {why}{where}")
+                return
             found = self._find(self.timeout)
             # Others may end because of the first that is lost, and are not to blame.
             self._first = None if found is None else self._first or found

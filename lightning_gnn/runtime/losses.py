@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,16 @@ def returned_loss(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
 
 
-def returned_weight(output: Any) -> Weight | None:
+@overload
+def returned_weight(output: Any) -> Weight | None: ...
+@overload
+def returned_weight(output: Any, on_host: Literal[False]) -> Weight | Tensor | None: ...
+def returned_weight(output: Any, on_host: bool = True) -> Weight | Tensor | None:
     """Return the ``"weight"`` in what ``training_step`` returned, None without.
+
+    Args:
+        output: What it returned.
+        on_host: Wait for a device that computes it, and check the number; else the tensor is returned as it is.
 
     Raises:
         TypeError: It is no number, no tensor and not ``"sum"``.
@@ -46,6 +54,8 @@ def returned_weight(output: Any) -> Weight | None:
             "the weight that training_step returns must be a number, a tensor of one number or 'sum', but is "
             f"{type(weight).__name__ if not isinstance(weight, str) else repr(weight)}"
         )
+    if isinstance(weight, Tensor) and not on_host and not weight.is_cpu:
+        return weight.detach().reshape(())
     number = float(weight.detach() if isinstance(weight, Tensor) else weight)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {number:g}")

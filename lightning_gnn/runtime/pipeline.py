@@ -294,18 +294,18 @@ class StagePipeline:
                 del error  # which holds this frame
         return item
 
-    def fill(self, items: Iterator[Item]) -> None:
-        """Send items on their way while there is room."""
-        while self.in_flight < self.capacity and (item := next(items, None)) is not None:
+    def fill(self, items: Iterator[Item], most: float = inf) -> None:
+        """Send items on their way while there is room, and fewer than ``most`` are under way."""
+        while self.in_flight < min(self.capacity, most) and (item := next(items, None)) is not None:
             self.submit(item)
 
-    def pull(self, items: Iterator[Item]) -> Item | None:
-        """Keep the stages filled with items, and take the first one; None where there are no more."""
-        self.fill(items)
+    def pull(self, items: Iterator[Item], most: float = inf) -> Item | None:
+        """Keep the stages filled with items, at most so many, and take the first one; None where there are no more."""
+        self.fill(items, most)
         if not self._items:
             return None
         item = self.take()
-        self.fill(items)
+        self.fill(items, most)
         return item
 
     def close(self, patience: float | None = None) -> list[str]:

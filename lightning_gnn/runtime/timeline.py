@@ -115,24 +115,28 @@ class StepTimer:
         self._clock = Clock(device)
         self._steps: deque[tuple[Timestamp, Timestamp]] = deque()
         self._start: Timestamp | None = None
+        self._end: Timestamp | None = None
         self._last: float | None = None
 
     def start(self) -> None:
-        """Mark the begin of a step in the current stream of the calling thread."""
-        self._start = self._clock.now() if self._clock.has_events else None
+        """Mark the begin of a step, or of a part of it, in the current stream of the calling thread."""
+        if self._start is None and self._clock.has_events:
+            self._start = self._clock.now()
 
     def stop(self) -> None:
         """Mark its end."""
-        start, self._start = self._start, None
-        if start is not None:
-            self._steps.append((start, self._clock.now()))
+        if self._start is not None:
+            self._end = self._clock.now()
 
     def read(self, own: float) -> float:
-        """Return the seconds of the latest step that is known to be done.
+        """End a step, and return the seconds of the latest one that is known to be done.
 
         Args:
             own: Seconds that the thread took, which are returned for as long as nothing is known.
         """
+        if self._start is not None and self._end is not None:
+            self._steps.append((self._start, self._end))
+        self._start = self._end = None
         while self._steps and is_reached(self._steps[0][1]):
             self._last = seconds_between(*self._steps.popleft())
         return own if self._last is None else self._last

@@ -156,7 +156,7 @@ class MiniBatchDataModule(ResumableDataModule):
         warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
         training = stage == "train"
         kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
-        kwargs.update(seed=self.seed, rank=self._rank, loader_id=LOADER_IDS[stage])
+        kwargs.update(seed=self.seed, rank=self._replica[1], loader_id=LOADER_IDS[stage])
         kwargs["epoch"] = self._training_epoch if training else _evaluation_epoch
         if training:
             kwargs["first_batch"] = self._first_batch
@@ -180,9 +180,10 @@ class MiniBatchDataModule(ResumableDataModule):
             )
         options = self.loader_kwargs if stage == "train" else self.eval_loader_kwargs
         own = "sampler" in options or "batch_sampler" in options
-        if options.get("drop_last") and not own and num_seeds // self._world_size < options["batch_size"]:
+        replicas, _ = self._replica
+        if options.get("drop_last") and not own and num_seeds // replicas < options["batch_size"]:
             raise ValueError(
-                f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {self._world_size} "
+                f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {replicas} "
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
@@ -234,14 +235,22 @@ class MiniBatchDataModule(ResumableDataModule):
     def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
         """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
         kind = DistributedSampler if training else _EvaluationOrder
+        replicas, rank = self._replica
         return kind(
             range(num_seeds),  # type: ignore[arg-type]
-            num_replicas=self._world_size,
-            rank=self._rank,
+            num_replicas=replicas,
+            rank=rank,
             shuffle=training and self.shuffle,
             seed=self.seed % 2**62,
-            drop_last=drop_last and training and self._world_size > 1,
+            drop_last=drop_last and training and replicas > 1,
         )
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """Among how many the seeds are shared out, and which of them this process is, as the strategy sees it."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        told = getattr(strategy, "distributed_sampler_kwargs", {})
+        return told.get("num_replicas", self._world_size), told.get("rank", self._rank)
 
 
 def _evaluation_epoch(number: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,22 @@ from lightning_gnn.sampling.options import checked_options
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
 Task = tuple[int, int, list[int]]
-"""A mini-batch to prepare: epoch, number, positions of the seeds."""
+"""A mini-batch to prepare: epoch, number, positions of the seeds, which may be a :class:`Slice`."""
+
+
+class Slice(list[int]):
+    """Positions of the seeds that one of several processes has of a mini-batch that they share.
+
+    Args:
+        seeds: The positions.
+        part: Which part of the mini-batch it is.
+        first: How many seeds of the mini-batch come before these.
+    """
+
+    def __init__(self, seeds: Iterable[int], part: int = 0, first: int = 0) -> None:
+        super().__init__(seeds)
+        self.part = part
+        self.first = first
 
 
 @dataclass
@@ -76,12 +91,14 @@ class Prepared:
         cost: What it took.
         key: The key of the mini-batch.
         left: Attributes whose rows are gathered when the mini-batch is trained on, and which rows, int64 ``[n]``.
+        part: Which part of a mini-batch it is, where that has been shared out.
     """
 
     batch: Data
     cost: PreparationTimes
     key: int
     left: dict[str, Tensor] = field(default_factory=dict)
+    part: int = 0
 
 
 class _ThreadedLoader:
@@ -269,7 +286,7 @@ class _ThreadedLoader:
             if self.transform is not None and self.thread_safe and not left:
                 batch = self._run_user_code(self.transform, batch, key, _TRANSFORM, part)
         cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
-        return Prepared(batch, cost, key, left)
+        return Prepared(batch, cost, key, left, part)
 
     def _join(self, out: SamplerOutput) -> tuple[Data, dict[str, Tensor]]:
         """Return a mini-batch without the rows of what is trained, and which these are."""
@@ -322,29 +339,29 @@ class _ThreadedLoader:
         key = batch_key(self.seed, self.rank, self.loader_id, epoch, number)
         stage_ends()
         start = time.perf_counter()
-        out = self.sample(index, key)
+        part = getattr(index, "part", 0)
+        out = self.sample(index, key, part, getattr(index, "first", 0))
         sampled = time.perf_counter()
         stage_ends()
-        prepared = self.load(out, key)
+        prepared = self.load(out, key, part)
         if self.pin_memory and torch.accelerator.is_available():  # type: ignore[attr-defined]
             prepared.batch = prepared.batch.pin_memory()
         stage_ends()
         prepared.cost.sampling_s, prepared.cost.features_s = sampled - start, time.perf_counter() - sampled
         return prepared
 
-    def finish(self, prepared: Prepared, part: int = 0) -> Data:
+    def finish(self, prepared: Prepared) -> Data:
         """Do what is left of a mini-batch, in the training thread, just before it is trained on.
 
         Args:
             prepared: The mini-batch; its cost goes on.
-            part: Which part of a mini-batch it is, where that has been shared out.
         """
         batch, start = prepared.batch, time.perf_counter()
         for key, ids in prepared.left.items():
             batch[key] = self._trained_rows(key, ids)
         if self._joins_features and self.transform is not None and not (self.thread_safe and not prepared.left):
             device = batch.edge_index.device
-            batch = self._run_user_code(self.transform, batch, prepared.key, _TRANSFORM, part, device)
+            batch = self._run_user_code(self.transform, batch, prepared.key, _TRANSFORM, prepared.part, device)
         prepared.cost.features_s += time.perf_counter() - start
         return batch
 
@@ -515,6 +532,8 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
         return self.link_sampler
 
     def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+        if first and "key" in key and (self.neg_sampling is not None or getattr(self.link_sampler, "disjoint", False)):
+            key["key"] = batch_key(key["key"], first)  # else all parts of a mini-batch would draw the same
         return self.link_sampler.sample_from_edges(self.input_data[index], neg_sampling=self.neg_sampling, **key)
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:

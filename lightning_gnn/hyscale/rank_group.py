@@ -1,0 +1,105 @@
+"""Collectives between ranks on unlike devices: numbers, gradients and whole states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroup:
+    """All ranks of a run, some of them on accelerators.
+
+    Messages between ranks on unlike devices pass through the host (gloo). Several accelerators add up among themselves
+    first, over their own links (nccl); the first of them then speaks for all.
+
+    Args:
+        devices: Of all ranks.
+        accelerators: The ranks that are accelerators; a CPU may stand for one.
+        rank: This one.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], accelerators: Sequence[int], rank: int) -> None:
+        self.size = len(devices)
+        self.rank = rank
+        self._device = devices[rank]
+        self._near: Any = None
+        self._bridge: Any = None
+        self._leader = 0
+        if 1 < len(accelerators) < self.size:
+            on_gpu = devices[accelerators[0]].type == "cuda"
+            far = [other for other in range(self.size) if other not in accelerators]
+            self._leader = accelerators[0]
+            near = dist.new_group(list(accelerators), backend="nccl" if on_gpu else "gloo")
+            self._bridge = dist.new_group(sorted([self._leader, *far]), backend="gloo")
+            self._near = near if rank in accelerators else None
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor, dense or sparse, on this rank's device by the sum over all ranks."""
+        if self._near is not None and not tensor.is_sparse:
+            dist.all_reduce(tensor, group=self._near)
+            if self.rank == self._leader:
+                self._on_host(tensor)
+            dist.broadcast(tensor, self._leader, group=self._near)
+        elif dist.get_backend() == "gloo" and not tensor.is_sparse:
+            self._on_host(tensor)
+        else:
+            dist.all_reduce(tensor)
+
+    def _on_host(self, tensor: Tensor) -> None:
+        host = tensor.cpu()
+        dist.all_reduce(host, group=self._bridge)
+        if host is not tensor:
+            tensor.copy_(host)
+
+    def table(self, row: Sequence[Any]) -> list[list[float]]:
+        """Return the rows of all ranks, which have as many numbers each; some may still lie on the device."""
+        there = {place: value for place, value in enumerate(row) if isinstance(value, Tensor)}
+        numbers = [0.0 if place in there else float(value) for place, value in enumerate(row)]
+        if there:
+            values = torch.stack([value.reshape(()).to(self._device, torch.float64) for value in there.values()])
+            for place, number in zip(there, values.tolist(), strict=True):
+                numbers[place] = number
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = torch.empty(self.size * len(numbers), dtype=torch.float64)
+        dist.all_gather_into_tensor(rows, mine)
+        found: list[list[float]] = rows.view(self.size, -1).tolist()
+        return found
+
+    def objects(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> float:
+        """Make tensors those of rank 0.
+
+        Args:
+            tensors: In the same order, of the same shapes and dtypes on all ranks.
+
+        Returns:
+            The largest difference on this rank, relative to the largest number of the tensor that has it.
+        """
+        drift = 0.0
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.strided:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_dtype.values():
+            here = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in group])
+            first = here.clone()
+            dist.broadcast(first, 0)
+            if here.equal(first):
+                continue
+            parts = torch.split(first, [tensor.numel() for tensor in group])
+            for tensor, old, new in zip(group, torch.split(here, [part.numel() for part in parts]), parts, strict=True):
+                if not old.equal(new):
+                    difference = (old.double() - new.double()).abs().max() / new.double().abs().max().clamp_min(1e-300)
+                    drift = max(drift, float(difference))
+                    with torch.no_grad():
+                        tensor.copy_(new.view(tensor.shape))
+        return drift

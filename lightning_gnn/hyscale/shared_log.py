@@ -1,0 +1,145 @@
+"""``self.log`` in the steps of unlike ranks: each value becomes that of the undivided mini-batch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
+Key = tuple[str, str, int]
+"""Step, name, and how many values of this name came before it in the step."""
+
+
+class SharedLog:
+    """Collects what a module logs in a step on this rank, and logs it for all ranks once these have told each other.
+
+    A mean is weighted by ``batch_size``, or else by seeds; sums, maxima and minima run over the ranks. Metrics of
+    torchmetrics synchronise themselves, and what is logged outside of the three steps is left to Lightning.
+
+    Args:
+        module: Whose ``log`` it stands in for.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._original = type(module).log.__get__(module)
+        self._signature = inspect.signature(self._original)
+        self._known: dict[Key, dict[str, Any]] = {}
+        self._here: dict[Key, dict[str, Any]] = {}
+        self._step: str | None = None
+        self._seeds = 0
+        module.__dict__["log"] = self.log
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        self._module.__dict__.pop("log", None)
+
+    @contextmanager
+    def step(self, name: str, seeds: int) -> Iterator[None]:
+        """Collect what is logged within.
+
+        Args:
+            name: Of the step, such as ``"training_step"``.
+            seeds: What a mean counts for without a ``batch_size``.
+        """
+        self._here, self._step, self._seeds = {}, name, seeds
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Stand in for the module's own method."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        reduce = given.get("reduce_fx", "mean")
+        kind = _REDUCTIONS.get(getattr(reduce, "__name__", str(reduce)))
+        value = given["value"]
+        if self._step is None or kind is None or isinstance(value, Metric | MetricCollection | dict):
+            self._original(**given)
+            return
+        if isinstance(value, Tensor) and value.numel() != 1:
+            self._original(**given)  # which says what is wrong
+            return
+        count = sum(key[:2] == (self._step, given["name"]) for key in self._here)
+        self._here[(self._step, given["name"], count)] = given
+
+    @property
+    def is_new(self) -> bool:
+        """Whether something has been logged here that has no place in :meth:`row`."""
+        return any(key not in self._known for key in self._here)
+
+    def learn(self) -> None:
+        """Tell the ranks, which all call this together, what is logged."""
+        mine = {key: {k: v for k, v in given.items() if k != "value"} for key, given in self._here.items()}
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        for known in everybody:
+            for key, options in known.items():
+                self._known.setdefault(key, options)
+
+    def row(self) -> list[Any]:
+        """Return a value and a weight for each name that is known, NaN as the weight where it is missing here."""
+        numbers: list[Any] = []
+        for key in self._known:
+            given = self._here.get(key)
+            if given is None:
+                numbers += [0.0, math.nan]
+            else:
+                size = given.get("batch_size")
+                numbers += [_number(given["value"]), float(self._seeds if size is None else size)]
+        return numbers
+
+    def flush(self, step: str, rows: Sequence[Sequence[float]]) -> None:
+        """Log what the ranks have told.
+
+        Args:
+            step: Name of the step in which it was collected.
+            rows: Of each rank, from :meth:`row`.
+        """
+        here, self._here = self._here, {}
+        before, self._module._current_fx_name = self._module._current_fx_name, step
+        try:
+            for place, (key, options) in enumerate(self._known.items()):
+                found = [(row[2 * place], row[2 * place + 1]) for row in rows if not math.isnan(row[2 * place + 1])]
+                if key[0] != step or not found:
+                    continue
+                given = {**options, **here.get(key, {})}
+                reduce = given.get("reduce_fx", "mean")
+                value = _reduced(found, _REDUCTIONS[getattr(reduce, "__name__", str(reduce))])
+                given["value"] = _tensor(value, here.get(key, {}).get("value"))
+                whole = sum(weight for _, weight in found)
+                self._original(**{**given, "batch_size": max(1, round(whole)), "sync_dist": False})
+        finally:
+            self._module._current_fx_name = before
+
+
+def _reduced(found: Sequence[tuple[float, float]], kind: str) -> float:
+    if kind == "mean":
+        whole = math.fsum(weight for _, weight in found)
+        if not whole:
+            return math.fsum(value for value, _ in found) / len(found)
+        # A mean over nothing may be NaN, which must not get in.
+        return sum(value * weight for value, weight in found if weight) / whole
+    values = [value for value, _ in found]
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return math.fsum(values) if kind == "sum" else max(values) if kind == "max" else min(values)
+
+
+def _number(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else float(value)
+
+
+def _tensor(value: float, like: Any) -> Tensor:
+    floating = isinstance(like, Tensor) and like.is_floating_point()
+    dtype = like.dtype if floating else torch.get_default_dtype()
+    return torch.tensor(value, dtype=dtype, device=like.device if isinstance(like, Tensor) else None)

@@ -1,0 +1,81 @@
+"""Modules that are trained by several ranks and by a plain Trainer, and how; what is compared afterwards."""
+
+import warnings
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.nn import GraphSAGE
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+
+SILENT = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def graph(num_nodes=230, dtype=torch.float64, classes=3):
+    """Return a graph of which all nodes but a few are trained on."""
+    generator = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(num_nodes, 6, generator=generator, dtype=dtype),
+        y=torch.randint(classes, (num_nodes,), generator=generator),
+        edge_index=torch.randint(num_nodes, (2, 5 * num_nodes), generator=generator),
+        train_mask=torch.arange(num_nodes) < num_nodes - 30,
+        val_mask=torch.arange(num_nodes) >= num_nodes - 30,
+        test_mask=torch.arange(num_nodes) >= num_nodes - 25,
+    )
+
+
+def datamodule(num_neighbors=(-1,), batch_size=60, **options):
+    """Return mini-batches with all neighbours, the last of which is smaller."""
+    return NeighborDataModule(graph(), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options)
+
+
+class Plain(pl.LightningModule):
+    """One layer, all of whose seeds count."""
+
+    options = {}
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = GraphSAGE(6, 8, num_layers=1, out_channels=3, dropout=dropout).double()
+
+    def scores(self, batch):
+        return self.net(batch.x, batch.edge_index)[: batch.batch_size]
+
+    def loss(self, batch):
+        return F.cross_entropy(self.scores(batch), batch.y[: batch.batch_size])
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def hybrid(num_ranks=2, **options):
+    """Return a strategy of CPU ranks with shares of their own."""
+    shares = {2: [0.3, 0.7], 3: [0.2, 0.5, 0.3], 4: [0.1, 0.2, 0.3, 0.4]}.get(num_ranks)
+    return HyScaleStrategy(**{"cpu_trainers": num_ranks, "drm": False, "shares": shares, **options})
+
+
+def fit(module, strategy="auto", data=None, epochs=2, **options):
+    """Train a module; return the trainer."""
+    warnings.simplefilter("ignore")
+    options = {**SILENT, "max_epochs": epochs, "limit_val_batches": 0, **getattr(module, "options", {}), **options}
+    trainer = pl.Trainer(strategy=strategy, **options)
+    trainer.fit(module, datamodule() if data is None else data)
+    return trainer
+
+
+def state(module):
+    """Return a copy of all parameters and buffers."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
