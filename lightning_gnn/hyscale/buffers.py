@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 
+_FEW = 1 << 12
+"""Numbers of a buffer that are compared at each step, whether autograd knows of a change or not."""
+
+
 class SharedBuffers:
     """The buffers of a module, of which each rank writes its own part in a step.
 
@@ -73,7 +77,11 @@ class SharedBuffers:
 
     def _written(self, name: str, buffer: Tensor) -> bool:
         last = self._before.get(name)
-        return last is None or last[0] is not buffer or last[1] != buffer._version
+        if last is None or last[0] is not buffer or last[1] != buffer._version:
+            return True
+        # Kernels of batch normalisation write to running statistics without telling autograd.
+        unseen = name.rpartition(".")[2] in ("running_mean", "running_var") or buffer.numel() <= _FEW
+        return unseen and not torch.equal(last[2], buffer)
 
     def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor]:
         """Return a buffer's shape, which of its rows differ from those noted, and the rows (of counts, what was added)."""

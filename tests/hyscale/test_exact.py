@@ -1,213 +1,471 @@
-"""The gradient of several trainers is the weighted one of a single device, and so are the weights after many steps."""
+"""What several ranks train is what a plain Trainer trains, whatever the module does: all of it in a few launches."""
+
+import functools
+import traceback
+from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from pytorch_lightning.callbacks import BaseFinetuning, StochasticWeightAveraging
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+from pytorch_lightning.profilers import SimpleProfiler
+from torch.utils.checkpoint import checkpoint
 
-from lightning_gnn.hyscale.pipeline import HybridLoader, PipelineSettings, split_seeds
 from lightning_gnn.nn import GAT, GraphSAGE, NodeClassifier
-from tests.hyscale.models import (
-    CLASSES,
-    Module,
-    data_module,
-    difference,
-    fit,
-    graph,
-    hybrid,
-    left_threads,
-    worst_difference,
-)
-
-STRATEGIES = {
-    "two equal": {"cpu_trainers": 2},
-    "three": {"cpu_trainers": 3},
-    "nine to one": {"cpu_trainers": 1, "devices": ["cpu"], "cpu_share": 0.9},
-    "one to nine": {"cpu_trainers": 1, "devices": ["cpu"], "cpu_share": 0.1},
-    "uneven": {"shares": [0.2, 0.5, 0.3], "cpu_trainers": 1, "devices": ["cpu", "cpu"]},
-    "one with nothing": {"shares": [0.0, 1.0], "cpu_trainers": 2},
-    "rounded to nothing": {"shares": [0.02, 0.98], "cpu_trainers": 2},
-    "one alone": {"cpu_trainers": 1},
-    "no prefetching": {"cpu_trainers": 2, "prefetch": 0},
-    "more threads": {"cpu_trainers": 2, "threads": None, "prefetch": 1},
-}
+from tests.full_graph.launch import run
+from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
 
 
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("conv", ["sage", "gat"])
-def test_with_all_neighbours_it_is_the_undivided_batch(conv, options):
-    plain, ours = Module(conv=conv), Module(conv=conv)
-    expected, _ = fit(plain)
-    found, _ = fit(ours, hybrid(**options))
-    assert worst_difference(found.gradients, expected.gradients) < 1e-12
-    assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-12
-    assert not left_threads()
+class Switch(Plain):
+    """An attribute of a submodule, set in a hook, and a counter that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Module()
+        self.gate.scale, self.gate.steps = 1.0, 0
+
+    def on_train_epoch_start(self):
+        self.gate.scale = 1.0 + self.current_epoch
+
+    def loss(self, batch):
+        self.gate.steps += 1
+        return super().loss(batch) * self.gate.scale * (1 + self.gate.steps)
 
 
-def test_after_fifty_steps_of_adam_the_weights_are_the_same():
-    plain, ours = Module("adam"), Module("adam")
-    expected, _ = fit(plain, max_epochs=10)
-    found, _ = fit(ours, hybrid(shares=[0.7, 0.3]), max_epochs=10)
-    assert len(found.gradients) == len(expected.gradients) >= 50
-    assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-9
+class Manual(Plain):
+    """Gradients edited between the backward pass and the step, and read."""
 
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.register_buffer("norms", torch.zeros(0, dtype=torch.float64))
 
-def sum_over_parts(weights, fanouts, **options):
-    """The gradients of the trainers' parts, one after another on one module, each weighted by its seeds."""
-    module = Module(**options).double()
-    optimizer = module.configure_optimizers()
-    loader = data_module(fanouts=fanouts).train_dataloader()
-    settings = PipelineSettings([None] * len(weights), prefetch=0)
-    gradients = []
-    for batch in HybridLoader(loader, lambda n, _: split_seeds(n, weights), settings):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
-        for part, seeds in zip(batch.parts, batch.seeds, strict=True):
-            if part is not None:
-                (module.loss(part) * seeds / batch.total).backward()
-        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
+        self.manual_backward(self.loss(batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        self.net.convs[0].lin_l.weight.grad.mul_(2.0)
         optimizer.step()
-    return gradients
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.1, 0.9], [0.3, 0.3, 0.4]], ids=str)
-@pytest.mark.parametrize("conv", ["sage", "gat", "gcn"])
-def test_with_sampling_it_is_the_weighted_sum_over_the_parts(conv, weights):
-    strategy = hybrid(len(weights), shares=weights)
-    found, _ = fit(Module(conv=conv), strategy, data_module(fanouts=[3, 2]), max_epochs=1)
-    assert worst_difference(found.gradients, sum_over_parts(weights, [3, 2], conv=conv)) < 1e-12
+class TwoPasses(Manual):
+    """Two backward passes into the same gradients, and two optimizers."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.net.parameters(), lr=0.01)]
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.manual_backward(2 * self.loss(batch))
+            optimizer.step()
 
 
-def test_degrees_inside_the_mini_batch_make_a_difference_to_the_undivided_one():
-    """The documented limit: GCN divides by degrees that it counts in the mini-batch, BatchNorm averages over it."""
-    for options in ({"conv": "gcn"}, {"norm": True}):
-        found, _ = fit(Module(**options), hybrid(), max_epochs=1)
-        undivided, _ = fit(Module(**options), max_epochs=1)
-        assert worst_difference(found.gradients, sum_over_parts([0.5, 0.5], [-1, -1], **options)) < 1e-12
-        assert worst_difference(found.gradients, undivided.gradients) > 1e-3
+class History(Plain):
+    """Float rows written by seed, as by GNNAutoScale, a histogram, counters and a switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("history", torch.zeros(230, 3, dtype=torch.float64))
+        self.register_buffer("histogram", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def loss(self, batch):
+        scores = self.scores(batch)
+        before = self.history[batch.n_id[: batch.batch_size]]
+        self.history[batch.n_id[: batch.batch_size]] = scores.detach()
+        self.histogram += torch.bincount(batch.y[: batch.batch_size], minlength=3)
+        self.seen += batch.batch_size
+        self.steps += 1
+        self.begun.fill_(True)
+        return F.cross_entropy(scores + 0.1 * before, batch.y[: batch.batch_size])
 
 
-def test_the_neighbours_of_a_seed_do_not_depend_on_its_trainer():
-    def neighbours(batch):
-        edges = batch.n_id[batch.edge_index[:, : batch.num_sampled_edges[0]]].t().tolist()
-        return {
-            seed: [source for source, target in edges if target == seed]
-            for seed in batch.n_id[: batch.batch_size].tolist()
-        }
+class Target(Plain):
+    """A moving average as target, and weight decay by hand, both within the step."""
 
-    whole = list(data_module(fanouts=[2, 2]).train_dataloader())
-    settings = PipelineSettings([None] * 3, threads=(2, 2))
-    parts = list(
-        HybridLoader(data_module(fanouts=[2, 2]).train_dataloader(), lambda n, _: split_seeds(n, [1, 5, 2]), settings)
-    )
-    assert len(whole) == len(parts)
-    for expected, found in zip(whole, parts, strict=True):
-        together = {}
-        for part in filter(None, found.parts):
-            together.update(neighbours(part))
-        assert together == neighbours(expected)
+    def __init__(self):
+        super().__init__()
+        self.target = GraphSAGE(6, 8, num_layers=1, out_channels=3).double().requires_grad_(False)
+        self.target.load_state_dict(self.net.state_dict())
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            for mine, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                other.lerp_(mine, 0.5)
+                mine.mul_(0.99)
+            aim = self.target(batch.x, batch.edge_index)[: batch.batch_size]
+        return self.loss(batch) + F.mse_loss(self.scores(batch), aim)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-        {"limit_train_batches": 3},
-        {"overfit_batches": 2},
-        {"val_check_interval": 2},
-        {"precision": "64-true"},
-        {"inference_mode": False},
-        {"reload_dataloaders_every_n_epochs": 1},
-    ],
-    ids=str,
-)
-def test_options_of_the_trainer(options):
-    data = graph(dtype=torch.float32) if "precision" in options else graph()
-    plain, ours = Module("adam"), Module("adam")
-    # Lightning does not convert batches of PyG to its precision; the strategy does.
-    same = {name: value for name, value in options.items() if name != "precision"}
-    expected, _ = fit(plain, data=data_module(data=data.clone().apply(_double)), **same)
-    found, _ = fit(ours, hybrid(), data=data_module(data=data), double="precision" not in options, **options)
-    assert worst_difference(found.gradients, expected.gradients) < 1e-10
-    assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-10
-    assert not left_threads()
+class Bound(Plain):
+    """A bound method kept from construction, and a network inside a plain object."""
+
+    def __init__(self):
+        super().__init__()
+        self.call = self.net.forward
+        self.inside = [torch.nn.Linear(3, 3).double()]
+
+    def scores(self, batch):
+        return self.inside[0](self.call(batch.x, batch.edge_index)[: batch.batch_size])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.inside[0].parameters()], lr=0.1)
+
+    def on_train_end(self):
+        self.register_buffer("kept", self.inside[0].weight.detach())
 
 
-def _double(tensor):
-    return tensor.double() if tensor.is_floating_point() else tensor
+class Hooked(Plain):
+    """Hooks on parameters, and a profiler's sections of its own."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+
+    def training_step(self, batch, index):
+        with self.trainer.profiler.profile("mine"):
+            return self.loss(batch)
 
 
-def test_in_float32_and_in_mixed_precision():
-    data = graph(dtype=torch.float32)
-    expected, _ = fit(Module(), data=data_module(data=data), double=False)
-    found, _ = fit(Module(), hybrid(), data=data_module(data=data), double=False)
-    assert worst_difference(found.gradients, expected.gradients) < 1e-5
-    mixed, _ = fit(Module(), data=data_module(data=data), double=False, precision="bf16-mixed")
-    found, _ = fit(Module(), hybrid(), data=data_module(data=data), double=False, precision="bf16-mixed")
-    assert worst_difference(mixed.gradients, expected.gradients) > 1e-5  # the reference itself is in bfloat16
-    assert worst_difference(found.gradients, mixed.gradients) < 0.1
+Hooked.options = {"profiler": SimpleProfiler()}
 
 
-@given(st.integers(0, 200), st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(sum))
-def test_seeds_are_cut_once_each_in_order_and_by_weight(num_seeds, weights):
-    ranges = split_seeds(num_seeds, weights)
-    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
-    assert ranges[-1][1] == num_seeds
-    for (start, stop), weight in zip(ranges, weights, strict=True):
-        assert stop >= start
-        assert abs(stop - start - num_seeds * weight / sum(weights)) <= 1 + 1e-9
+class Growing(Plain):
+    """Parameters added in mid-training, drawn at random in a hook; one that is frozen, and one never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(2))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            torch.manual_seed(5)
+            self.more = torch.nn.Linear(3, 3).double()
+            self.optimizers().optimizer.add_param_group({"params": list(self.more.parameters())})
+            self.net.convs[0].lin_l.bias.requires_grad_(False)
+
+    def scores(self, batch):
+        scores = super().scores(batch)
+        return self.more(scores) if self.current_epoch else scores
 
 
-def test_a_last_batch_smaller_than_the_trainers():
-    data = graph()
-    data.train_mask = torch.arange(120) < 42  # batches of 20, 20 and 2
-    expected, _ = fit(Module(), data=data_module(data=data))
-    found, _ = fit(Module(), hybrid(3), data=data_module(data=data))
-    assert worst_difference(found.gradients, expected.gradients) < 1e-12
+class Elsewhere(Plain):
+    """Optimises a tensor that is none of its parameters, with a loss of one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.scores(batch) * self.scale, batch.y[: batch.batch_size]).view(1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), self.scale], 0.05)
+
+    def on_train_end(self):
+        self.register_buffer("kept", self.scale.detach())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_features_that_travel_in_fewer_bits_are_nearly_the_same(dtype):
-    expected, _ = fit(Module(), max_epochs=1)
-    strategy = hybrid(0, devices=["cpu", "cpu"], transfer_dtype=dtype)
-    found, _ = fit(Module(), strategy, max_epochs=1)
-    assert 0 < worst_difference(found.gradients[:1], expected.gradients[:1]) < 0.05
+class Searching(Plain):
+    """An optimizer that decides by the loss, and asks for it several times."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
 
 
-@pytest.mark.parametrize("model", [GraphSAGE, GAT])
-def test_the_package_s_own_module_and_models(model):
-    def module():
+class Sometimes(Plain):
+    """Steps without a loss, and ones that return more than it."""
+
+    def training_step(self, batch, index):
+        return None if index == 1 else {"loss": self.loss(batch), "more": batch.batch_size}
+
+
+class OwnBackward(Plain):
+    """A backward pass of its own, a clipping of its own, and edits just before the step."""
+
+    def backward(self, loss, *args, **kwargs):
+        (loss * 3).backward(*args, **kwargs)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.05, 0.05)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.net.convs[0].lin_l.weight.grad.add_(0.01)
+
+
+class Packaged(NodeClassifier):
+    """This package's own module and models, two layers deep, which returns its weight and logs metrics."""
+
+    options: ClassVar = {}
+    fanouts = (-1, -1)
+
+    def __init__(self, model=GraphSAGE):
         torch.manual_seed(1)
-        return NodeClassifier(model(6, 8, 2, CLASSES), CLASSES)
-
-    plain, ours = module(), module()
-    expected, reference = fit(plain)
-    found, run = fit(ours, hybrid(shares=[0.6, 0.4]))
-    assert worst_difference(found.gradients, expected.gradients) < 1e-9
-    for name in ("train_loss", "train_acc", "val_acc"):
-        assert float(run.callback_metrics[name]) == pytest.approx(float(reference.callback_metrics[name]), rel=1e-6)
+        super().__init__(model(6, 8, num_layers=2, out_channels=3).double(), num_classes=3)
 
 
-@pytest.mark.parametrize("averaging", [True, False], ids=["weight averaging", "finetuning"])
-def test_callbacks_that_change_the_weights_or_freeze_them(averaging):
-    class Freeze(BaseFinetuning):
-        def freeze_before_training(self, module):
-            self.freeze(module.net.first)
+class Attentive(Packaged):
+    """With attention."""
 
-        def finetune_function(self, module, epoch, optimizer):
-            if epoch == 2:
-                self.unfreeze_and_add_param_group(module.net.first, optimizer, lr=0.05)
+    def __init__(self):
+        super().__init__(GAT)
 
-    def run(strategy):
-        module = Module()
-        callback = StochasticWeightAveraging(0.01, swa_epoch_start=2) if averaging else Freeze()
-        if not averaging:
-            module.configure_optimizers = lambda: torch.optim.SGD(
-                filter(lambda p: p.requires_grad, module.parameters()), 0.05
-            )
-        fit(module, strategy, callbacks=[callback], max_epochs=4)
-        return list(module.parameters())
 
-    assert difference(run(hybrid()), run("auto")) < 1e-11
+class Adam(Plain):
+    """Schedules, with a plateau one on a logged value."""
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=batch.batch_size)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def options(kind, **more):
+    """Return a module class with options of the Trainer."""
+    return type(f"{kind.__name__}{len(more)}", (kind,), {"options": {**kind.options, **more}})
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (Plain, Switch, Manual, TwoPasses, History, Target, Bound, Hooked, Growing, Elsewhere, Searching)
+} | {
+    "Packaged": options(Packaged, limit_val_batches=1.0),
+    "Attentive": Attentive,
+    "Sometimes": Sometimes,
+    "OwnBackward": options(OwnBackward, gradient_clip_val=1.0),
+    "Adam": options(Adam, max_epochs=4),
+    "accumulated": options(Plain, accumulate_grad_batches=3),
+    "accumulated history": options(History, accumulate_grad_batches=2),
+    "norm": options(Plain, gradient_clip_val=0.1),
+    "value": options(Plain, gradient_clip_val=0.02, gradient_clip_algorithm="value", accumulate_grad_batches=2),
+    "few": options(Plain, limit_train_batches=3, max_steps=5),
+    "overfitted": options(Plain, overfit_batches=2),
+    "validated": options(Adam, limit_val_batches=1.0, val_check_interval=2),
+    "averaged": options(Plain, max_epochs=4),
+}
+AVERAGED = {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]}
+
+
+def trained(name, strategy="auto", data=None):
+    """Train one of them, and return what is in it."""
+    module = KINDS[name]()
+    more = {"callbacks": AVERAGED["callbacks"]()} if name == "averaged" else {}
+    fit(module, strategy, data=datamodule(getattr(module, "fanouts", (-1,))) if data is None else data, **more)
+    return state(module)
+
+
+def each(rank, num_ranks, names, **strategy):
+    """Train all of them one after another on this rank."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = trained(name, hybrid(num_ranks, **strategy))
+        except Exception:
+            found[name] = traceback.format_exc()
+            break
+    return found
+
+
+@functools.cache
+def outcome(num_ranks):
+    return run(each, num_ranks, num_ranks, list(KINDS), limit=200)
+
+
+@functools.cache
+def alone(name):
+    return trained(name)
+
+
+def compare(found, expected, tolerance=1e-12):
+    assert not isinstance(found, str), found
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        why = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=why)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_all_ranks_have_what_a_plain_trainer_has(name, num_ranks):
+    for found in outcome(num_ranks):
+        assert name in found, f"not reached: {list(found.values())[-1]}"
+        compare(found[name], alone(name))
+
+
+OPTIONS = {
+    "two equal": (2, {"shares": None}),
+    "nine to one": (2, {"cpu_trainers": 1, "devices": ["cpu"], "shares": None, "cpu_share": 0.9}),
+    "uneven": (3, {"shares": [0.2, 0.5, 0.3], "cpu_trainers": 1, "devices": ["cpu", "cpu"]}),
+    "one with nothing": (2, {"shares": [0.0, 1.0]}),
+    "rounded to nothing": (3, {"shares": [0.02, 0.001, 0.979]}),
+    "no prefetching": (2, {"prefetch": 0}),
+    "more threads": (2, {"threads": None, "prefetch": 1}),
+    "balanced": (2, {"shares": None, "drm": True, "cpu_trainers": 1, "devices": ["cpu"]}),
+    "often made one": (2, {"agree_every": 1}),
+}
+FEW = ["Plain", "Manual", "History", "accumulated"]
+
+
+def some(rank, num_ranks, names):
+    found = {}
+    for name in names:
+        found[name] = each(rank, num_ranks, FEW, **OPTIONS[name][1])
+    return found
+
+
+@functools.cache
+def by_options(num_ranks):
+    names = [name for name, (number, _) in OPTIONS.items() if number == num_ranks]
+    return run(some, num_ranks, num_ranks, names, limit=200)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_any_options_of_the_strategy(name):
+    for found in by_options(OPTIONS[name][0]):
+        for kind in FEW:
+            assert kind in found[name], f"not reached: {list(found[name].values())[-1]}"
+            compare(found[name][kind], alone(kind))
+
+
+# What random numbers and statistics of mini-batches allow.
+
+
+class Recomputed(Plain):
+    """Activations that are computed anew in the backward pass, with the same dropout."""
+
+    def __init__(self, again=True):
+        super().__init__(dropout=0.5)
+        self.again = again
+        self.first, self.drop = torch.nn.Linear(6, 6).double(), torch.nn.Dropout(0.5)
+
+    def scores(self, batch):
+        x = self.first(batch.x)
+        x = checkpoint(self.drop, x, use_reentrant=False) if self.again else self.drop(x)
+        return self.net(x.relu(), batch.edge_index)[: batch.batch_size]
+
+
+class Normalised(Plain):
+    """Running statistics of mini-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3).double()
+        self.parts = []
+
+    def scores(self, batch):
+        scores = super().scores(batch)
+        self.parts.append((scores.detach().mean(0), batch.batch_size))
+        return self.norm(scores)
+
+
+class Drawing(Plain):
+    """Draws in a step, and in a hook."""
+
+    def __init__(self):
+        super().__init__(dropout=0.5)
+        self.drawn, self.hooked = [], []
+
+    def training_step(self, batch, index):
+        self.drawn.append(torch.rand(batch.batch_size))
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args):
+        self.hooked.append(torch.rand(3))
+
+
+class InFloat32(Plain):
+    """The same in other precisions."""
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "64-true": torch.float64}
+
+
+def others(rank):
+    recomputed = []
+    for again in (False, True):
+        module = Recomputed(again)
+        torch.manual_seed(3)
+        fit(module, hybrid(2))
+        recomputed.append(state(module))
+    norm = Normalised()
+    fit(norm, hybrid(2), max_epochs=1)
+    drawing = Drawing()
+    torch.manual_seed(4)
+    fit(drawing, hybrid(2))
+    narrow = {}
+    for precision in DTYPES:
+        module = InFloat32()
+        fit(module, hybrid(2), datamodule(dtype=DTYPES[precision]), precision=precision)
+        narrow[precision] = state(module)
+    return recomputed, state(norm), norm.parts, drawing.drawn, drawing.hooked, narrow
+
+
+@functools.cache
+def other_outcomes():
+    return run(others, 2, limit=200)
+
+
+def test_recomputed_activations_see_the_same_dropout():
+    for recomputed, *_ in other_outcomes():
+        compare(recomputed[1], recomputed[0], 1e-14)
+
+
+def test_running_statistics_are_the_weighted_mean():
+    (_, first, parts, *_), (_, second, other_parts, *_) = other_outcomes()
+    mean = torch.zeros(3, dtype=torch.float64)
+    for (one, seeds), (other, more) in zip(parts, other_parts, strict=True):
+        mean = 0.9 * mean + 0.1 * (one * seeds + other * more) / (seeds + more)
+    for found in (first, second):
+        torch.testing.assert_close(found["norm.running_mean"], mean, rtol=0, atol=1e-12)
+        assert found["norm.num_batches_tracked"] == len(parts)
+
+
+def test_steps_draw_other_numbers_on_each_rank_and_hooks_the_same():
+    (*_, drawn, hooked, _), (*_, other_drawn, other_hooked, _) = other_outcomes()
+    assert all(one.equal(other) for one, other in zip(hooked, other_hooked, strict=True))
+    size = min(len(drawn[0]), len(other_drawn[0]))
+    assert not drawn[0][:size].equal(other_drawn[0][:size])
+    assert not drawn[0].equal(drawn[1])
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 5e-2), ("64-true", 1e-12)])
+def test_in_other_precisions(precision, tolerance):
+    module = InFloat32()
+    fit(module, data=datamodule(dtype=DTYPES[precision]), precision=precision)
+    for found in other_outcomes():
+        compare(found[5][precision], state(module), tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"drm": True, "cpu_share": "auto"}])
+def test_a_lone_trainer_is_the_plain_trainer_bit_for_bit(options):
+    found, expected = Drawing(), Drawing()
+    for module, strategy in ((found, hybrid(1, **options)), (expected, "auto")):
+        torch.manual_seed(4)
+        trainer = fit(module, strategy, data=datamodule([3], num_workers=2))
+    assert trainer.train_dataloader is not None
+    compare(state(found), state(expected), 0.0)
+    assert all(one.equal(other) for one, other in zip(found.drawn, expected.drawn, strict=True))
+
+
+def test_a_lone_trainer_gets_the_loader_as_it_is():
+    module = Plain()
+    trainer = fit(module, hybrid(1))
+    assert type(trainer.train_dataloader).__name__ == "ThreadedNodeLoader"
+    assert trainer.strategy.launcher is None
+    assert not torch.distributed.is_initialized()

@@ -1,6 +1,7 @@
 """Modules that are trained by several ranks and by a plain Trainer, and how; what is compared afterwards."""
 
 import warnings
+from typing import ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -33,15 +34,17 @@ def graph(num_nodes=230, dtype=torch.float64, classes=3):
     )
 
 
-def datamodule(num_neighbors=(-1,), batch_size=60, **options):
+def datamodule(num_neighbors=(-1,), batch_size=60, dtype=torch.float64, **options):
     """Return mini-batches with all neighbours, the last of which is smaller."""
-    return NeighborDataModule(graph(), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options)
+    return NeighborDataModule(
+        graph(dtype=dtype), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options
+    )
 
 
 class Plain(pl.LightningModule):
     """One layer, all of whose seeds count."""
 
-    options = {}
+    options: ClassVar = {}
 
     def __init__(self, dropout=0.0):
         super().__init__()
