@@ -1,5 +1,7 @@
 """Losses that are no means over the seeds: weighted by what ``training_step`` returns, or else warned about."""
 
+import functools
+import traceback
 import warnings
 
 import pytest
@@ -7,23 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from tests.hyscale.models import CLASSES, Module, data_module, difference, fit, hybrid, left_threads, worst_difference
+from tests.full_graph.launch import observe, run
+from tests.hyscale.training import Plain, fit, hybrid, state
 
-CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 5.0, 0.4], dtype=torch.float64)
+CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)
 
 
-class Weighted(Module):
+class Weighted(Plain):
     """Its loss is one of several kinds; with ``returned``, what it weighs is too."""
 
-    def __init__(self, kind, returned=True, own_backward=False, **options):
-        super().__init__(**options)
+    def __init__(self, kind, returned=True):
+        super().__init__()
         self.kind, self.returned = kind, returned
-        if own_backward:
-            self.__class__ = OwnBackward
 
     def training_step(self, batch, batch_idx):
-        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
-        y = batch.y[: batch.batch_size]
+        out, y = self.scores(batch), batch.y[: batch.batch_size]
         weight = CLASS_WEIGHTS.to(out.dtype)
         if self.kind == "class weights":
             loss, own = F.cross_entropy(out, y, weight=weight), weight[y].sum()
@@ -39,181 +39,66 @@ class Weighted(Module):
         return {"loss": loss, "weight": own} if self.returned else loss
 
 
-class OwnBackward(Weighted):
-    """Has trainers wait for one another before the backward pass."""
-
-    def backward(self, loss, *args, **kwargs):
-        super().backward(loss, *args, **kwargs)
-
-
 KINDS = ("class weights", "ignored", "labelled", "sum", "mean")
 OPTIONS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.1},
 }
+BY_NAME = {f"{kind}, {name}": (kind, options) for kind in KINDS for name, options in OPTIONS.items()}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_returned_make_it_the_undivided_batch(kind, options):
-    plain = Weighted(kind, optimizer="adam")
-    expected, _ = fit(plain, **options)
-    for strategy in (hybrid(1), hybrid(2), hybrid(shares=[0.2, 0.5, 0.3], cpu_trainers=3)):
-        ours = Weighted(kind, optimizer="adam")
-        found, _ = fit(ours, strategy, **options)
-        assert worst_difference(found.gradients, expected.gradients) < 1e-10
-        assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-10
-    assert not left_threads()
+class Ignoring(Plain):
+    """Of the parts of some ranks, all labels are ignored; the mean may be written by hand: 0 / 0."""
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_so_they_do_where_trainers_wait_before_the_backward_pass(kind):
-    expected, _ = fit(Weighted(kind, own_backward=True), accumulate_grad_batches=2)
-    found, _ = fit(Weighted(kind, own_backward=True), hybrid(shares=[0.3, 0.7]), accumulate_grad_batches=2)
-    assert worst_difference(found.gradients, expected.gradients) < 1e-10
-
-
-def test_outputs_hold_the_weighted_loss_and_the_sum_of_the_weights():
-    def outputs(strategy):
-        module, held = Weighted("class weights"), []
-        module.on_train_batch_end = lambda outputs, batch, index: held.append(
-            (float(outputs["loss"]), float(outputs["weight"]))
-        )
-        fit(module, strategy, max_epochs=1)
-        return torch.tensor(held, dtype=torch.float64)
-
-    torch.testing.assert_close(outputs(hybrid(3)), outputs("auto"), rtol=1e-10, atol=1e-10)
-
-
-class Ignoring(Module):
-    """Of some batches, or some trainers' parts, all labels are ignored; the mean is written by hand: 0 / 0."""
-
-    def __init__(self, kept, by_hand, **options):
-        super().__init__(**options)
+    def __init__(self, kept, by_hand):
+        super().__init__()
         self.kept, self.by_hand = kept, by_hand
 
     def training_step(self, batch, batch_idx):
-        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
         y = torch.where(self.kept(batch, batch_idx), batch.y[: batch.batch_size], -100)
-        count = (y != -100).sum()
+        count, out = (y != -100).sum(), self.scores(batch)
         loss = F.cross_entropy(out, y, reduction="sum") / count if self.by_hand else F.cross_entropy(out, y)
         return {"loss": loss, "weight": count}
 
 
-class IgnoringOwnBackward(Ignoring):
-    def backward(self, loss, *args, **kwargs):
-        super().backward(loss, *args, **kwargs)
+def not_of_the_second(batch, batch_idx):
+    return torch.full((batch.batch_size,), batch_idx != 1)
 
 
-@pytest.mark.parametrize("kind", [Ignoring, IgnoringOwnBackward])
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_trainer_whose_weight_is_zero_adds_nothing_not_even_a_nan(by_hand, kind):
-    first = torch.cat([batch.input_id[:7] for batch in data_module().train_dataloader()])
+class OnOneRank(Ignoring):
+    """Only the first rank has labels in every second step."""
 
-    def kept(batch, batch_idx):
-        return torch.isin(batch.input_id[: batch.batch_size], first)
+    def __init__(self, by_hand):
+        super().__init__(self.first_alone, by_hand)
 
-    expected, _ = fit(kind(kept, by_hand), max_epochs=1)
-    found, _ = fit(kind(kept, by_hand), hybrid(2), max_epochs=1)
-    assert worst_difference(found.gradients, expected.gradients) < 1e-10
-
-
-@pytest.mark.parametrize("kind", [Ignoring, IgnoringOwnBackward])
-def test_where_all_weights_are_zero_gradients_and_loss_are_zero(kind):
-    def kept(batch, batch_idx):
-        return torch.full((batch.batch_size,), batch_idx != 1)
-
-    losses = []
-    plain, ours = kind(kept, False, optimizer="adam"), kind(kept, False, optimizer="adam")
-    expected, _ = fit(plain)  # of cross_entropy, gradients are zero there too
-    ours.on_train_batch_end = lambda outputs, batch, index: losses.append(float(outputs["loss"]))
-    found, _ = fit(ours, hybrid(3))
-    assert all(not gradient.any() for gradient in found.gradients[1])
-    assert losses[1] == 0.0
-    assert worst_difference(found.gradients, expected.gradients) < 1e-10
-    assert difference(list(ours.parameters()), list(plain.parameters())) < 1e-10
+    def first_alone(self, batch, batch_idx):
+        alone = self._trainer.world_size == 1
+        first = torch.arange(batch.batch_size) < round(0.3 * batch.batch_size)  # the share of the first rank
+        kept = first if alone else torch.full((batch.batch_size,), self._trainer.global_rank == 0)
+        return kept if batch_idx % 2 else torch.full_like(kept, True)
 
 
-class Bad(Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def training_step(self, batch, batch_idx):
-        return {"loss": self.loss(batch), "weight": self.weight}
-
-
-@pytest.mark.parametrize(
-    ("weight", "error", "said"),
-    [
-        (-1, ValueError, "not negative, but is -1"),
-        (float("nan"), ValueError, "finite"),
-        (torch.tensor(float("inf")), ValueError, "finite"),
-        (torch.ones(2), ValueError, r"one number, but has the shape \[2\]"),
-        ("mean", TypeError, "'mean'"),
-        ([1.0], TypeError, "list"),
-    ],
-    ids=str,
-)
-def test_weights_that_make_no_sense_are_refused(weight, error, said):
-    with pytest.raises(error, match=said):
-        fit(Bad(weight), hybrid(), max_epochs=1)
-    assert not left_threads()
+IGNORING = {
+    f"{name}, {options}": (make, options)
+    for name, make in {
+        "none on one rank": functools.partial(OnOneRank, False),
+        "0 / 0 on one rank": functools.partial(OnOneRank, True),
+        "none at all": functools.partial(Ignoring, not_of_the_second, False),
+    }.items()
+    for options in ("plain", "accumulated")
+}
 
 
-def test_trainers_that_differ_in_what_they_return_are_refused():
-    class Some(Module):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            return {"loss": loss, "weight": 1.0} if batch.batch_size > 10 else loss
-
-    with pytest.raises(ValueError, match=r"always or never.* 1 returned a number, 0 'sum' and 1 none"):
-        fit(Some(), hybrid(shares=[0.8, 0.2]), max_epochs=1)
-
-
-def about_losses(module, strategy, **options):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, strategy, **options)
-    return [str(warning.message) for warning in caught if "no mean over" in str(warning.message)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("class weights", "class weights"),
-        ("ignored", "ignore_index=0"),
-        ("labelled", "labels of"),
-        ("plain sum", "reduction='sum'"),
-    ],
-)
-def test_without_a_weight_such_a_loss_is_warned_about_once(kind, said):
-    class Sum(Module):
-        def loss(self, batch):
-            out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
-            return F.cross_entropy(out, batch.y[: batch.batch_size], reduction="sum")
-
-    def module(**options):
-        return Sum() if kind == "plain sum" else Weighted(kind, returned=False, **options)
-
-    (found,) = about_losses(module(), hybrid(3))
-    assert said in found
-    assert "'weight': weight" in found
-    assert not about_losses(module(), hybrid(1))
-    assert not about_losses(module(), "auto")
-
-
-class Means(Module):
+class Means(Plain):
     """Means over the seeds, with much around them that is none."""
 
     def loss(self, batch):
-        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
-        y = batch.y[: batch.batch_size]
+        out, y = self.scores(batch), batch.y[: batch.batch_size]
         with torch.no_grad():
             F.cross_entropy(out, y, reduction="sum", weight=CLASS_WEIGHTS)
         F.cross_entropy(out, y, reduction="sum")  # reaches nothing
-        one_hot = F.one_hot(y, CLASSES).to(out.dtype)
+        one_hot = F.one_hot(y, 3).to(out.dtype)
         penalty = sum(F.mse_loss(p, torch.zeros_like(p), reduction="sum") for p in self.parameters())
         return (
             F.cross_entropy(out, y, label_smoothing=0.1)
@@ -228,27 +113,144 @@ class Means(Module):
         )
 
 
+class Sum(Plain):
+    def loss(self, batch):
+        return F.cross_entropy(self.scores(batch), batch.y[: batch.batch_size], reduction="sum")
+
+
+class Manual(Weighted):
+    def __init__(self):
+        super().__init__("class weights", returned=False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+WARNED = {
+    "class weights": (functools.partial(Weighted, "class weights", False), "class weights"),
+    "ignored": (functools.partial(Weighted, "ignored", False), "ignore_index=0"),
+    "labelled": (functools.partial(Weighted, "labelled", False), "labels of"),
+    "plain sum": (Sum, "reduction='sum'"),
+    "manual": (Manual, "class weights"),
+}
+SILENT = {
+    "means": Means,
+    "the package's own": lambda: NodeClassifier(GraphSAGE(6, 8, 1, 3).double(), 3),
+    **{kind: functools.partial(Weighted, kind) for kind in KINDS},
+}
+
+
+def trained(make, options, strategy="auto"):
+    module = make()
+    fit(module, strategy, **OPTIONS[options])
+    return state(module)
+
+
+def about_losses(module, strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        fit(module, strategy, epochs=1, filters=False)
+    return [str(warning.message) for warning in caught if "no mean over" in str(warning.message)]
+
+
+def ranks(rank, num_ranks):
+    weights = {}
+    for name, (kind, options) in BY_NAME.items():
+        module = Weighted(kind)
+        fit(module, hybrid(num_ranks), **options)
+        weights[name] = state(module)
+    for name, (make, options) in IGNORING.items():
+        weights[name] = trained(make, options, hybrid(num_ranks))
+    warned = {name: about_losses(make(), hybrid(num_ranks)) for name, (make, _) in WARNED.items()}
+    warned |= {f"not {name}": about_losses(make(), hybrid(num_ranks)) for name, make in SILENT.items()}
+    means = trained(Means, "plain", hybrid(num_ranks))
+    return weights, warned, means
+
+
+@functools.cache
+def outcomes(num_ranks=2):
+    return run(ranks, num_ranks, num_ranks, limit=200)
+
+
+def compare(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_weights_that_are_returned_make_it_the_undivided_batch(name):
+    kind, options = BY_NAME[name]
+    module = Weighted(kind)
+    fit(module, **options)
+    for num_ranks in (2, 3):
+        for weights, *_ in outcomes(num_ranks):
+            compare(weights[name], state(module))
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name):
+    make, options = IGNORING[name]
+    expected = trained(make, options)  # of cross_entropy without labels, gradients are zero there too
+    for weights, *_ in outcomes():
+        compare(weights[name], expected)
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_without_a_weight_such_a_loss_is_warned_about_once(name):
+    make, said = WARNED[name]
+    told = [message for _, warned, _ in outcomes() for message in warned[name]]
+    assert 1 <= len(told) <= 2  # by each rank that sees it
+    assert all(said in message and "'weight': weight" in message for message in told)
+    assert not about_losses(make(), hybrid(1))
+
+
 def test_means_are_not_warned_about_nor_losses_with_a_weight():
-    expected, _ = fit(Means(), max_epochs=1)
-    found, _ = fit(Means(), hybrid(), max_epochs=1)
-    assert worst_difference(found.gradients, expected.gradients) < 1e-10  # they are means indeed
-    assert not about_losses(Means(), hybrid(), max_epochs=1)
-    for kind in KINDS:
-        assert not about_losses(Weighted(kind), hybrid(), max_epochs=1)
-    model = GraphSAGE(6, 8, 2, CLASSES)
-    assert not about_losses(NodeClassifier(model, CLASSES), hybrid(), max_epochs=1)
+    for _, warned, means in outcomes():
+        assert not any(warned[f"not {name}"] for name in SILENT)
+        compare(means, trained(Means, "plain"))
 
 
-def test_manual_optimisation_is_weighted_by_seeds_and_warned_about():
-    class Manual(Weighted):
-        def __init__(self):
-            super().__init__("class weights", returned=False)
-            self.automatic_optimization = False
+class Bad(Plain):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
 
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.loss(batch), "weight": self.weight}
 
-    assert len(about_losses(Manual(), hybrid(), max_epochs=1)) == 1
+
+class Some(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return {"loss": loss, "weight": 1.0} if self.global_rank else loss
+
+
+def refused(rank, make, *args):
+    try:
+        fit(make(*args), hybrid(2, stall_timeout=5), epochs=1)
+    except Exception as error:
+        return type(error).__name__, str(error), traceback.format_exc()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "error", "said"),
+    [
+        (Bad, (-1,), "ValueError", "not negative, but is -1"),
+        (Bad, (float("nan"),), "ValueError", "finite"),
+        (Bad, (torch.tensor(float("inf")),), "ValueError", "finite"),
+        (Bad, (torch.ones(2),), "ValueError", "one number, but has the shape [2]"),
+        (Bad, ("mean",), "TypeError", "'mean'"),
+        (Bad, ([1.0],), "TypeError", "list"),
+        (Some, (), "ValueError", "of an iteration 1 returned a number, 0 'sum' and 1 none"),
+    ],
+    ids=str,
+)
+def test_weights_that_make_no_sense_are_refused(make, args, error, said):
+    for result in observe(refused, 2, make, *args, limit=60).results:
+        assert result is not None
+        assert result[0] == error, result[2]
+        assert said in result[1]

@@ -70,9 +70,9 @@ def hybrid(num_ranks=2, **options):
     return HyScaleStrategy(**{"cpu_trainers": num_ranks, "drm": False, "shares": shares, **options})
 
 
-def fit(module, strategy="auto", data=None, epochs=2, **options):
-    """Train a module; return the trainer."""
-    warnings.simplefilter("ignore")
+def fit(module, strategy="auto", data=None, epochs=2, filters=True, **options):
+    """Train a module, by default without a warning; return the trainer."""
+    warnings.simplefilter("ignore" if filters else "always")
     options = {**SILENT, "max_epochs": epochs, "limit_val_batches": 0, **getattr(module, "options", {}), **options}
     trainer = pl.Trainer(strategy=strategy, **options)
     trainer.fit(module, datamodule() if data is None else data)
