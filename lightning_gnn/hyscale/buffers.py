@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -159,7 +158,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    states = [copy.deepcopy({name: getattr(metric, name) for name in metric._defaults}) for metric in metrics]
+    states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
     counts = [(metric._update_count, metric._computed) for metric in metrics]
     try:
         yield
@@ -169,5 +168,12 @@ def uncounted(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
         for metric, state, (count, computed) in zip(metrics, states, counts, strict=True):
             for name, value in state.items():
+                if isinstance(value, list):  # of what was added, nothing but the shape: ranks with an empty list hang
+                    value += [item[:0] for item in getattr(metric, name)[len(value) :] if item.dim()]
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
+
+
+def _copied(state: Any) -> Any:
+    """Return a state of a metric as it is now: a list of what is never changed, or what is written to."""
+    return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

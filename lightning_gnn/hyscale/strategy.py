@@ -407,13 +407,12 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             return dataloader
         if not can_be_cut(dataloader):
             return whole_loader(dataloader, self._arrived, self.global_rank)
-        if module.trainer.predicting:
-            if self.global_rank == 0:
-                return dataloader
-            split = lambda num_seeds, number: (0, 0)  # noqa: E731
-        else:
+        if not module.trainer.predicting:
             split = partial(self._part, shares=self._evaluation_shares)
-        return SlicedLoader(dataloader, self._batches(dataloader, split), self._arrived)
+            return SlicedLoader(dataloader, self._batches(dataloader, split, rank=self.global_rank), self._arrived)
+        if self.global_rank == 0:
+            return dataloader
+        return SlicedLoader(dataloader, self._batches(dataloader, lambda num_seeds, number: (0, 0)), self._arrived)
 
     @property
     def _sets_up_training(self) -> bool:
@@ -425,8 +424,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         return trainer.fit_loop._combined_loader is None or trainer.fit_loop._should_reload_train_dl
 
     def _batches(self, dataloader: DataLoader[Any], split: Any, **more: Any) -> SharedBatches:
-        rank = None if self._alone else self.global_rank
-        return SharedBatches(dataloader, split, self.global_rank, rank=rank, **more)
+        return SharedBatches(dataloader, split, self.global_rank, **more)
 
     def _training_loader(self, dataloader: Any) -> StagedLoader | SlicedLoader:
         module = self.lightning_module
@@ -476,6 +474,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             first_batch=own or (lambda: progress.current.ready),
             num_batches=lambda: trainer.num_training_batches,
             on_epoch=self._begin_epoch,
+            rank=None if self._alone else self.global_rank,
         )
         if getattr(dataloader, "first_batch", None) is None:  # else the DataModule sees to it
             batches.resumed = self._restored.pop("order", None)

@@ -1,0 +1,196 @@
+"""What is logged, measured and predicted by several ranks is that of a plain Trainer."""
+
+import functools
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+
+from tests.full_graph.launch import run
+from tests.hyscale.training import SILENT, Plain, datamodule, fit, hybrid
+
+STRATEGIES = {
+    "two": (2, {}),
+    "one has nothing": (2, {"shares": [1.0, 0.0]}),
+    "accelerator and CPU": (2, {"cpu_trainers": 1, "devices": ["cpu"], "shares": None, "cpu_share": 0.4}),
+    "no shares before training": (2, {"cpu_trainers": 1, "devices": ["cpu"], "shares": None, "drm": True}),
+    "three": (3, {}),
+}
+
+
+class Logging(Plain):
+    """Logs values of all kinds in all steps."""
+
+    def __init__(self):
+        super().__init__()
+        multiclass = {"task": "multiclass", "num_classes": 3}
+        self.metrics = torch.nn.ModuleDict()
+        for split in ("train_", "val_", "test_"):
+            self.metrics[split] = torch.nn.ModuleDict(
+                {
+                    "accuracy": torchmetrics.Accuracy(**multiclass),
+                    "auroc": torchmetrics.AUROC(**multiclass),  # with lists of predictions for states
+                    "largest": torchmetrics.MaxMetric(),
+                    "collection": torchmetrics.MetricCollection(
+                        {
+                            "precision": torchmetrics.Precision(average="macro", **multiclass),
+                            "recall": torchmetrics.Recall(average="macro", **multiclass),
+                        },
+                        prefix=split,
+                    ),
+                }
+            )
+
+    def step(self, batch, split, index):
+        out, y = self.scores(batch), batch.y[: batch.batch_size]
+        loss = torch.nn.functional.cross_entropy(out, y)
+        both = {"on_step": split == "train_", "on_epoch": True}
+        self.log(f"{split}loss", loss, prog_bar=True, batch_size=batch.batch_size, **both)
+        self.log(f"{split}max", out.max(), reduce_fx="max", **both)
+        self.log(f"{split}min", out.min(), reduce_fx=torch.min, **both)
+        self.log(f"{split}count", batch.batch_size, reduce_fx="sum", **both)
+        self.log_dict({f"{split}a": loss * 2}, batch_size=batch.batch_size, **both)
+        if index == 1:
+            self.log(f"{split}once", 2.5, batch_size=batch.batch_size, **both)
+        if batch.batch_size < 15:
+            self.log(f"{split}of_few", 1.0, reduce_fx="max", **both)  # some ranks in some steps alone
+        metrics = self.metrics[split]
+        metrics["accuracy"](out, y)
+        self.log(f"{split}accuracy", metrics["accuracy"], on_step=False, on_epoch=True)
+        metrics["auroc"].update(out, y)
+        self.log(f"{split}auroc", metrics["auroc"], on_step=False, on_epoch=True)
+        metrics["largest"].update(out)
+        self.log(f"{split}largest", metrics["largest"], on_step=False, on_epoch=True)
+        metrics["collection"].update(out, y)
+        self.log_dict(metrics["collection"], on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch, "train_", batch_idx)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.step(batch, "val_", batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.step(batch, "test_", batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return {"scores": self.scores(batch), "nodes": batch.n_id[: batch.batch_size], "text": str(batch_idx)}
+
+
+class Seen(Callback):
+    """Notes what was logged after each batch."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def all_stages(strategy="auto"):
+    module, seen = Logging(), Seen()
+    data = datamodule(input_val_nodes=torch.arange(150, 230), input_test_nodes=torch.arange(100, 173))
+    trainer = fit(module, strategy, data, epochs=3, callbacks=[seen], limit_val_batches=1.0)
+    values = seen.values
+    tested = trainer.test(module, data, verbose=False)
+    validated = trainer.validate(module, data, verbose=False)
+    data.input_pred_nodes = torch.arange(20, 155)
+    predicted = trainer.predict(module, data)
+    alone = pl.Trainer(strategy=hybrid_like(strategy), **SILENT).test(module, data, verbose=False)
+    return values, tested, validated, predicted, alone
+
+
+def hybrid_like(strategy):
+    if isinstance(strategy, str):
+        return strategy
+    number, options = STRATEGIES[strategy.test_name]
+    return hybrid(number, **options)
+
+
+def ranks(rank, num_ranks):
+    found = {}
+    for name, (number, options) in STRATEGIES.items():
+        if number == num_ranks:
+            strategy = hybrid(number, **options)
+            strategy.test_name = name
+            found[name] = all_stages(strategy)
+    return found
+
+
+@functools.cache
+def outcomes(num_ranks):
+    return run(ranks, num_ranks, num_ranks, limit=200)
+
+
+@functools.cache
+def plain():
+    return all_stages()
+
+
+def same(found, expected, only_rank_zero=()):
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        missing = set(b) ^ set(a)
+        assert not missing, missing
+        for name, value in b.items():
+            assert a[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_values_are_those_of_one_device_on_all_ranks(name):
+    for found in outcomes(STRATEGIES[name][0]):
+        values, tested, validated, predicted, alone = found[name]
+        expected = plain()
+        few = {f"{split}of_few{end}" for split in ("train_", "val_", "test_") for end in ("", "_step", "_epoch")}
+        for ours, theirs in (
+            (values, expected[0]),
+            (tested, expected[1]),
+            (validated, expected[2]),
+            (alone, expected[4]),
+        ):
+            cleaned = [[{k: v for k, v in row.items() if k not in few} for row in rows] for rows in (ours, theirs)]
+            same(*cleaned)
+        assert len(predicted) == len(expected[3])
+        for ours, theirs in zip(predicted, expected[3], strict=True):
+            assert ours["scores"].equal(theirs["scores"]) or (ours["scores"] - theirs["scores"]).abs().max() < 1e-12
+            assert ours["nodes"].equal(theirs["nodes"])
+            assert ours["text"] == theirs["text"]
+
+
+class Deciding(Plain):
+    """Logs a value by which callbacks decide."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), batch_size=batch.batch_size)
+
+
+def deciding(folder, strategy="auto"):
+    module = Deciding()
+    callbacks = [
+        EarlyStopping("val_loss", patience=1, min_delta=0.02),
+        ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.6f}"),
+    ]
+    logger = CSVLogger(folder / "log")
+    data = datamodule(input_val_nodes=torch.arange(150, 230))
+    options = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1, "limit_val_batches": 1.0}
+    trainer = fit(module, strategy, data, epochs=40, callbacks=callbacks, **options)
+    return trainer.current_epoch, sorted(path.name for path in (folder / "best").glob("*.ckpt"))
+
+
+def rank_decides(rank, folder):
+    return deciding(folder, hybrid(2))
+
+
+def test_callbacks_decide_as_on_one_device(tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "ours").mkdir()
+    expected = deciding(tmp_path / "plain")
+    assert expected[0] > 2
+    for found in run(rank_decides, 2, tmp_path / "ours", limit=100):
+        assert found == expected
+    rows = [(tmp_path / name / "log/lightning_logs/version_0/metrics.csv").read_text() for name in ("plain", "ours")]
+    assert [line.count(",") for line in rows[0].splitlines()] == [line.count(",") for line in rows[1].splitlines()]
