@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
-from pytorch_lightning.strategies import ParallelStrategy
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, meet
 from lightning_gnn.runtime.messages import closest, keywords_of
+from lightning_gnn.runtime.notebook import NotebookLauncher
 
 _RUNS = itertools.count()
 
@@ -46,6 +48,24 @@ class WatchedRanks(ParallelStrategy, ABC):
         """Whether gradients are reduced over the ranks; not while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
         self._failed = False
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Choose who starts the processes of this node: nobody if there is one alone, a script, or a notebook."""
+        assert self.cluster_environment is not None
+        if not isinstance(self, DDPStrategy):
+            super()._configure_launcher()  # it has no processes of its own to start
+        elif self.num_processes * self.num_nodes == 1:
+            self._launcher = None
+        elif self._start_method == "fork":
+            raise ValueError(
+                f"{self.num_processes} processes cannot be started by fork: OpenMP, whose threads a fork does not "
+                "copy, would wait for them for ever; leave start_method out, in notebooks too"
+            )
+        elif _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._launcher = NotebookLauncher(self)
+        else:
+            super()._configure_launcher()
 
     def join_ranks(self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, **options: Any) -> None:
         """Connect the ranks, and watch from now on whether they are alive.
@@ -112,6 +132,8 @@ class WatchedRanks(ParallelStrategy, ABC):
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost; or tell the other ranks that it is this one."""
         self._failed = True
+        if isinstance(self._launcher, NotebookLauncher):
+            self._launcher.give_back_callbacks()
         if self._heartbeats is not None:
             self._heartbeats.answer(exception)
 
