@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import linecache
 import os
 import signal
 import subprocess
@@ -125,6 +126,8 @@ class NotebookLauncher(_Launcher):
                 self._ranks.append(_Rank(rank, local_rank, self._environment(), group, parcel, output))
             output.begin()
             answer, failed = self._wait()
+            if answer.home is not None:
+                answer.home.arrive(trainer)
         finally:
             for rank in self._ranks:
                 rank.end()
@@ -132,8 +135,6 @@ class NotebookLauncher(_Launcher):
             output.end()
             parcel.close()
             share(group, None)
-        if answer.home is not None:
-            answer.home.arrive(trainer)
         if failed is not None:
             assert failed.error is not None
             self._told = trainer, trainer.callbacks  # type: ignore[attr-defined]
@@ -454,6 +455,8 @@ class _Settings:
         self._dtype = torch.get_default_dtype()
         self._precision = torch.get_float32_matmul_precision()
         self._filters = list(warnings.filters)
+        # The cells' text, for tracebacks and compilers: no file has it.
+        self._cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
     def restore(self) -> None:
         """Set it here."""
@@ -461,6 +464,7 @@ class _Settings:
         torch.set_default_dtype(self._dtype)
         torch.set_float32_matmul_precision(self._precision)
         warnings.filters[:] = self._filters  # type: ignore[index]
+        linecache.cache.update(self._cells)
 
 
 def run_rank(rank: int, group: str, parcel: int, answer: int, notebook: int) -> None:
