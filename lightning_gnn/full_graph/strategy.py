@@ -121,6 +121,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     """
 
     strategy_name = "ascend_hybrid"
+    brought_home = ("_seed",)
 
     def __init__(
         self,

@@ -172,6 +172,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     """
 
     strategy_name = _KEY
+    brought_home = ("balance", "drift")
 
     def __init__(
         self,
@@ -277,13 +278,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     @property
     def _alone(self) -> bool:
         return self.world_size == 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes == 1:
-            self._launcher = None
-        else:
-            super()._configure_launcher()
 
     @property
     @override

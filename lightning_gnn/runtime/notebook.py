@@ -346,7 +346,8 @@ class Home:
     Args:
         weights: State of the module.
         buffers: Those that are not in it, by name.
-        callbacks: Attributes of each callback that the notebook's trainer has, packed, as far as they can be.
+        strategy: Those attributes of the strategy that it names in ``brought_home``, packed.
+        callbacks: Attributes of each callback that the notebook's trainer has, packed.
         metrics: By the attribute that holds them.
         progress: Of each loop.
         state: Of the trainer.
@@ -354,6 +355,7 @@ class Home:
 
     weights: dict[str, Any]
     buffers: dict[str, Tensor]
+    strategy: list[bytes]
     callbacks: list[list[bytes]]
     metrics: dict[str, Any]
     progress: dict[str, Any]
@@ -374,7 +376,8 @@ class Home:
         return cls(
             weights,
             {name: buffer for name, buffer in module.named_buffers() if name not in weights},
-            [list(_attributes(callback, group, common)) for callback in callbacks],
+            list(_packed(_brought_home(trainer.strategy), group, common)),
+            [list(_packed(_brought_home(callback), group, common)) for callback in callbacks],
             {f"_{name}": getattr(connector, name) for name in _METRICS},
             {name: _progress(getattr(trainer, name)) for name in _LOOPS},
             trainer.state,
@@ -386,9 +389,10 @@ class Home:
         Raises:
             RuntimeError: The module of rank 0 has got other parameters or buffers than the notebook's.
         """
-        for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=True):  # type: ignore[attr-defined]
+        owners = [trainer.strategy, *trainer.callbacks]  # type: ignore[attr-defined]
+        for owner, attributes in zip(owners, [self.strategy, *self.callbacks], strict=True):
             for packed in attributes:
-                vars(callback).update(torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)[0])
+                vars(owner).update(torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)[0])
         vars(trainer._logger_connector).update(self.metrics)
         for name, progress in self.progress.items():
             _proceed(getattr(trainer, name), progress)
@@ -408,19 +412,24 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 
 
-def _attributes(callback: pl.Callback, group: str, common: list[Any]) -> Iterator[bytes]:
-    """Pack a callback's attributes together, or those alone that can be packed."""
-    if isinstance(callback, ProgressBar):
-        return
-    everything = vars(callback)
-    for attributes in (everything, *({name: value} for name, value in everything.items())):
-        packed = io.BytesIO()
+def _brought_home(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a strategy or a callback that the notebook's is to have."""
+    if isinstance(owner, ProgressBar):
+        return {}  # it is of what prints
+    names = getattr(owner, "brought_home", vars(owner))
+    return {name: value for name, value in vars(owner).items() if name in names}
+
+
+def _packed(attributes: dict[str, Any], group: str, common: list[Any]) -> Iterator[bytes]:
+    """Pack attributes together, or those alone that can be packed."""
+    for some in (attributes, *({name: value} for name, value in attributes.items())):
+        file = io.BytesIO()
         try:
-            pack(attributes, packed, common, group)
+            pack(some, file, common, group)
         except Exception:  # a thread, an open file: of this process alone
             continue
-        yield packed.getvalue()
-        if attributes is everything:
+        yield file.getvalue()
+        if some is attributes:
             return
 
 

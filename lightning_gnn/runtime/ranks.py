@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ class WatchedRanks(ParallelStrategy, ABC):
         TypeError: An option that nobody knows; says the closest one.
     """
 
+    brought_home: ClassVar[tuple[str, ...]] = ()
+    """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
+
     def __init__(self, **kwargs: Any) -> None:
         taken = keywords_of(type(self))
         for name in kwargs:
@@ -53,9 +56,8 @@ class WatchedRanks(ParallelStrategy, ABC):
     def _configure_launcher(self) -> None:
         """Choose who starts the processes of this node: nobody if there is one alone, a script, or a notebook."""
         assert self.cluster_environment is not None
-        if not isinstance(self, DDPStrategy):
-            super()._configure_launcher()  # it has no processes of its own to start
-        elif self.num_processes * self.num_nodes == 1:
+        assert isinstance(self, DDPStrategy)  # which has these
+        if self.num_processes * self.num_nodes == 1:
             self._launcher = None
         elif self._start_method == "fork":
             raise ValueError(

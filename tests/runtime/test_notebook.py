@@ -14,13 +14,17 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from nbclient import NotebookClient
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.hyscale import HyScaleStrategy
+from lightning_gnn.nn import NodeClassifier
 from lightning_gnn.runtime import ranks
 from lightning_gnn.runtime.notebook import NotebookLauncher, RankError
+from lightning_gnn.sampling import NeighborDataModule
 from tests.full_graph.launch import CONTEXT
-from tests.full_graph.training import DROPPING, SideBySide, small_data, trainer_of
+from tests.full_graph.training import DROPPING, SideBySide, model_of, small_data, trainer_of
 from tests.patience import PATIENCE
 
 CELLS = [
@@ -186,6 +190,28 @@ def test_who_starts_the_processes(cell, monkeypatch):
     monkeypatch.setattr(ranks, "_IS_INTERACTIVE", False)
     assert type(trainer_of("ascend_hybrid", 2).strategy.launcher) is _SubprocessScriptLauncher
     assert type(trainer_of("ascend_hybrid_spawn", 2).strategy.launcher) is _MultiProcessingLauncher
+
+
+@pytest.mark.slow
+def test_hyscale_trains_from_a_notebook_and_its_decisions_come_home(cell, tmp_path):
+    data = NeighborDataModule(small_data(), num_neighbors=[-1, -1], batch_size=12)
+    modules = [NodeClassifier(model_of("sage"), num_classes=7, lr=0.05).double() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": 1, "log_every_n_steps": 1}
+    for module, strategy in zip(modules, ("auto", HyScaleStrategy(cpu_trainers=2, shares=[0.3, 0.7])), strict=True):
+        pl.seed_everything(3, verbose=False)
+        trainer = trainer_of(strategy, 1, logger=CSVLogger(tmp_path), **options)
+        trainer.fit(module, data)
+        best = trainer.checkpoint_callback.best_model_path
+        assert torch.load(best, weights_only=False)["global_step"] == trainer.global_step
+        assert os.path.exists(os.path.join(trainer.log_dir, "metrics.csv"))
+        trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    assert type(trainer.strategy.launcher) is NotebookLauncher
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert trainer.strategy.balance.history
+    saved = torch.load(tmp_path / "by_hand.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
 
 
 def test_what_cannot_be_sent_is_said_before_anything_starts(cell):
