@@ -172,10 +172,12 @@ class NotebookLauncher(_Launcher):
                         rank.end()
                 time.sleep(_LOOK)
             except KeyboardInterrupt:
-                if interrupt is not None:
-                    raise
-                interrupt = Answer(error=KeyboardInterrupt(), trace="Ctrl-C")
-                self.kill(signal.SIGINT)
+                if interrupt is None:
+                    interrupt = Answer(error=KeyboardInterrupt(), trace="Ctrl-C")
+                    self.kill(signal.SIGINT)
+                else:
+                    for rank in running:
+                        rank.end()
         failed = any(rank.exit_code for rank in self._ranks)
         answers = [rank.answer() for rank in self._ranks]
         blamed = interrupt or min(answers, key=lambda answer: (answer.blame, answer.when))
@@ -253,7 +255,7 @@ class _Rank:
         name = f"rank {self.rank} (process {self.pid})"
         code = self._process.returncode
         if self._ended_here:
-            message, blame = f"{name} did not answer and was ended", _FOLLOWED
+            message, blame = f"{name} did not answer and was ended", _ENDED
         elif code < 0:
             message, blame = f"{name} died of {signal.Signals(-code).name} (killed, or out of memory?)", _DIED
         else:
@@ -300,8 +302,8 @@ def _print(outer: int, stream: TextIO) -> None:
     os.close(outer)
 
 
-_RAISED, _DIED, _NOTICED, _FOLLOWED, _WELL = range(5)
-"""Whom to blame first: who raised, or died, before who noticed it, or was ended because of it."""
+_RAISED, _DIED, _NOTICED, _FOLLOWED, _ENDED, _WELL = range(6)
+"""Whom to blame first: who raised, or died, before who noticed it, ended because of it, or had to be ended."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.hyscale import HyScaleStrategy
 from lightning_gnn.nn import NodeClassifier
-from lightning_gnn.runtime import ranks
+from lightning_gnn.runtime import notebook, ranks
 from lightning_gnn.runtime.notebook import NotebookLauncher, RankError
 from lightning_gnn.sampling import NeighborDataModule
 from tests.full_graph.launch import CONTEXT
@@ -141,10 +141,10 @@ except Unlucky as unlucky:
 @pytest.mark.slow
 def test_a_notebook_trains_with_two_ranks_what_it_defines(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3", allow_errors=True).execute()
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(book, timeout=PATIENCE, kernel_name="python3", allow_errors=True).execute()
     texts, errors = [], []
-    for cell in notebook.cells:
+    for cell in book.cells:
         texts.append("".join(output.get("text", "") for output in cell.outputs))
         errors.append([output for output in cell.outputs if output.output_type == "error"])
     assert not any(errors[:-1]), errors
@@ -312,18 +312,67 @@ def be_a_notebook(folder):
 
 @pytest.mark.slow
 def test_the_ranks_end_with_their_notebook(tmp_path):
-    notebook = CONTEXT.Process(target=be_a_notebook, args=(tmp_path,))
-    notebook.start()
+    book = CONTEXT.Process(target=be_a_notebook, args=(tmp_path,))
+    book.start()
     try:
         found = pids(tmp_path)
         assert not any(map(gone, found))
     finally:
-        notebook.kill()
-        notebook.join(PATIENCE)
+        book.kill()
+        book.join(PATIENCE)
     deadline = time.monotonic() + PATIENCE
     while not all(map(gone, found)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", r"^rank 1 \(process \d+\) died of SIGTERM \(killed, or out of memory"),
+        ("sys.exit(7)", r"^rank 1 \(process \d+\) ended with exit code 7; see what it printed"),
+    ],
+)
+def test_the_end_of_a_rank_ends_the_others(cell, monkeypatch, capsys, does, message):
+    # Without the package, which takes seconds to import: what a rank's process may do is all that counts here.
+    script = (
+        f"import os, signal, sys, time\nprint('there')\nif os.environ['LOCAL_RANK'] == '1': {does}\ntime.sleep(9e9)"
+    )
+    monkeypatch.setattr(notebook, "_MAIN", script)
+    monkeypatch.setattr(notebook, "_GRACE", 0.1)
+    module, trainer, data = halt(None, [])
+    with pytest.raises(RuntimeError, match=message):
+        trainer.fit(module, datamodule=data)
+    assert not trainer.strategy.launcher._ranks
+    assert "there" in capsys.readouterr().out
+
+
+def test_the_second_ctrl_c_kills(cell, monkeypatch, tmp_path):
+    script = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"open({str(tmp_path)!r} + '/%s %s' % (os.environ['LOCAL_RANK'], os.getpid()), 'w')\n"
+        "time.sleep(9e9)"
+    )
+    monkeypatch.setattr(notebook, "_MAIN", script)
+    told = Told()
+    module, trainer, data = halt(None, [], callbacks=[told])
+    found = []
+
+    def interrupt():
+        found.extend(pids(tmp_path))
+        for press in range(2):
+            time.sleep(10 * notebook._LOOK * press)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SystemExit):
+        trainer.fit(module, datamodule=data)
+    thread.join()
+    assert all(map(gone, found))
+    assert (told.of, trainer.callbacks.count(told)) == ([], 1)
 
 
 @pytest.mark.slow
