@@ -141,7 +141,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         cluster_environment: How ranks find one another; None takes the trainer's.
         checkpoint_io: How checkpoints are written and read; by default in a way that a crash cannot damage.
         precision_plugin: Number formats of the steps; None takes the trainer's.
-        start_method: How the other processes of this node are started: ``"popen"`` runs the script again.
+        start_method: How the other processes of this node are started: ``"popen"`` runs the script again, or, from a
+            notebook, fresh processes that get what the notebook has; ``"fork"`` is refused with several trainers.
 
     Raises:
         ValueError: An option is out of range.

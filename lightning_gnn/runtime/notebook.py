@@ -108,6 +108,8 @@ class NotebookLauncher(_Launcher):
             TypeError: Something cannot be sent to the ranks.
         """
         assert trainer is not None
+        # After an exception Lightning ignores Ctrl-C until its teardown, which gives these back.
+        trainer._signal_connector._original_handlers = _SignalConnector._get_current_signal_handlers()
         for logger in trainer.loggers:
             if hasattr(logger, "_get_next_version"):
                 _ = logger.version  # now, lest the notebook looks for the files in the next one
@@ -139,8 +141,6 @@ class NotebookLauncher(_Launcher):
             assert failed.error is not None
             self._told = trainer, trainer.callbacks  # type: ignore[attr-defined]
             trainer.callbacks = []  # type: ignore[attr-defined]  # they have been told in the ranks, not here too
-            # Lightning ignores Ctrl-C from here to its teardown, which gives these back.
-            trainer._signal_connector._original_handlers = _SignalConnector._get_current_signal_handlers()
             raise failed.error from RankError(failed.trace)
         return answer.result
 

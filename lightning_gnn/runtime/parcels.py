@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import IO, Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 
 _COMMON: dict[str, list[Any]] = {}
 """By the name of a group of ranks: what this process and the other both have."""
@@ -18,8 +23,9 @@ _NUMBERS = itertools.count()
 class Parcel:
     """A file in memory, without a name, that child processes inherit and that is gone with the last of them.
 
-    Classes and functions of ``__main__`` travel by value. Tensors are mapped by who unpacks them: however many ranks
-    do, their memory is there once, and yet what one writes is its own.
+    Classes and functions of ``__main__`` travel by value. Tensors and NumPy arrays are mapped by who unpacks them:
+    however many ranks do, their memory is there once, and yet what one writes is its own. Tensors that show a file are
+    mapped from that.
 
     Args:
         descriptor: Of the file, if it is there already.
@@ -62,6 +68,7 @@ def pack(content: Any, to: str | IO[bytes], common: Sequence[Any] = (), group: s
     """Write an object as :meth:`Parcel.pack` does, but to any file."""
     import cloudpickle  # type: ignore[import-untyped,unused-ignore]
 
+    files: list[MappedFiles] = []
     places = {id(one): place for place, one in enumerate(common)}
     defined: list[Any] = []
 
@@ -69,6 +76,15 @@ def pack(content: Any, to: str | IO[bytes], common: Sequence[Any] = (), group: s
         def reducer_override(self, one: Any) -> Any:
             if (place := places.get(id(one))) is not None:
                 return take, (group, place)
+            if type(one) is Tensor and one.device.type == "cpu" and one.layout is torch.strided:
+                if not one.requires_grad and one.untyped_storage().nbytes() >= LEAST:
+                    files[:] = files or [MappedFiles()]
+                    if (part := files[0].find(one)) is not None:
+                        return part.map, (one.dtype, one.shape, one.stride(), one.storage_offset())
+                return NotImplemented
+            if type(one) in (np.ndarray, np.memmap) and one.nbytes >= LEAST and one.flags.c_contiguous:
+                with suppress(TypeError):  # no tensor can be of its type
+                    return Tensor.numpy, (torch.from_numpy(one if one.flags.writeable else one.copy()),)
             reduced = super().reducer_override(one)
             if isinstance(reduced, tuple) and (isinstance(one, type) or callable(one)):
                 defined.append(one)

@@ -27,6 +27,7 @@ from tests.full_graph.launch import CONTEXT
 from tests.full_graph.training import DROPPING, SideBySide, model_of, small_data, trainer_of
 from tests.patience import PATIENCE
 
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CELLS = [
     """
 import pytorch_lightning as pl, torch
@@ -193,12 +194,25 @@ def test_who_starts_the_processes(cell, monkeypatch):
 
 
 @pytest.mark.slow
-def test_hyscale_trains_from_a_notebook_and_its_decisions_come_home(cell, tmp_path):
+@pytest.mark.parametrize(
+    ("accelerator", "cpu_trainers", "tolerance"),
+    [("cpu", 2, 1e-12), pytest.param("cuda", 1, 1e-9, marks=CUDA)],  # which the plain Trainer uses first
+)
+def test_hyscale_trains_from_a_notebook_and_its_decisions_come_home(
+    cell, tmp_path, accelerator, cpu_trainers, tolerance
+):
     data = NeighborDataModule(small_data(), num_neighbors=[-1, -1], batch_size=12)
     modules = [NodeClassifier(model_of("sage"), num_classes=7, lr=0.05).double() for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
-    options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": 1, "log_every_n_steps": 1}
-    for module, strategy in zip(modules, ("auto", HyScaleStrategy(cpu_trainers=2, shares=[0.3, 0.7])), strict=True):
+    options = {
+        "accelerator": accelerator,
+        "max_epochs": 2,
+        "enable_checkpointing": True,
+        "check_val_every_n_epoch": 1,
+        "log_every_n_steps": 1,
+    }
+    hybrid = HyScaleStrategy(cpu_trainers=cpu_trainers, shares=[0.3, 0.7])
+    for module, strategy in zip(modules, ("auto", hybrid), strict=True):
         pl.seed_everything(3, verbose=False)
         trainer = trainer_of(strategy, 1, logger=CSVLogger(tmp_path), **options)
         trainer.fit(module, data)
@@ -208,7 +222,7 @@ def test_hyscale_trains_from_a_notebook_and_its_decisions_come_home(cell, tmp_pa
         trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
     assert type(trainer.strategy.launcher) is NotebookLauncher
     for one, other in zip(*(module.parameters() for module in modules), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance, check_device=False)
     assert trainer.strategy.balance.history
     saved = torch.load(tmp_path / "by_hand.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())

@@ -4,6 +4,7 @@ import os
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,12 +46,22 @@ def test_tensors_arrive_with_what_they_share_and_writes_stay_where_they_are_made
     assert torch.equal(whole, torch.arange(1000.0))
 
 
-def test_a_parcel_is_mapped_and_not_read(parcel):
-    parcel.pack(torch.zeros(1 << 22))
-    tensor, _ = parcel.unpack()
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray])
+def test_a_parcel_is_mapped_and_not_read(parcel, kind):
+    sent = np.arange(1 << 20, dtype=np.int32)
+    parcel.pack({"x": kind(sent), "small": sent[:5], "objects": np.array([None] * (1 << 18)), "turned": sent[::-1]})
+    there, _ = parcel.unpack()
+    assert np.array_equal(there["x"], sent)
+    assert np.array_equal(there["turned"], sent[::-1])
+    assert np.array_equal(there["small"], sent[:5])
+    assert there["objects"][7] is None
+    assert type(there["x"]) is type(kind(sent))
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if "memfd:parcel" in line]
-    assert any(int(begin, 16) <= tensor.data_ptr() < int(end, 16) for begin, end in spans)
+    address = np.asarray(there["x"]).ctypes.data
+    assert any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+    there["x"][3] = 9  # each has its own
+    assert parcel.unpack()[0]["x"][3] == 3
 
 
 def test_a_parcel_can_be_packed_anew_and_is_empty_at_first(parcel):
