@@ -13,7 +13,7 @@ from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
 import lightning_gnn.accelerators  # noqa: F401  registers its own, whose classes Lightning asks before it makes one
 
-_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "spawn"}
 """Of the processes, by the suffix that Lightning's ``"ddp"`` has for them too."""
 
 

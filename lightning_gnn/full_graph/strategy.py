@@ -13,7 +13,6 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.overrides.distributed import _sync_module_states
@@ -84,13 +83,13 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         cluster_environment: How ranks find one another; None takes the trainer's.
         checkpoint_io: How checkpoints are written and read; None takes Lightning's.
         precision_plugin: Number formats of the steps; None takes the trainer's.
-        start_method: How Lightning starts the other processes of this node: ``"popen"`` runs the script again;
-            ``"fork"`` is refused with several devices.
+        start_method: How the other processes of this node are started: ``"popen"`` runs the script again, or, from a
+            notebook, fresh processes that get what the notebook has; ``"fork"`` is refused with several devices.
 
     Raises:
         ValueError: An argument is out of range. Later: M does not divide the number of ranks; features are narrower
             than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
-            not fit (says how many ranks would do); several processes from a notebook; a normalisation over nodes.
+            not fit (says how many ranks would do); several processes by fork; a normalisation over nodes.
         TypeError: A batch is not a full graph.
 
     Examples:
@@ -122,6 +121,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     """
 
     strategy_name = "ascend_hybrid"
+    brought_home = ("_seed",)
 
     def __init__(
         self,
@@ -165,19 +165,6 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         self._looked = False
 
     # Processes.
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes == 1:
-            self._launcher = None  # nothing to launch, also in a notebook
-            return
-        if self._start_method == "fork" or (_IS_INTERACTIVE and self._start_method == "popen"):
-            raise ValueError(
-                f"{self.num_processes} processes cannot be started from a notebook or by fork: OpenMP, whose threads a "
-                "fork does not copy, would wait for them for ever; run a script with strategy='ascend_hybrid', or "
-                "take devices=1, whose aggregations use all cores"
-            )
-        super()._configure_launcher()
 
     @property
     @override

@@ -141,7 +141,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         cluster_environment: How ranks find one another; None takes the trainer's.
         checkpoint_io: How checkpoints are written and read; by default in a way that a crash cannot damage.
         precision_plugin: Number formats of the steps; None takes the trainer's.
-        start_method: How the other processes of this node are started: ``"popen"`` runs the script again.
+        start_method: How the other processes of this node are started: ``"popen"`` runs the script again, or, from a
+            notebook, fresh processes that get what the notebook has; ``"fork"`` is refused with several trainers.
 
     Raises:
         ValueError: An option is out of range.
@@ -172,6 +173,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     """
 
     strategy_name = _KEY
+    brought_home = ("balance", "drift")
 
     def __init__(
         self,
@@ -277,13 +279,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     @property
     def _alone(self) -> bool:
         return self.world_size == 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes == 1:
-            self._launcher = None
-        else:
-            super()._configure_launcher()
 
     @property
     @override

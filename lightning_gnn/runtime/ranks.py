@@ -8,17 +8,19 @@ from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
-from pytorch_lightning.strategies import ParallelStrategy
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, meet
 from lightning_gnn.runtime.messages import closest, keywords_of
+from lightning_gnn.runtime.notebook import NotebookLauncher
 
 _RUNS = itertools.count()
 
@@ -36,6 +38,9 @@ class WatchedRanks(ParallelStrategy, ABC):
         TypeError: An option that nobody knows; says the closest one.
     """
 
+    brought_home: ClassVar[tuple[str, ...]] = ()
+    """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
+
     def __init__(self, **kwargs: Any) -> None:
         taken = keywords_of(type(self))
         for name in kwargs:
@@ -46,6 +51,23 @@ class WatchedRanks(ParallelStrategy, ABC):
         """Whether gradients are reduced over the ranks; not while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
         self._failed = False
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Choose who starts the processes of this node: nobody if there is one alone, a script, or a notebook."""
+        assert self.cluster_environment is not None
+        assert isinstance(self, DDPStrategy)  # which has these
+        if self.num_processes * self.num_nodes == 1:
+            self._launcher = None
+        elif self._start_method == "fork":
+            raise ValueError(
+                f"{self.num_processes} processes cannot be started by fork: OpenMP, whose threads a fork does not "
+                "copy, would wait for them for ever; leave start_method out, in notebooks too"
+            )
+        elif _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._launcher = NotebookLauncher(self)
+        else:
+            super()._configure_launcher()
 
     def join_ranks(self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, **options: Any) -> None:
         """Connect the ranks, and watch from now on whether they are alive.
@@ -112,6 +134,8 @@ class WatchedRanks(ParallelStrategy, ABC):
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost; or tell the other ranks that it is this one."""
         self._failed = True
+        if isinstance(self._launcher, NotebookLauncher):
+            self._launcher.give_back_callbacks()
         if self._heartbeats is not None:
             self._heartbeats.answer(exception)
 

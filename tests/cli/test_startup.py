@@ -86,10 +86,10 @@ print((brought, "npu" in AcceleratorRegistry,
     rooms = {name.split(".")[1] for name in brought if "." in name}
     assert rooms == {"accelerators", "registration", "runtime", "startup"}
     assert npu
-    assert made.pop("hyscale") == ("HyScaleStrategy", "")
+    assert made.pop("hyscale") == ("HyScaleStrategy", "popen")
     assert made == {
         name: ("AscendHybridParallelStrategy", method)
-        for name, method in zip(names[1:], ("popen", "spawn", "fork", "fork"), strict=True)
+        for name, method in zip(names[1:], ("popen", "spawn", "fork", "spawn"), strict=True)
     }
 
 

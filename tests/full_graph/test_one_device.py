@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GIN
 
-from lightning_gnn.full_graph import strategy as ascend_hybrid
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.graph.hybrid_plan import PlanSettings
@@ -55,12 +54,10 @@ def test_dropout_follows_the_seed_alone():
     assert not torch.allclose(runs[0], runs[2])
 
 
-@pytest.mark.parametrize("name", ["ascend_hybrid", "ascend_hybrid_notebook", "ascend_hybrid_fork"])
-def test_several_processes_from_a_notebook_are_refused_and_one_is_not(name, monkeypatch):
-    monkeypatch.setattr(ascend_hybrid, "_IS_INTERACTIVE", True)
-    with pytest.raises(ValueError, match="2 processes cannot be started from a notebook"):
-        trainer_of(name, 2)
-    assert trainer_of(name, 1).strategy.launcher is None
+def test_several_processes_by_fork_are_refused_and_one_is_not():
+    with pytest.raises(ValueError, match="2 processes cannot be started by fork"):
+        trainer_of("ascend_hybrid_fork", 2)
+    assert trainer_of("ascend_hybrid_fork", 1).strategy.launcher is None
 
 
 def test_mini_batches_are_refused():

@@ -1,0 +1,90 @@
+"""Tensors that are mapped from files: which part of which file, and how another process maps it too."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LEAST = 1 << 20
+"""Smaller memory, in bytes, is not looked for."""
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+# What has been written to a private mapping is anonymous: no file has it.
+_REGION = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part of a file.
+
+    Args:
+        path: Of the file.
+        offset: Where it begins, in bytes.
+        size: Bytes.
+    """
+
+    path: str
+    offset: int
+    size: int
+
+    def map(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], first: int) -> Tensor:
+        """Map it copy-on-write: pages come in as they are touched, and writes never reach the file.
+
+        Args:
+            dtype: Of the tensor.
+            shape: Of the tensor.
+            stride: Of the tensor.
+            first: Elements of the part before the tensor's first one.
+        """
+        begin = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(
+                file.fileno(),
+                self.offset - begin + self.size,
+                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=begin,
+            )
+        part = torch.frombuffer(mapped, dtype=dtype, offset=self.offset - begin, count=self.size // dtype.itemsize)
+        return part.as_strided(shape, stride, first)
+
+
+class MappedFiles:
+    """The files that this process has mapped, without what it has changed. Elsewhere than on Linux, none are known."""
+
+    def __init__(self) -> None:
+        try:
+            found = _REGION.findall(Path("/proc/self/smaps").read_text(errors="surrogateescape"))
+        except OSError:
+            found = []
+        self._regions = [(*(int(number, 16) for number in row[:3]), int(row[3]), row[4]) for row in found]
+
+    def find(self, tensor: Tensor) -> FilePart | None:
+        """Return what a tensor's storage shows, or None if that is no part of a file, or was written to.
+
+        Args:
+            tensor: On the CPU.
+        """
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        offset, at, path = 0, address, ""
+        for start, end, begin, inode, name in self._regions:  # by address
+            if start <= at < end and size >= LEAST:
+                if at == address:
+                    offset, path = begin + at - start, name
+                    try:
+                        if os.stat(path).st_ino != inode:
+                            return None  # another file has its name now
+                    except OSError:
+                        return None
+                if name != path or begin - start != offset - address:
+                    return None
+                at = end
+        return FilePart(path, offset, size) if path and at >= address + size else None

@@ -1,0 +1,72 @@
+"""A tensor that shows a file is mapped from it again, and only as long as it shows what the file holds."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gnn.graph.arrays import expect_scattered_reads, load_array
+from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
+from lightning_gnn.runtime.parcels import Parcel
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "a file.npy"
+    np.save(found, np.arange(LEAST, dtype=np.float32).reshape(-1, 8))
+    return found
+
+
+def size_of(parcel):
+    with open(f"/proc/self/fd/{parcel.descriptor}", "rb") as file:
+        return file.seek(0, 2)
+
+
+def arrives(tensor):
+    """Say whether a tensor arrives as it is, from its file."""
+    parcel = Parcel()
+    parcel.pack([tensor])
+    (there,), _ = parcel.unpack()
+    there, size = there.clone(), size_of(parcel)
+    parcel.close()
+    assert torch.equal(there, tensor)
+    assert there.dtype == tensor.dtype
+    return size < LEAST
+
+
+@pytest.mark.parametrize("load", [load_array, lambda path: torch.from_numpy(np.load(path, mmap_mode="c"))])
+def test_what_shows_a_file_is_not_copied(path, load):
+    tensor = load(path)
+    assert arrives(tensor)
+    assert arrives(tensor[100:200, ::2])
+    assert arrives(tensor.t())
+    assert arrives(expect_scattered_reads(tensor))  # which the system manages as regions of their own
+    assert arrives(torch.from_numpy(tensor.numpy()))
+    assert not arrives(tensor.clone())
+    assert not arrives(tensor * 2)
+
+
+def test_writes_stay_where_they_are_made(path):
+    tensor = load_array(path)
+    parcel = Parcel()
+    parcel.pack(tensor)
+    there, _ = parcel.unpack()
+    there[0] = -1
+    assert torch.equal(load_array(path), tensor)
+    parcel.close()
+    tensor[5] = 7
+    assert not arrives(tensor)
+    assert not torch.equal(load_array(path), tensor)
+
+
+def test_a_file_that_is_another_or_gone_is_not_taken_for_it(path):
+    tensor = load_array(path)
+    path.rename(path.with_suffix(".old"))
+    assert arrives(tensor)  # by its new name
+    np.save(path, np.zeros(2 * LEAST, np.float32))
+    path.with_suffix(".old").unlink()
+    assert not arrives(tensor)
+
+
+def test_small_arrays_and_those_in_memory_are_not_looked_for():
+    assert MappedFiles().find(torch.zeros(LEAST)) is None
+    assert MappedFiles().find(torch.zeros(3)) is None
