@@ -49,7 +49,7 @@ class SharedLog:
 
         Args:
             name: Of the step, such as ``"training_step"``.
-            seeds: What a mean counts for without a ``batch_size``.
+            seeds: What a mean counts for without a ``batch_size``; with 0, nothing that is logged counts.
         """
         self._here, self._step, self._seeds = {}, name, seeds
         try:
@@ -91,7 +91,7 @@ class SharedLog:
         numbers: list[Any] = []
         for key in self._known:
             given = self._here.get(key)
-            if given is None:
+            if given is None or not self._seeds:
                 numbers += [0.0, math.nan]
             else:
                 size = given.get("batch_size")
