@@ -5,6 +5,7 @@ python examples/hybrid.py --cpu-share 0.1 --epochs 5
 python examples/hybrid.py --static --prefetch 0
 
 Without an accelerator the CPU stands for one, so that there are two trainers. That shows how it works, not how fast.
+Each trainer is a process, which runs this script again; only the first one speaks.
 """
 
 import argparse
@@ -53,6 +54,9 @@ def main() -> None:
         callbacks=[throughput := Throughput()],
     )
     trainer.fit(module, datamodule)
+    accuracy = trainer.test(module, datamodule, verbose=False)[0]["test_acc"]
+    if not trainer.is_global_zero:
+        return
 
     print("trainers:", ", ".join(strategy.trainers.names))
     manager = strategy.balance.manager
@@ -69,7 +73,6 @@ def main() -> None:
             f"epoch {epoch}: shares {' / '.join(f'{share:.0%}' for share in shares)}, "
             f"{1e3 * done.epoch_time_s / done.batches:.1f} ms per iteration, {done.mteps:.2f} MTEPS"
         )
-    accuracy = trainer.test(module, datamodule, verbose=False)[0]["test_acc"]
     print(f"test accuracy {accuracy:.3f}")
 
 

@@ -290,7 +290,9 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def setup_environment(self) -> None:
         assert self.trainers is not None
         assert self.lightning_module is not None
-        self.balance, self.loader, self._restored, self._clock = None, None, {}, None
+        self.loader, self._restored, self._clock = None, {}, None
+        if self.lightning_module.trainer.state.fn == "fit":
+            self.balance = None  # else evaluation goes on with the shares of training
         processes = self.num_nodes * self.num_processes
         if self.world_size != processes:
             raise ValueError(
@@ -354,6 +356,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if self._log is not None:
             self._log.remove()
         self._log = SharedLog(self.lightning_module)
+        # What steps log is reduced already, without Lightning's knowing.
+        warnings.filterwarnings("ignore", r"It is recommended to use .self\.log\(.*sync_dist=True")
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
