@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -119,6 +121,44 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(load):
     )
 
 
+def test_intervals_of_ratios_hold_the_true_one_in_19_of_20_runs(load):
+    """Five rounds of a machine that drifts, by which neither contestant may look faster; the ratio of both is 1.25."""
+    intervals, source, held = load("intervals"), random.Random(0), 0
+    for _ in range(4000):
+        drift = [source.lognormvariate(0, 1) for _ in range(5)]
+        ours, peer = ([speed * source.lognormvariate(0, 0.05) * each for each in drift] for speed in (1.25, 1.0))
+        found = intervals.ratio_of_rounds(ours, peer)
+        held += found.low <= 1.25 <= found.high
+        assert found.low <= found.ratio <= found.high
+    assert held / 4000 == pytest.approx(0.95, abs=0.011)  # three standard deviations
+
+
+def test_intervals_of_ratios_by_hand(load):
+    ratio_of_rounds = load("intervals").ratio_of_rounds
+    found = ratio_of_rounds([math.e, math.e**3], [1.0, 1.0])  # logarithms 1 and 3: t is 12.706, the standard error 1
+    assert [math.log(each) for each in found] == pytest.approx([2.0, 2 - 12.7062, 2 + 12.7062], rel=1e-4)
+    assert ratio_of_rounds([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
+    there, back = ratio_of_rounds([3.0, 5.0, 4.0], [1.0, 2.0, 1.5]), ratio_of_rounds([1.0, 2.0, 1.5], [3.0, 5.0, 4.0])
+    assert back == pytest.approx((1 / there.ratio, 1 / there.high, 1 / there.low))
+    assert ratio_of_rounds([1.0], [2.0]) is None
+    for over, under in (([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0])):
+        with pytest.raises(ValueError, match="as many, and positive"):
+            ratio_of_rounds(over, under)
+
+
+def test_rows_and_comparisons_have_intervals(load):
+    intervals, harness = load("intervals"), load("harness")
+    rows = harness.measure({"a": iter([1.0, 2.0, 4.0, 3.0]).__next__, "b": iter([1.0, 1.0, 2.0, 1.6]).__next__}, runs=3)
+    found = intervals.ratio_of_rounds([2.0, 4.0, 3.0], [1.0, 2.0, 1.6])
+    compared = harness.compare(rows, "", ["b"], ["a"], higher_is_better=False)
+    assert compared["interval"] == pytest.approx([found.low, found.high], rel=1e-3)
+    assert compared["interval"][0] < compared["ratio"] < compared["interval"][1]
+    intervals.add_ratios([*rows, {"name": "c", "missing": "not installed"}], "a", higher_is_better=False)
+    assert (rows[1]["against"], rows[1]["interval"]) == ("a", compared["interval"])
+    assert rows[1]["speedup"] == pytest.approx(found.ratio, rel=1e-3)
+    assert "speedup" not in rows[0]
+
+
 def test_what_four_stages_add_is_the_difference_of_the_rounds(load):
     found = load("hyscale").added([10.0, 20.0, 40.0], [11.0, 21.0, 38.0])
     assert found == pytest.approx({"plain_ms": 20.0, "four_stages_ms": 21.0, "added_ms": 1.0, "added": 0.05})
@@ -167,6 +207,8 @@ def test_table_has_a_line_per_comparison(load):
     content = report.table([result])
     assert "| Sampling | 30 M/s (ours) | 5 M/s (pyg-lib) | **6x** |" in content
     assert "| Other | | not installed | |" in content
+    sure = report.table([{**result, "comparisons": [{**compared, "interval": [5.4, 6.6]}]}])
+    assert "| 5 M/s (pyg-lib) | **6x** (5.4 to 6.6) |" in sure
     text = f"before\n{report.START}\nold\n{report.END}\nafter"
     assert report.replaced(text, content) == f"before\n{report.START}\n{content}\n{report.END}\nafter"
     with pytest.raises(ValueError, match="README"):
