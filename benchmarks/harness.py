@@ -71,10 +71,10 @@ class Gate:
         self._pipe = pipe
         self.rounds = rounds
 
-    def wait(self) -> None:
-        """Block until the turn begins."""
+    def wait(self) -> Any:
+        """Block until the turn begins; return what it is about."""
         self._pipe.send("ready")
-        self._pipe.recv()
+        return self._pipe.recv()
 
     def report(self, value: float) -> None:
         """Hand in the figure of this turn."""
@@ -95,19 +95,27 @@ class Isolated:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(target, spec, theirs, rounds))
         self._process.start()
+        self._started(theirs)
+
+    def _started(self, theirs: Connection) -> None:
+        """Wait until the contestant is prepared, whose end of the pipe is this."""
         theirs.close()
         self._expect_ready = True
         self._ready()
 
-    def __call__(self) -> float:
-        """Take one turn."""
-        self.begin()
+    def __call__(self, message: Any = True) -> float:
+        """Take one turn.
+
+        Args:
+            message: What the contestant's gate returns.
+        """
+        self.begin(message)
         return self.result()
 
-    def begin(self) -> None:
+    def begin(self, message: Any = True) -> None:
         """Start a turn without waiting for it."""
         self._ready()
-        self._pipe.send(True)
+        self._pipe.send(message)
 
     def result(self) -> float:
         """Wait for the end of the turn."""
@@ -130,11 +138,14 @@ class Isolated:
     def _receive(self) -> Any:
         try:
             message = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"a contestant's process ended with exit code {self._process.exitcode}") from None
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"a contestant's process ended: {self._last_words()}") from None
         if isinstance(message, dict):
             raise RuntimeError(f"a contestant failed:\n{message['failed']}")
         return message
+
+    def _last_words(self) -> str:
+        return f"exit code {self._process.exitcode}"
 
 
 def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], pipe: Connection, rounds: int) -> None:
