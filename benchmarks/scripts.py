@@ -41,6 +41,7 @@ class Script(Isolated):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[handle],
+                start_new_session=True,  # a signal to this process is not for its ranks, which see it end
                 cwd=ROOT,
             )
         try:
