@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.intervals import ratio_of_rounds, shortened
 from benchmarks.machine import MISSING
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,10 +71,10 @@ class Gate:
         self._pipe = pipe
         self.rounds = rounds
 
-    def wait(self) -> None:
-        """Block until the turn begins."""
+    def wait(self) -> Any:
+        """Block until the turn begins; return what it is about."""
         self._pipe.send("ready")
-        self._pipe.recv()
+        return self._pipe.recv()
 
     def report(self, value: float) -> None:
         """Hand in the figure of this turn."""
@@ -94,19 +95,27 @@ class Isolated:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(target, spec, theirs, rounds))
         self._process.start()
+        self._started(theirs)
+
+    def _started(self, theirs: Connection) -> None:
+        """Wait until the contestant is prepared, whose end of the pipe is this."""
         theirs.close()
         self._expect_ready = True
         self._ready()
 
-    def __call__(self) -> float:
-        """Take one turn."""
-        self.begin()
+    def __call__(self, message: Any = True) -> float:
+        """Take one turn.
+
+        Args:
+            message: What the contestant's gate returns.
+        """
+        self.begin(message)
         return self.result()
 
-    def begin(self) -> None:
+    def begin(self, message: Any = True) -> None:
         """Start a turn without waiting for it."""
         self._ready()
-        self._pipe.send(True)
+        self._pipe.send(message)
 
     def result(self) -> float:
         """Wait for the end of the turn."""
@@ -129,11 +138,14 @@ class Isolated:
     def _receive(self) -> Any:
         try:
             message = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"a contestant's process ended with exit code {self._process.exitcode}") from None
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"a contestant's process ended: {self._last_words()}") from None
         if isinstance(message, dict):
             raise RuntimeError(f"a contestant failed:\n{message['failed']}")
         return message
+
+    def _last_words(self) -> str:
+        return f"exit code {self._process.exitcode}"
 
 
 def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], pipe: Connection, rounds: int) -> None:
@@ -211,7 +223,8 @@ def compare(
             differences although the machine gets slower and faster.
 
     Returns:
-        The names, the medians and ``ratio``, above 1 where ours is faster; ``missing`` where a side did not run.
+        The names, the medians and ``ratio``, above 1 where ours is faster, with ``interval``, between what the mean of
+        the rounds' ratios lies with 95 % confidence, where there are two rounds; ``missing`` where a side did not run.
     """
     best = max if higher_is_better else min
     sides = []
@@ -225,23 +238,30 @@ def compare(
     left, right = sides[0]["median"], sides[1]["median"]
     rounds = list(zip(sides[0]["values"], sides[1]["values"], strict=True)) if by_rounds else [(left, right)]
     ratio = _rounded(statistics.median(mine / other if higher_is_better else other / mine for mine, other in rounds))
-    return {**result, "ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
+    result |= {"ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
+    values = [side["values"] for side in (sides if higher_is_better else reversed(sides))]
+    sure = ratio_of_rounds(*values)
+    return result if sure is None else {**result, "interval": [shortened(sure.low), shortened(sure.high)]}
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return shortened(value) if isinstance(value, float) else value
 
 
 def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
     """Print a result as tables and write it as JSON, if there is a file to write to."""
     console = Console()
     table = Table("contestant", "median", "min", "max", title=f"{result['title']} [{result['unit']}]")
+    if any("speedup" in row for row in result["rows"]):
+        table.add_column("times as fast [95 %]")
     for row in result["rows"]:
         figures = (
             [row["missing"], "", ""] if "missing" in row else [f"{row[key]:g}" for key in ("median", "min", "max")]
         )
+        if "speedup" in row:
+            figures.append("{:.3g} \\[{:.3g} to {:.3g}]".format(row["speedup"], *row["interval"]))
         table.add_row(row["name"], *figures)
     console.print(table)
     if result["machine"]["load_before"] > 0.5 * result["machine"]["cores"]:
@@ -259,7 +279,8 @@ def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
 def _verdict(comparison: dict[str, Any]) -> str:
     if "missing" in comparison:
         return comparison["missing"]
-    text = f"{comparison['ratio']:g} times as fast ({comparison['ours']} against {comparison['peer']})"
+    sure = " [{:g} to {:g}]".format(*comparison["interval"]) if "interval" in comparison else ""
+    text = f"{comparison['ratio']:g} times as fast{sure} ({comparison['ours']} against {comparison['peer']})"
     if comparison["target"] is not None:
         reached = "reached" if comparison["ratio"] >= comparison["target"] else "MISSED"
         text += f", target {comparison['target']:g}: {reached}"

@@ -1,24 +1,35 @@
-"""Hybrid training against the accelerator alone: the paper's figure 11, the performance model, the pipeline's cost.
+"""Hybrid training against the accelerator alone: the paper's figure 11, and what a sceptic would ask besides.
 
-For each speed of the accelerator, relative to the CPU trainer: the accelerator alone (PyG's NeighborLoader under a
-plain Trainer, and this package's loader and strategy without CPU trainers), the hybrid with the performance model's
-mapping, with the resource manager on top, and with two-stage prefetching on top. Three-layer GraphSAGE, fanouts 15, 10
-and 5. The figure is milliseconds per iteration of an epoch, the filling of the pipeline included, after epochs that do
-not count.
+Parts, of which ``--parts`` chooses some; what other parts have left in the JSON file stays there:
 
-With a GPU it is the accelerator, as fast as it is and slowed down: it waits after the forward pass, and before the
-backward pass, for a time for each seed. Without one the accelerator is simulated: its step, and its transfers, are
-waits and nothing else, since there is no core to spare for them. What is sampled and loaded for it, its part in the
-synchronisation and all that the CPU trainer does is real; its gradient is zero. So these figures show what scheduling
-gains, not how fast an accelerator is. MTEPS count the edges of all trainers' mini-batches (the paper's equation 5);
-since vertices that they share are sampled by each, milliseconds are the fairer figure.
+- ``ablation``: for each speed of the accelerator, relative to the CPU trainer: the accelerator alone (PyG's
+  NeighborLoader under a plain Trainer, and ours), the hybrid with its first mapping, with the resource manager on top
+  (as published, and ours), and with two-stage prefetching on top, which is what users get. Beside each stands what the
+  performance model predicts, with the speeds of a run on the CPU alone and with the strategy's own short measurements.
+- ``sum``: the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
+- ``disturbance``: a core is taken away in mid-run and given back, or the accelerator is slow for a while.
+- ``sweep``: shares of the CPU trainer chosen by hand, and the automatic one.
+- ``lone``: a lone trainer under the strategy against the plain Trainer.
+
+Three-layer GraphSAGE, fanouts 15, 10 and 5. The figure is milliseconds per iteration of an epoch, the filling of the
+pipeline included, after epochs that do not count. Every contestant is a script whose ranks Lightning starts, with the
+options that users have by default: ``cpu_share="auto"``, threads, and the model. Contestants take turns, epoch by
+epoch, and ratios have 95 % intervals over these rounds.
+
+With a GPU it is the accelerator, slowed down by waits. Without one the accelerator is simulated: rank 0 launches
+kernels, which holds its interpreter as launches do, and waits for them; no core does their work. Its mini-batches are
+sampled and loaded for it, pass a link that is as slow beside its steps as the paper's, and its gradient, of zero, is
+added up. The strategy is told how fast it is, since measuring a wait makes no sense; all else it measures. PyG's
+transfers, which PrefetchLoader overlaps, cost nothing where there is no device. So these figures show what scheduling
+gains, not how fast an accelerator is.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +37,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import compare, measure_isolated, parse, publish
-from benchmarks.hyscale_contestants import contestant
+from benchmarks.harness import Rows, compare, measure, parse, publish
 from benchmarks.hyscale_model import (
     calibrated,
     draw,
@@ -39,269 +49,380 @@ from benchmarks.hyscale_model import (
     with_accelerator,
     workload_of,
 )
+from benchmarks.intervals import add_ratios, ratio_of_rounds, shortened
 from benchmarks.machine import machine
+from benchmarks.scripts import Script
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import num_cores
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.work_balance import split_seeds
 
 SIZES = {
     "nodes": (200_000, 2_000),
     "edges": (4_000_000, 20_000),
     "features": (100, 16),
-    "hidden": (384, 16),
+    "hidden": (128, 16),
     "batch_size": (1024, 64),
-    "iterations": (20, 4),
-    "settle": (6, 1),
+    "iterations": (16, 4),
+    "settle": (4, 1),
 }
 FANOUTS = (15, 10, 5)
 SPEEDS = (2, 4, 8)
 """How many times as fast as the CPU trainer the slowed-down or simulated accelerator is."""
-PYG = "PyG, accelerator only"
-ALONE, ALONE_TFP = "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
-HYBRID = "ours, + two-stage prefetch"
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
+"""Of the sweep."""
+MODULE = "benchmarks.hyscale_contestants"
+PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
+STATIC, PUBLISHED, OURS, HYBRID = (
+    "ours, static hybrid",
+    "ours, + DRM as published",
+    "ours, + DRM",
+    "ours, + two-stage prefetch",
+)
 VARIANTS: dict[str, dict[str, Any]] = {
-    PYG: {"library": "pyg", "trainer": "plain", "prefetch": 1},
-    ALONE: {"cpu_trainers": 0, "prefetch": 1},
-    ALONE_TFP: {"cpu_trainers": 0, "prefetch": 2},
-    "ours, static hybrid": {"cpu_trainers": 1, "prefetch": 1},
-    "ours, + DRM": {"cpu_trainers": 1, "prefetch": 1, "drm": True},
-    HYBRID: {"cpu_trainers": 1, "prefetch": 2, "drm": True},
+    PYG: {"library": "pyg", "trainer": "plain"},
+    ALONE: {"options": {"cpu_trainers": 0, "prefetch": 1}},
+    ALONE_TFP: {"options": {"cpu_trainers": 0}},
+    STATIC: {"options": {"drm": False, "prefetch": 1}},
+    PUBLISHED: {"options": {"drm": "paper", "prefetch": 1}},
+    OURS: {"options": {"prefetch": 1}},
+    HYBRID: {"options": {}},
 }
-SAMPLING = "ours, + sampling on the accelerator"
-ON_GPU = {SAMPLING: {"cpu_trainers": 1, "prefetch": 2, "drm": True, "accelerator_sampling": "auto"}}
-"""What a simulated accelerator cannot do."""
-LONG_STEP = 0.035
-"""Seconds that a step on the GPU is made to last, for the cost of the pipeline on steps of at least 30 ms."""
-MORE_RUNS = 3
-"""Times as many rounds count for the cost of the pipeline, which is smaller than the differences of a few."""
 Notes = dict[str, dict[str, Any]]
+Found = dict[str, Any]
+"""Of a part: ``rows`` and ``comparisons``, as they are published, and figures of its own."""
 
 
-def run(specs: dict[str, dict[str, Any] | None], runs: int) -> tuple[list[dict[str, Any]], Notes]:
-    """Measure contestants; returns their rows, and their notes by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / f"{number}.json" for number, name in enumerate(specs)}
-        rows = measure_isolated(
-            contestant, {name: spec and {**spec, "notes": str(files[name])} for name, spec in specs.items()}, runs
-        )
-        notes = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    return rows, notes
+def able(spec: dict[str, Any]) -> bool:
+    """Tell whether a contestant can run here."""
+    if spec["library"] == "pyg":
+        return peers.can_sample()
+    if spec["options"].get("drm") != "paper":
+        return True
+    try:
+        HyScaleStrategy(drm="paper")
+    except ValueError:
+        return False
+    return True
 
 
-def default_threads(cores: int) -> tuple[int, int, int]:
-    """Return CPU threads of Sampling, Feature Loading and the CPU trainer."""
-    few = max(1, cores // 8)
-    return few, few, max(1, cores - 2 * few)
-
-
-def calibrate(common: dict[str, Any]) -> Notes:
-    """Train on the CPU alone, and on the GPU alone where there is one; return what was noted."""
-    shared = {**common, "trainer": "hyscale", "library": "ours", "prefetch": 2, "settle": 1}
-    specs = {"CPU": {**shared, "accelerator": False, "cpu_trainers": 1, "describe": True}}
-    if common["device"] == "cuda":
-        specs["GPU"] = {**shared, "accelerator": True, "cpu_trainers": 0}
-    return {what: run({what: spec}, 1)[1][what] for what, spec in specs.items()}
-
-
-def speeds(notes: Notes, seeds: int, link: float | None) -> dict[str, dict[str, float]]:
-    """Return the accelerators to measure: how fast they are, and how long they and their links wait.
+def compete(
+    common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
+) -> list[tuple[Rows, Notes]]:
+    """Let contestants take turns, in one fit after the other; return the rows and notes of each fit.
 
     Args:
-        notes: Of :func:`calibrate`.
-        seeds: Of an iteration.
-        link: Bytes that an iteration sends to a simulated accelerator; None for a real one.
+        common: What all have alike.
+        contestants: What each has of its own; ``fits`` of all are equally many.
+        runs: Rounds that count.
+        kinds: What the turns of a round are about, if not one and the same.
     """
-    cpu = notes["CPU"]["stages"]["train_cpu"]
-    own = notes["GPU"]["stages"]["train_accelerator"] if "GPU" in notes else 0.0
-    found = {"as fast as it is": {"speed": cpu / own, "seconds_per_seed": 0.0}} if own else {}
-    for speed in SPEEDS:
-        if cpu / speed > own:
-            found[f"{speed}x the CPU trainer"] = {"speed": speed, "seconds_per_seed": (cpu / speed - own) / seeds}
-    for chosen in found.values():
-        if link is not None:
-            chosen["link"] = link / (paper_link() * cpu / chosen["speed"])
+    with tempfile.TemporaryDirectory() as name:
+        folder, scripts = Path(name), {}
+        notes = {name: folder / f"notes {number}" for number, name in enumerate(contestants)}
+        try:
+            for number, (name, own) in enumerate(contestants.items()):
+                spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
+                spec["runs"] = len(kinds) * (runs + 1) - 1
+                spec["fits"] = [
+                    {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
+                ]
+                count = len(spec["fits"])
+                scripts[name] = Script(MODULE, spec, folder, str(number)) if able(spec) else None
+            found = []
+            for index in range(count):
+                turns: dict[str, Callable[[], float] | None] = {}
+                for name, script in scripts.items():
+                    for kind in kinds:
+                        label = name if kind is None else f"{name}, {kind}"
+                        turns[label] = None if script is None else partial(script, True if kind is None else kind)
+                rows = measure(turns, runs)
+                for script in scripts.values():
+                    if script is not None:
+                        script.finish()
+                files = {name: Path(f"{file} {index}") for name, file in notes.items()}
+                found.append(
+                    (rows, {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
+                )
+            return found
+        finally:
+            for script in scripts.values():
+                if script is not None:
+                    script.close()
+
+
+def calibrate(common: dict[str, Any]) -> dict[str, Any]:
+    """Train on the CPU alone, with the threads that a hybrid's CPU trainer has; return what was noted."""
+    spec = {"trainer": "plain", "accelerator": False, "describe": True, "settle": 1}
+    [(_, notes)] = compete({**common, "iterations": max(4, common["iterations"] // 2)}, {"CPU": spec}, 1)
+    return notes["CPU"]
+
+
+def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> dict[str, Any]:
+    """Return what makes an accelerator so many times as fast as the CPU trainer.
+
+    Args:
+        common: Of all contestants.
+        notes: Of :func:`calibrate`.
+        speed: How many times.
+    """
+    seconds = notes["stages"]["train_cpu"] / speed
+    found: dict[str, Any] = {"speed": speed, "seconds_per_seed": seconds / sum(notes["seeds"])}
+    if common["device"] == "cpu":
+        found["link"] = transferred_bytes(workload_of(notes)) / (paper_link() * seconds)
     return found
 
 
-def figure_11(common: dict[str, Any], notes: Notes, label: str, chosen: dict[str, float], runs: int, only: str) -> Any:
-    """Measure all variants with one accelerator; returns rows, comparisons, and what the model predicted."""
-    workload, threads = workload_of(notes["CPU"]), tuple(common["threads"])
-    seeds = common["batch_size"]
-    link = chosen.get("link") or transferred_bytes(workload) / notes["GPU"]["stages"]["transfer"]
-    models = {
-        name: PerformanceModel(with_accelerator(platform, threads[2], chosen["speed"], link), workload)
-        for name, platform in (("calibrated", calibrated(notes["CPU"])), ("short", platform_of(notes["CPU"])))
-    }
-    model = models["calibrated"]
-    best = model.best_mapping(1, sum(threads))
-    alone = TaskMapping((seeds,), 0, (*threads[:2], 0))
-    specs: dict[str, dict[str, Any] | None] = {}
-    variants = VARIANTS | (ON_GPU if common["device"] == "cuda" else {})
-    for variant, options in variants.items():
-        name = f"{variant}, {label}"
-        if only not in name:
+def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+    """Measure all variants with each accelerator, and set the model's predictions beside them."""
+    speeds = SPEEDS[:1] if quick else SPEEDS
+    fits = [accelerator(common, notes, speed) for speed in speeds]
+    chosen = {name: {**spec, "fits": fits} for name, spec in VARIANTS.items() if only in name}
+    result: Found = {"rows": [], "comparisons": [], "figure_11": {}}
+    for speed, fit, (rows, noted) in zip(speeds, fits, compete(common, chosen, runs), strict=True):
+        label = f"{speed}x the CPU trainer"
+        add_ratios(rows, ALONE, higher_is_better=False)
+        result["figure_11"][label] = predictions(common, notes, fit, rows, noted)
+        what = f"Hybrid training, accelerator {label}"
+        alone = [PYG], [ALONE, ALONE_TFP], [STATIC], [OURS]
+        for ours, peers_, text in (
+            (HYBRID, alone[0], "against PyG on it alone"),
+            (HYBRID, alone[1], "against it alone"),
+            (OURS, alone[2], "what DRM gains"),
+            (PUBLISHED, alone[2], "what DRM as published gains"),
+            (HYBRID, alone[3], "what the two-stage prefetch gains"),
+        ):
+            compared = compare(rows, f"{what}, {text}", [ours], peers_, False, by_rounds=True)
+            result["comparisons"].append(named(compared, label))
+        result["rows"] += [named(row, label) for row in rows]
+    return result
+
+
+def named(row: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return a row or comparison with what it was measured with in the contestants' names."""
+    return {key: f"{row[key]}, {label}" if key in ("name", "ours", "peer", "against") else row[key] for key in row}
+
+
+def predictions(
+    common: dict[str, Any], notes: dict[str, Any], fit: dict[str, Any], rows: Rows, noted: Notes
+) -> dict[str, Any]:
+    """Return, for each hybrid variant, its mapping and how far off the model is, by both sets of speeds."""
+    found = {}
+    trainer = common["torch_threads"]
+    for row in rows:
+        name = row["name"]
+        if "median" not in row or "options" not in VARIANTS[name] or not noted.get(name, {}).get("first_shares"):
             continue
-        spec = {**common, **chosen, "trainer": "hyscale", "library": "ours", "accelerator": True, **options}
-        if "link" in chosen:
-            spec["sync_seconds"] = model.sync_time()
-        if spec.get("cpu_trainers"):
-            spec |= {"shares": best.shares, "threads": best.threads}
-        specs[name] = spec if spec["library"] == "ours" or peers.can_sample() else None
-    rows, noted = run(specs, runs)
-    medians = {row["name"]: row["median"] for row in rows if "median" in row}
-    predictions = []
-    for variant, options in variants.items():
-        name = f"{variant}, {label}"
-        if name not in medians:
-            continue
-        entry = {"name": name, "ms": medians[name], "mteps": noted[name]["edges"] / medians[name] / 1e3}
-        if "cpu_trainers" in options:
-            final = alone
-            if options["cpu_trainers"]:
-                final = TaskMapping(tuple(noted[name]["seeds"]), 1, tuple(noted[name]["threads"]))
-            entry |= {"mapping": str(final), "stages": noted[name]["stages"], "decisions": noted[name]["decisions"]}
-            for which, predicting in models.items():
-                milliseconds = 1e3 * predicted(predicting, final, options["prefetch"])
-                entry[f"predicted_ms_{which}"] = milliseconds
-                entry[f"error_{which}"] = milliseconds / medians[name] - 1
-        predictions.append(entry)
-    gain = predicted(model, alone, 2) / predicted(model, best, 2)
-    ours = [f"{variant}, {label}" for variant in (HYBRID, SAMPLING)]
-    peers_alone = [f"{ALONE}, {label}", f"{ALONE_TFP}, {label}"]
-    what, target = f"Hybrid training, accelerator {label}", max(0.98, 0.9 * gain)
-    comparisons = [
-        compare(rows, f"{what}, against it alone", ours, peers_alone, False, target),
-        compare(rows, f"{what}, against PyG on it alone", ours, [f"{PYG}, {label}"], False),
-    ]
-    found = {"mapping": str(best), "predicted_gain": gain, "variants": predictions}
-    if "ratio" in comparisons[0]:
-        found["measured_gain"] = comparisons[0]["ratio"]
-        found["reached"] = comparisons[0]["ratio"] / gain
-    return rows, comparisons, found
+        options, own = VARIANTS[name]["options"], noted[name]
+        cpu = 1 - options.get("cpu_trainers", 1) == 0
+        seeds = own["seeds"] or [stop - start for start, stop in split_seeds(common["batch_size"], own["shares"])]
+        mapping = TaskMapping(tuple(seeds), int(cpu), (*own["threads"][:2], own["threads"][2] if cpu else 0))
+        entry: dict[str, Any] = {"ms": row["median"], "mapping": str(mapping), **own}
+        platforms = {"calibrated": with_accelerator(calibrated(notes), trainer, fit["speed"], fit.get("link", 1e30))}
+        if "platform" in own:
+            platforms["not calibrated"] = platform_of(own)
+        for which, platform in platforms.items():
+            workload = workload_of(own if "workload" in own and which != "calibrated" else notes)
+            milliseconds = 1e3 * predicted(PerformanceModel(platform, workload), mapping, options.get("prefetch", 2))
+            entry[f"predicted_ms, {which}"] = shortened(milliseconds)
+            entry[f"error_percent, {which}"] = round(100 * (milliseconds / row["median"] - 1), 1)
+        found[name] = entry
+    return found
 
 
-def pipeline_cost(common: dict[str, Any], runs: int, only: str) -> tuple[list[dict[str, Any]], list[Any], Any]:
-    """Set the four stages with one trainer against the plain threaded loader, on long steps and on short ones."""
-    accelerator = common["device"] == "cuda"
-    batch, iterations = common["batch_size"], common["iterations"]
-    lengths: dict[str, dict[str, Any]] = {
-        "long steps": {"batch_size": max(1, batch // 4), "iterations": 2 * iterations},
-        "short steps": {"batch_size": max(1, batch // 256), "iterations": 16 * iterations},
-    }
-    if accelerator:
-        lengths["long steps"]["seconds_per_seed"] = LONG_STEP / lengths["long steps"]["batch_size"]
-    rows: list[dict[str, Any]] = []
-    comparisons, found = [], {}
-    for length, options in lengths.items():
-        spec = {**common, **options, "library": "ours", "accelerator": accelerator, "prefetch": 2, "settle": 1}
-        plain, stages = f"ours, plain loader, {length}", f"ours, four stages, {length}"
-        specs = {
-            plain: {**spec, "trainer": "plain"},
-            stages: {**spec, "trainer": "hyscale", "cpu_trainers": 0 if accelerator else 1},
-        }
-        more, _ = run({name: one for name, one in specs.items() if only in name}, runs)
-        rows += more
-        target = 1 / 1.03 if length == "long steps" else None
-        comparison = compare(more, f"The four-stage pipeline on {length}", [stages], [plain], False, target, True)
-        comparisons.append(comparison)
-        if "ratio" in comparison:
-            found[length] = added(*(row["values"] for name in (plain, stages) for row in more if row["name"] == name))
-    return rows, comparisons, found
+def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+    """Set the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
 
-
-def added(plain: list[float], stages: list[float]) -> dict[str, float]:
-    """Return what the four stages add to a step: medians over the rounds, in which both took turns.
-
-    Args:
-        plain: Milliseconds per step with the plain loader, of each round.
-        stages: Those with four stages.
+    Alone, each trains on the seeds that it has of an iteration when both take equally long. The accelerator's rank has
+    the first core, for sampling, loading and launching, and the CPU trainer's all others. ``free`` is a hybrid whose
+    ranks may run anywhere, as by default.
     """
-    rounds = list(zip(plain, stages, strict=True))
-    return {
-        "plain_ms": median(plain),
-        "four_stages_ms": median(stages),
-        "added_ms": median(ours - other for other, ours in rounds),
-        "added": median(ours / other for other, ours in rounds) - 1,
+    cores = sorted(range(num_cores()))
+    own = [cores[:1], cores[1:] or cores]
+    speeds = SPEEDS[:1] if quick else SPEEDS
+    fits = [accelerator(common, notes, speed) for speed in speeds]
+    split = [round(common["batch_size"] / (1 + speed)) for speed in speeds]
+    iterations = common["iterations"]
+    there, here, pinned, free = "accelerator alone", "CPU trainer alone", "hybrid on the same cores", "hybrid, free"
+    contestants: dict[str, dict[str, Any]] = {
+        there: {"options": {"cpu_trainers": 0}, "cores": [own[0]], "fits": []},
+        here: {"trainer": "plain", "accelerator": False, "cores": [own[1]], "fits": []},
+        pinned: {"cores": own, "fits": fits},
+        free: {"fits": fits},
     }
+    for fit, seeds in zip(fits, split, strict=True):
+        contestants[there]["fits"].append({**fit, "batch_size": common["batch_size"] - seeds})
+        contestants[here]["fits"].append({"batch_size": seeds})
+    result: Found = {"rows": [], "comparisons": [], "iterations": iterations}
+    for speed, seeds, (rows, noted) in zip(speeds, split, compete(common, contestants, runs), strict=True):
+        label = f"{speed}x the CPU trainer"
+        values = {row["name"]: row["values"] for row in rows}
+        together = [
+            (common["batch_size"] - seeds) / a + seeds / c for a, c in zip(values[there], values[here], strict=True)
+        ]
+        whole = common["batch_size"]
+        for name in (pinned, free):
+            hybrid = [whole / value for value in values[name]]
+            ratio = ratio_of_rounds(hybrid, together)
+            result["comparisons"].append(
+                {
+                    "what": f"The hybrid's rate over the sum of its trainers' alone, accelerator {label}",
+                    "target": 0.95,
+                    "ours": f"{name}, {label}",
+                    "peer": f"sum of both alone, {label}",
+                    "medians": [shortened(whole / median(hybrid)), shortened(whole / median(together))],
+                    "ratio": shortened(median(a / b for a, b in zip(hybrid, together, strict=True))),
+                    **({} if ratio is None else {"interval": [shortened(ratio.low), shortened(ratio.high)]}),
+                }
+            )
+        result["rows"] += [named(row, f"rates, {label}") for row in rows]
+        result[label] = {name: noted[name].get("seeds") for name in (pinned, free)}
+    return result
+
+
+def disturbances(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+    """Take a core away for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
+    fit = accelerator(common, notes, SPEEDS[1])
+    iterations = common["iterations"] if quick else 9 * common["iterations"]
+    ways = {STATIC: {"drm": False}, PUBLISHED: {"drm": "paper"}, OURS: {}}
+    contestants = {name: {"options": options, "fits": [fit], "settle": 1} for name, options in ways.items()}
+    kinds = ("calm", "core", "accelerator")
+    [(rows, noted)] = compete({**common, "iterations": iterations}, contestants, max(2, runs - 2), kinds)
+    values = {row["name"]: row["values"] for row in rows if "values" in row}
+    lost: dict[str, Any] = {}
+    comparisons = []
+    for kind in kinds[1:]:
+        for name in ways:
+            if f"{name}, calm" not in values:
+                continue
+            rounds = zip(values[f"{name}, {kind}"], values[f"{name}, calm"], strict=True)
+            more = [(disturbed - calm, disturbed / calm - 1) for disturbed, calm in rounds]
+            lost.setdefault(kind, {})[name] = {
+                "ms of an iteration": shortened(median(seconds for seconds, _ in more)),
+                "part": shortened(median(part for _, part in more)),
+            }
+        for name in (OURS, PUBLISHED):
+            what = f"Training while disturbed ({kind}), {name.removeprefix('ours, + ')} against a static mapping"
+            comparisons.append(compare(rows, what, [f"{name}, {kind}"], [f"{STATIC}, {kind}"], False, by_rounds=True))
+    decisions = {name: own.get("decisions") for name, own in noted.items()}
+    shown = [named(row, "disturbed") for row in rows]
+    return {"rows": shown, "comparisons": comparisons, "time lost": lost, "decisions": decisions}
+
+
+def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+    """Try shares of the CPU trainer by hand, without a manager, and the automatic pick with and without one."""
+    fit = accelerator(common, notes, SPEEDS[1])
+    automatic, managed = "cpu_share='auto'", "cpu_share='auto', + DRM"
+    shares = SHARES[2:5] if quick else SHARES
+    contestants: dict[str, dict[str, Any]] = {
+        f"cpu_share={share}": {"options": {"drm": False, "cpu_share": share}, "fits": [fit]} for share in shares
+    }
+    by_hand = list(contestants)
+    contestants |= {automatic: {"options": {"drm": False}, "fits": [fit]}, managed: {"options": {}, "fits": [fit]}}
+    [(rows, noted)] = compete(common, contestants, runs)
+    what = "cpu_share found automatically against the best by hand"
+    comparisons = [
+        compare(rows, what, [automatic], by_hand, False, 0.97, by_rounds=True),
+        compare(rows, f"{what}, with the manager", [managed], by_hand, False, 0.97, by_rounds=True),
+    ]
+    medians = {row["name"]: row["median"] for row in rows}
+    picked = {name: shortened(noted[name]["shares"][0]) for name in contestants if name in noted}
+    return {"rows": rows, "comparisons": comparisons, "picked": picked, "medians": medians}
+
+
+def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+    """Set a lone trainer under the strategy against the plain Trainer, on long steps and on short ones."""
+    batch, iterations = common["batch_size"], common["iterations"]
+    lengths = {
+        "long steps": {"batch_size": max(1, batch // 4), "iterations": 2 * iterations},
+        "short steps": {"batch_size": max(1, batch // 128), "iterations": 16 * iterations},
+    }
+    result: Found = {"rows": [], "comparisons": []}
+    for length, sizes in lengths.items():
+        plain, ours = f"plain Trainer, {length}", f"ours, lone trainer, {length}"
+        spec = {"accelerator": False, "settle": 1}
+        contestants = {plain: {**spec, "trainer": "plain"}, ours: spec}
+        [(rows, _)] = compete({**common, **sizes}, contestants, 2 * runs)
+        what = f"A lone trainer under the strategy, {length}"
+        result["comparisons"].append(compare(rows, what, [ours], [plain], False, 0.99, by_rounds=True))
+        result["rows"] += rows
+    return result
+
+
+PARTS: dict[str, Callable[..., Found]] = {
+    "ablation": ablation,
+    "sum": rates,
+    "disturbance": disturbances,
+    "sweep": sweep,
+    "lone": lone,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("hyscale", __doc__, SIZES, argv)
+    args = parse("hyscale", __doc__ or "", SIZES, argv, paths={"parts": f"some of {','.join(PARTS)} (default: all)"})
+    chosen = args.parts.split(",") if args.parts else list(PARTS)
+    unknown = set(chosen) - set(PARTS)
+    if unknown:
+        raise SystemExit(f"--parts are some of {', '.join(PARTS)}, but not {', '.join(sorted(unknown))}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores, described = num_cores(), machine()
-    threads = default_threads(cores)
+    described = machine()
     common = {
         **args.sizes,
         "device": device,
         "fanouts": list(FANOUTS),
-        "threads": list(threads),
-        "torch_threads": threads[2],
-        "num_workers": max(2, threads[0] + threads[1]),
+        "torch_threads": max(1, num_cores() - 2),
+        "num_workers": 2,
     }
+    before = json.loads(args.out.read_text()) if args.parts and args.out is not None and args.out.exists() else {}
+    parts: dict[str, Found] = dict(before.get("parts", {}))
     notes = calibrate(common)
-    sent = None if device == "cuda" else transferred_bytes(workload_of(notes["CPU"]))
-    chosen = speeds(notes, args.batch_size, sent)
-    if args.quick:
-        chosen = dict(list(chosen.items())[:1])
-    rows: list[dict[str, Any]] = []
-    comparisons: list[dict[str, Any]] = []
-    ablation: dict[str, Any] = {}
-    for label, options in chosen.items():
-        more, compared, ablation[label] = figure_11(common, notes, label, options, args.runs, args.only)
-        rows, comparisons = rows + more, comparisons + compared
-    more, compared, cost = pipeline_cost(common, MORE_RUNS * args.runs, args.only)
-    rows, comparisons = rows + more, comparisons + compared
+    for part in chosen:
+        parts[part] = {"machine": described, **PARTS[part](common, notes, args.runs, args.only, args.quick)}
+    parts = {part: parts[part] for part in PARTS if part in parts}
     study = scaling(args.quick)
-    if args.out is not None:
+    if args.out is not None and "ablation" in parts:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        draw(
-            {label: speedups(found["variants"]) for label, found in ablation.items()},
-            study,
-            args.out.with_suffix(".png"),
-        )
+        draw(speedups(parts["ablation"]["rows"]), study, args.out.with_suffix(".png"))
     result = {
         "benchmark": "hyscale",
         "title": f"Hybrid training, GraphSAGE, {args.batch_size} seeds an iteration, "
         + ("the accelerator a GPU" if device == "cuda" else "the accelerator simulated"),
         "unit": "ms per iteration",
-        "settings": {**args.sizes, "fanouts": list(FANOUTS), "threads": list(threads), "runs": args.runs},
+        "settings": {**args.sizes, "fanouts": list(FANOUTS), "runs": args.runs},
         "machine": described,
-        "rows": rows,
-        "comparisons": comparisons,
-        "extra": {
-            "accelerator": "GPU; slowed down by waits" if device == "cuda" else _SIMULATED,
-            **{f"accelerator {label}": summary(found) for label, found in ablation.items()},
-            "four-stage pipeline": cost,
-        },
-        "measured_alone": {what: noted["stages"] for what, noted in notes.items()},
-        "accelerators": chosen,
-        "figure_11": ablation,
+        "rows": [row for found in parts.values() for row in found["rows"]],
+        "comparisons": [comparison for found in parts.values() for comparison in found["comparisons"]],
+        "extra": summary(parts),
+        "measured_alone": notes["stages"],
+        "parts": parts,
         "scaling": study,
     }
     return publish(result, args.out)
 
 
-def speedups(variants: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how many times as fast as our accelerator-only run each variant is."""
-    times = {entry["name"].rsplit(", ", 1)[0]: entry["ms"] for entry in variants}
-    return {name: times[ALONE] / time for name, time in times.items()} if ALONE in times else {}
+def speedups(rows: Rows) -> dict[str, dict[str, float]]:
+    """Return, by accelerator, how many times as fast as ours on it alone each variant is."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name, label = row["name"].rsplit(", ", 1)
+        if "median" in row:
+            found.setdefault(label, {})[name] = row.get("speedup", 1.0)
+    return {label: bars for label, bars in found.items() if ALONE in bars}
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one accelerator in short."""
-    figures: dict[str, Any] = {
-        name: found[name] for name in ("mapping", "predicted_gain", "measured_gain", "reached") if name in found
-    }
-    figures["mteps"] = {entry["name"].rsplit(", ", 1)[0]: round(entry["mteps"], 3) for entry in found["variants"]}
-    errors = {entry["name"].rsplit(", ", 1)[0]: entry.get("error_calibrated") for entry in found["variants"]}
-    figures["error of the prediction"] = {name: f"{error:+.1%}" for name, error in errors.items() if error is not None}
+def summary(parts: dict[str, Found]) -> dict[str, Any]:
+    """Return what is printed besides rows and comparisons."""
+    figures: dict[str, Any] = {}
+    for label, variants in parts.get("ablation", {}).get("figure_11", {}).items():
+        figures[f"errors of the prediction in percent (calibrated, not), accelerator {label}"] = {
+            name: [entry.get(f"error_percent, {which}") for which in ("calibrated", "not calibrated")]
+            for name, entry in variants.items()
+        }
+    for part, key in (("disturbance", "time lost"), ("sweep", "picked")):
+        if part in parts:
+            figures[f"{part}: {key}"] = parts[part][key]
     return figures
-
-
-_SIMULATED = (
-    "simulated: its steps and its transfers are waits without work, its gradient is zero; sampling, feature loading, "
-    "the CPU trainer and the synchronisation are real"
-)
 
 
 if __name__ == "__main__":

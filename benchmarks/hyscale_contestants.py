@@ -1,167 +1,139 @@
-"""What ``benchmarks.hyscale`` trains: a model whose accelerator can be slowed down or simulated, in several ways."""
+"""What ``benchmarks.hyscale`` trains: each contestant is this script, ``python -m … SPEC PIPE``, and its ranks."""
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
+import os
+import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median, mode
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch_geometric.data import Data
 
 from benchmarks import peers
 from benchmarks.harness import Gate
+from benchmarks.hyscale_model import with_accelerator
 from benchmarks.minibatch import make_data
-from benchmarks.timed_epochs import TimedEpochs
-from lightning_gnn.hyscale.first_mapping import describe_workload, measure_platform
-from lightning_gnn.hyscale.options import Trainers
-from lightning_gnn.hyscale.pipeline import HybridLoader
+from benchmarks.scripts import serve
+from benchmarks.simulated_accelerator import CLASSES, Disturbance, PacedClassifier, SimulatedLink
+from lightning_gnn.hyscale import first_mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.hyscale.workload import Platform
+from lightning_gnn.nn import GraphSAGE
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
-CLASSES = 32
-FORWARD = 1 / 3
-"""Part of a wait that comes in the forward pass: the backward pass has about twice the products."""
 
-
-class Stretch(torch.autograd.Function):
-    """Hands a loss on after a wait in the forward pass, and its gradient after one in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, seconds: float) -> Tensor:
-        """Wait for what the device has to do, then for a part of ``seconds``."""
-        ctx.seconds = seconds
-        if loss.device.type == "cuda":
-            torch.cuda.synchronize(loss.device)
-        time.sleep(FORWARD * seconds)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Wait for the other part."""
-        time.sleep((1 - FORWARD) * ctx.seconds)
-        return gradient, None
-
-
-class PacedClassifier(NodeClassifier):
-    """Trains as :class:`NodeClassifier` does, without logging; an accelerator takes longer by a time for each seed.
+class Turns(pl.Callback):
+    """Reports milliseconds per iteration of one epoch per turn; the first turn has the epochs before, which settle.
 
     Args:
-        model: A PyG model.
-        seconds_per_seed: The accelerator waits so long for each seed, beside what its step takes.
-        simulated: The accelerator is nothing but the wait: no core may do its work, or a CPU trainer would lose by it.
-            Its loss hangs on all parameters with a gradient of zero, which is added and sent back like another one.
-        cpu_trainers: How many of hyscale's trainers are on the CPU.
-        sync_seconds: How long an accelerator that is not alone waits besides, for gradients and parameters on the bus.
+        gate: Of rank 0.
+        iterations: Of an epoch.
+        settle: Epochs before the first that is timed.
+        disturbance: Is told what the turn is about.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        seconds_per_seed: float = 0.0,
-        simulated: bool = False,
-        cpu_trainers: int = 0,
-        sync_seconds: float = 0.0,
+    def __init__(self, gate: Gate | None, iterations: int, settle: int, disturbance: Disturbance) -> None:
+        self._gate = gate
+        self._iterations = iterations
+        self._settle = settle
+        self._disturbance = disturbance
+        self._start = 0.0
+        self.steps: list[float] = []
+        """Seconds of each step of the last epoch."""
+        self._step_start = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock where a turn begins; ranks wait for rank 0, which waits for the turn."""
+        message = None
+        if self._gate is not None and trainer.current_epoch > self._settle:
+            message = self._gate.wait()
+        message = trainer.strategy.broadcast(message)
+        self._disturbance.kind = message if isinstance(message, str) else None
+        self.steps.clear()
+        times = getattr(trainer.train_dataloader, "times", None)
+        if times is not None:
+            times.reset()
+        self._start = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        super().__init__(model, CLASSES)
-        self.sync_seconds = sync_seconds
-        self.cpu_trainers = cpu_trainers
-        self.seconds_per_seed = seconds_per_seed
-        self.simulated = simulated
+        """Time the step alone."""
+        self._step_start = time.perf_counter()
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        """Return the cross-entropy of the seeds."""
-        if threading.current_thread().name in {f"hyscale-trainer-{i}" for i in range(self.cpu_trainers)}:
-            return self._seed_loss(batch)
-        if self.simulated:
-            loss = 0.0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
-        else:
-            loss = self._seed_loss(batch)
-        seconds = self.seconds_per_seed * batch.batch_size
-        if self._trainer is not None and self.trainer.lightning_module is not self:  # a replica: there are others
-            seconds += self.sync_seconds
-        return Stretch.apply(loss, seconds) if seconds else loss
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """Time the step alone."""
+        self.steps.append(time.perf_counter() - self._step_start)
 
-    def _seed_loss(self, batch: Data) -> Tensor:
-        return F.cross_entropy(self(batch)[: batch.batch_size], batch.y[: batch.batch_size])
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report where a turn ends."""
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self._gate is not None and trainer.current_epoch >= self._settle:
+            self._gate.report((time.perf_counter() - self._start) * 1e3 / self._iterations)
 
 
-class SimulatedLink:
-    """Hands a mini-batch on after the time in which its bytes would pass a bus.
+class Linked(pl.Callback):
+    """Puts a simulated link where hybrid training transfers mini-batches to its first accelerator.
 
     Args:
         bandwidth: Bytes per second.
     """
 
     def __init__(self, bandwidth: float) -> None:
-        self.bandwidth = bandwidth
+        self._link = SimulatedLink(bandwidth)
 
-    def __call__(self, batch: Data) -> Data:
-        """Wait; nothing is moved."""
-        time.sleep((batch.x.nbytes + batch.edge_index.nbytes + batch.n_id.nbytes) / self.bandwidth)
-        return batch
-
-
-class LinkedClassifier(PacedClassifier):
-    """For the plain Trainer, which transfers between two steps: over a :class:`SimulatedLink`."""
-
-    link: SimulatedLink
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Wait for the link."""
-        return self.link(batch)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the stage Data Transfer; a CPU that stands for an accelerator has none."""
+        if trainer.global_rank == 0:
+            assert isinstance(trainer.strategy, HyScaleStrategy)
+            assert trainer.strategy.loader is not None
+            trainer.strategy.loader.transfer = self._link  # type: ignore[assignment]
 
 
-class LinkedStrategy(HyScaleStrategy):
-    """Hybrid training whose accelerators, stood for by the CPU, are behind a :class:`SimulatedLink`."""
+class KnownAccelerator:
+    """Tells the strategy's short measurements how fast the simulated accelerator is, which they cannot measure.
 
-    link: SimulatedLink
+    What they find of the CPU stays, and so do the model and all that follows from it. It notes what they found.
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Put the link where the stage Data Transfer is."""
-        loader = super().process_dataloader(dataloader)
-        if isinstance(loader, HybridLoader) and self.trainers is not None:
-            there = range(self.trainers.num_cpu, len(self.trainers.devices))
-            places: list[Any] = [self.link if i in there else None for i in range(len(self.trainers.devices))]
-            loader._transfers = places
-        return loader
+    Args:
+        speed: How many times as fast as a CPU trainer it is.
+        threads: Of that CPU trainer.
+        link: Bytes per second to it.
+    """
 
+    def __init__(self, speed: float, threads: int, link: float) -> None:
+        self._speed, self._threads, self._link = speed, threads, link
+        self._measure, self._describe = first_mapping.measure_platform, first_mapping.describe_workload
+        self.notes: dict[str, Any] = {}
 
-class Turns(TimedEpochs):
-    """Reports milliseconds per iteration of one epoch per turn, after some epochs in which the balance settles."""
+    def __enter__(self) -> KnownAccelerator:
+        """Stand in for the measurement."""
+        first_mapping.measure_platform = self._platform
+        first_mapping.describe_workload = self._workload
+        return self
 
-    def __init__(self, gate: Gate, iterations: int, settle: int) -> None:
-        super().__init__(gate, unit=1e3 / iterations)
-        self._settle = settle
-        self.edges = 0
-        """Of all mini-batches of the last epoch."""
+    def __exit__(self, *error: object) -> None:
+        """Give the measurement back."""
+        first_mapping.measure_platform, first_mapping.describe_workload = self._measure, self._describe
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the edges."""
-        self.edges += batch.num_edges
+    def _platform(self, *arguments: Any) -> Platform:
+        platform = with_accelerator(self._measure(*arguments), self._threads, self._speed, self._link)
+        self.notes["platform"] = asdict(platform)
+        return platform
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock where a turn begins."""
-        self.edges = 0
-        if trainer.current_epoch >= self._settle:
-            super().on_train_epoch_start(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report where a turn ends."""
-        if trainer.current_epoch >= self._settle:
-            super().on_train_epoch_end(trainer, pl_module)
+    def _workload(self, *arguments: Any) -> Any:
+        found = self._describe(*arguments)
+        self.notes["workload"] = asdict(found[0])
+        return found
 
 
 def make_strategy(spec: dict[str, Any]) -> Any:
@@ -169,85 +141,86 @@ def make_strategy(spec: dict[str, Any]) -> Any:
     if spec["trainer"] == "plain":
         return "auto"
     simulated = spec["accelerator"] and spec["device"] == "cpu"
-    options = {
-        "cpu_trainers": spec["cpu_trainers"],
-        "drm": spec.get("drm", False),
-        "prefetch": spec["prefetch"],
-        "shares": spec.get("shares"),
-        "threads": spec["threads"],
-        "accelerator_sampling": spec.get("accelerator_sampling", 0.0),
-        "devices": ["cpu"] if simulated else None,
-    }
-    if not spec.get("link"):
-        return HyScaleStrategy(**options)
-    strategy = LinkedStrategy(**options)
-    strategy.link = SimulatedLink(spec["link"])
-    return strategy
+    # No rank may take another's turn for a stall.
+    return HyScaleStrategy(devices=["cpu"] if simulated else None, stall_timeout=3600, **spec["options"])
 
 
-def make(spec: dict[str, Any]) -> tuple[PacedClassifier, dict[str, Any]]:
-    """Return the model and what ``Trainer.fit`` gets beside it."""
-    pl.seed_everything(0, verbose=False)
-    data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
-    seeds = torch.randperm(spec["nodes"])[: spec["iterations"] * spec["batch_size"]]
-    model = GraphSAGE(spec["features"], spec["hidden"], len(spec["fanouts"]), CLASSES)
-    kind = LinkedClassifier if spec["trainer"] == "plain" and spec.get("link") else PacedClassifier
-    module = kind(
-        model,
-        seconds_per_seed=spec.get("seconds_per_seed", 0.0),
-        simulated=spec["accelerator"] and spec["device"] == "cpu",
-        cpu_trainers=spec.get("cpu_trainers", 0),
-        sync_seconds=spec.get("sync_seconds", 0.0),
-    )
-    if isinstance(module, LinkedClassifier):
-        module.link = SimulatedLink(spec["link"])
+def make_source(spec: dict[str, Any], data: Data) -> dict[str, Any]:
+    """Return what ``Trainer.fit`` gets beside the model."""
+    generator = torch.Generator().manual_seed(1)
+    seeds = torch.randperm(spec["nodes"], generator=generator)[: spec["iterations"] * spec["batch_size"]]
     kwargs: dict[str, Any] = {
         "num_neighbors": spec["fanouts"],
         "batch_size": spec["batch_size"],
         "num_workers": spec["num_workers"],
-        "pin_memory": spec["trainer"] == "plain" and spec["device"] != "cpu",
     }
     if spec["library"] == "ours":
-        return module, {"datamodule": NeighborDataModule(data, seeds, seed=0, **kwargs)}
+        return {"datamodule": NeighborDataModule(data, seeds, seed=0, **kwargs)}
     kwargs["persistent_workers"] = spec["num_workers"] > 0
-    return module, {"train_dataloaders": peers.neighbor_loader(data, input_nodes=seeds, shuffle=True, **kwargs)}
+    loader = peers.neighbor_loader(data, input_nodes=seeds, shuffle=True, **kwargs)
+    if spec["device"] == "cuda":
+        from torch_geometric.loader import PrefetchLoader
+
+        loader = PrefetchLoader(loader, torch.device("cuda"))
+    return {"train_dataloaders": loader}
 
 
-def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Train for as many epochs as there are rounds, then note what was decided and what the stages took."""
+def train(spec: dict[str, Any], gate: Gate | None) -> None:
+    """Train one fit after the other, each from its first turn on."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
+    for fit in spec["fits"]:
+        if gate is not None:
+            gate.wait()
+        train_once({**spec, **fit}, data, gate)
+
+
+def train_once(spec: dict[str, Any], data: Data, gate: Gate | None) -> None:
+    """Train for as many epochs as there are rounds, then note what was decided and what the stages took."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if "cores" in spec:  # of each rank, in the order of ranks
+        os.sched_setaffinity(0, spec["cores"][rank])
     torch.set_num_threads(spec["torch_threads"])
-    module, source = make(spec)
-    strategy = make_strategy(spec)
-    turns = Turns(gate, spec["iterations"], spec["settle"])
-    on_gpu = spec["accelerator"] and spec["device"] == "cuda"
+    pl.seed_everything(0, verbose=False)
+    model = GraphSAGE(spec["features"], spec["hidden"], len(spec["fanouts"]), CLASSES)
+    simulated = spec["accelerator"] and spec["device"] == "cpu"
+    module = PacedClassifier(model, spec["accelerator"], spec.get("seconds_per_seed", 0.0), simulated)
+    source, strategy = make_source(spec, data), make_strategy(spec)
+    disturbance = Disturbance(spec["iterations"])
+    turns = Turns(gate, spec["iterations"], spec["settle"], disturbance)
+    hybrid = isinstance(strategy, HyScaleStrategy)
+    linked = [Linked(spec["link"])] if hybrid and simulated and spec.get("link") else []
     trainer = pl.Trainer(
-        accelerator="gpu" if on_gpu else "cpu",
+        accelerator="gpu" if spec["accelerator"] and not simulated else "cpu",
         devices=1,
         strategy=strategy,
-        max_epochs=spec["settle"] + gate.rounds,
+        max_epochs=spec["settle"] + 1 + spec["runs"],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        callbacks=[turns],
+        callbacks=[disturbance, turns, *linked],
     )
-    trainer.fit(module, **source)
-    notes: dict[str, Any] = {"edges": turns.edges / spec["iterations"]}
-    if isinstance(strategy, HyScaleStrategy):
-        notes |= noted(strategy, spec["iterations"])
-    if spec.get("describe"):
-        notes |= described(source["datamodule"], module, spec)
+    with KnownAccelerator(spec.get("speed", 1.0), spec["torch_threads"], spec.get("link") or float("inf")) as known:
+        trainer.fit(module, **source)
+        if rank:
+            return
+        notes: dict[str, Any] = dict(known.notes)
+        if isinstance(strategy, HyScaleStrategy):
+            notes |= noted(strategy, spec["iterations"])
+        if spec.get("describe"):
+            notes |= described(source["datamodule"], module, turns, spec)
     Path(spec["notes"]).write_text(json.dumps(notes))
 
 
 def noted(strategy: HyScaleStrategy, iterations: int) -> dict[str, Any]:
-    """Return the usual mapping of the last epoch, all decisions, and the medians of its stage times in seconds."""
+    """Return the mapping at the start and at the end, all decisions, and medians of the last epoch's stage times."""
     balance = strategy.balance
-    assert balance is not None
+    if balance is None:
+        return {}
     last = [times.to_dict() for times, _ in list(balance.history)[-iterations:]]
     stages = {
         stage: median(seconds)
@@ -257,19 +230,39 @@ def noted(strategy: HyScaleStrategy, iterations: int) -> dict[str, Any]:
     for stage in ("train_cpu", "train_accelerator"):
         if seconds := [times[stage][0] for times in last if times[stage] and times[stage][0]]:
             stages[stage] = median(seconds)
-    decisions = [] if balance.manager is None else list(balance.manager.log)
+    shares = [share / sum(balance.shares) for share in balance.shares]
+    seeds = list(mode(tuple(times["seeds"]) for times in last)) if last else None
     return {
         "stages": stages,
-        "seeds": list(mode(tuple(times["seeds"]) for times in last)),
+        "first_shares": list(balance.first.shares),
+        "shares": shares,
+        "seeds": seeds,
         "threads": list(balance.threads),
-        "decisions": [str(decision) for decision in decisions],
+        "decisions": [] if balance.manager is None else [str(decision) for decision in balance.manager.log],
     }
 
 
-def described(datamodule: NeighborDataModule, module: pl.LightningModule, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the workload and the platform as the strategy itself would describe them by short measurements."""
-    workload, sampled_per_s = describe_workload(datamodule.train_dataloader(), module, spec["batch_size"])
-    assert workload is not None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    platform = measure_platform(Trainers.of(1, [device]), sampled_per_s)
-    return {"workload": asdict(workload), "platform": asdict(platform)}
+def described(
+    datamodule: NeighborDataModule, module: pl.LightningModule, turns: Turns, spec: dict[str, Any]
+) -> dict[str, Any]:
+    """Return workload, platform by the strategy's short measurements, and what a plain Trainer's stages took."""
+    assert datamodule.trainer is not None
+    loader = datamodule.trainer.train_dataloader
+    times = loader.times
+    workload, sampled_per_s = first_mapping.describe_workload(loader, module, spec["batch_size"])
+    platform = first_mapping.measure_platform(first_mapping.Trainers.of(1, [torch.device("cpu")]), sampled_per_s)
+    return {
+        "stages": {
+            "sample_cpu": times.sampling_s / times.batches,
+            "load": times.features_s / times.batches,
+            "train_cpu": median(turns.steps),
+        },
+        "workload": asdict(workload),
+        "platform": asdict(replace(platform, pcie_bandwidth=1.0)),
+        "seeds": [spec["batch_size"]],
+        "threads": [1, 1, spec["torch_threads"]],
+    }
+
+
+if __name__ == "__main__":
+    serve(train, sys.argv[1:])

@@ -119,12 +119,15 @@ def predicted(model: PerformanceModel, mapping: TaskMapping, prefetch: int) -> f
         mapping: Who does what. Where one trainer has all seeds there is nothing to synchronise, which the paper's
             equation 9 counts all the same.
         prefetch: With 1, Feature Loading and Data Transfer are one stage.
+
+    Where there are more CPU threads than cores, these take turns.
     """
     times = model.stage_times(mapping)
     load, transfer = times.load or 0.0, times.transfer or 0.0
     sync = model.sync_time() if sum(seeds > 0 for seeds in mapping.seeds) > 1 else 0.0
     propagation = max(seconds or 0.0 for seconds in times.trainers) + sync
-    return max(times.sample_cpu or 0.0, propagation, *((load + transfer,) if prefetch == 1 else (load, transfer)))
+    stages = (load + transfer,) if prefetch == 1 else (load, transfer)
+    return max(times.sample_cpu or 0.0, propagation, model.turns_time(mapping), *stages)
 
 
 def scaling(quick: bool = False) -> dict[str, Any]:

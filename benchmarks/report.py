@@ -30,7 +30,10 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the Markdown table: one line per comparison, medians with their ratio, and what they were measured on."""
+    """Return the Markdown table: one line per comparison, medians with their ratio, and what they were measured on.
+
+    Behind a ratio stands its 95 % confidence interval, if the result has one.
+    """
     lines = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
     for result in results:
         for comparison in result["comparisons"]:
@@ -41,7 +44,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 f"{median:.3g} {result['unit']} ({comparison[side]})"
                 for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
             )
-            lines.append(f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x** |")
+            sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
+            lines.append(f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x**{sure} |")
     notes = [f"- {result['title']}: {_machine(result)}" for result in results]
     return "\n".join([*lines, "", *notes])
 

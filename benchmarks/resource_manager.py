@@ -20,7 +20,8 @@ from benchmarks.harness import parse
 from benchmarks.machine import machine
 from lightning_gnn.hyscale import estimates, resources
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager, find_remedy
+from lightning_gnn.hyscale.published import PublishedResourceManager
+from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
 from tests.hyscale.closed_loop import Node
 
 BATCH, LAG, NOISE = 1024, 2, 0.1
@@ -186,34 +187,6 @@ class Static:
         """Change nothing."""
 
 
-class AsPublished(Static):
-    """Algorithm 1 to the letter, after each iteration by its times alone: a sixteenth of the work, or one thread."""
-
-    def observe(self, times: IterationTimes) -> None:
-        """Ease the slowest stage by one step."""
-        mapping, stages = self.mapping, times.stages()
-        remedy = find_remedy(stages)
-        if remedy.kind == "balance_thread":
-            tasks = ("sample_cpu", "load", "train_cpu")
-            threads = list(mapping.threads)
-            if threads[tasks.index(remedy.first)] > 1:
-                threads[tasks.index(remedy.first)] -= 1
-                threads[tasks.index(remedy.second)] += 1
-            self.mapping = replace(mapping, threads=(threads[0], threads[1], threads[2]))
-        elif remedy.first == "sample_cpu":
-            step = 1 / 16 if remedy.bottleneck == "sample_cpu" else -1 / 16
-            share = min(max(mapping.accelerator_sampling + step, 0.01), 0.99)
-            self.mapping = replace(mapping, accelerator_sampling=share)
-        elif remedy.kind == "balance_work":
-            source = max((i for i, n in enumerate(mapping.seeds) if n), key=lambda i: times.trainers[i] or 0.0)
-            to = min(range(len(mapping.seeds)), key=lambda i: times.trainers[i] or 0.0)
-            seeds = list(mapping.seeds)
-            moved = min(BATCH // 16, seeds[source] - 1)
-            seeds[source] -= moved
-            seeds[to] += moved
-            self.mapping = replace(mapping, seeds=tuple(seeds))
-
-
 def _damped(**damping: Any) -> Callable[[TaskMapping], Manager]:
     return lambda mapping: DynamicResourceManager(mapping, damping=Damping(**damping))
 
@@ -235,7 +208,7 @@ THREADS = resources.balance_thread
 REMEDIES = DynamicResourceManager._remedies
 WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any]]]] = {
     "no manager": (Static, []),
-    "algorithm 1 as published": (AsPublished, []),
+    "algorithm 1 as published": (PublishedResourceManager, []),
     "ours": (DynamicResourceManager, []),
     "ours, no change of speed is told": (DynamicResourceManager, [(estimates, "ALARM", float("inf"))]),
     "ours, the last 20 measurements": (_damped(history=20), []),

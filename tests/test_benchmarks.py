@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -26,7 +28,8 @@ SMALL = {
     "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
                          "--out-features", "8", "--only", "ours, forward, 1"],
     "full_graph": ["--hidden", "8", "--shrink", "200", "--only", "ours, GCN, PubMed"],
-    "hyscale": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--only", "static hybrid"],
+    "hyscale": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--parts", "ablation",
+                "--only", "static hybrid"],
     "collective": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "12",
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
 }  # fmt: skip
@@ -119,9 +122,42 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(load):
     )
 
 
-def test_what_four_stages_add_is_the_difference_of_the_rounds(load):
-    found = load("hyscale").added([10.0, 20.0, 40.0], [11.0, 21.0, 38.0])
-    assert found == pytest.approx({"plain_ms": 20.0, "four_stages_ms": 21.0, "added_ms": 1.0, "added": 0.05})
+def test_intervals_of_ratios_hold_the_true_one_in_19_of_20_runs(load):
+    """Five rounds of a machine that drifts, by which neither contestant may look faster; the ratio of both is 1.25."""
+    intervals, source, held = load("intervals"), random.Random(0), 0
+    for _ in range(4000):
+        drift = [source.lognormvariate(0, 1) for _ in range(5)]
+        ours, peer = ([speed * source.lognormvariate(0, 0.05) * each for each in drift] for speed in (1.25, 1.0))
+        found = intervals.ratio_of_rounds(ours, peer)
+        held += found.low <= 1.25 <= found.high
+        assert found.low <= found.ratio <= found.high
+    assert held / 4000 == pytest.approx(0.95, abs=0.011)  # three standard deviations
+
+
+def test_intervals_of_ratios_by_hand(load):
+    ratio_of_rounds = load("intervals").ratio_of_rounds
+    found = ratio_of_rounds([math.e, math.e**3], [1.0, 1.0])  # logarithms 1 and 3: t is 12.706, the standard error 1
+    assert [math.log(each) for each in found] == pytest.approx([2.0, 2 - 12.7062, 2 + 12.7062], rel=1e-4)
+    assert ratio_of_rounds([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
+    there, back = ratio_of_rounds([3.0, 5.0, 4.0], [1.0, 2.0, 1.5]), ratio_of_rounds([1.0, 2.0, 1.5], [3.0, 5.0, 4.0])
+    assert back == pytest.approx((1 / there.ratio, 1 / there.high, 1 / there.low))
+    assert ratio_of_rounds([1.0], [2.0]) is None
+    for over, under in (([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0])):
+        with pytest.raises(ValueError, match="as many, and positive"):
+            ratio_of_rounds(over, under)
+
+
+def test_rows_and_comparisons_have_intervals(load):
+    intervals, harness = load("intervals"), load("harness")
+    rows = harness.measure({"a": iter([1.0, 2.0, 4.0, 3.0]).__next__, "b": iter([1.0, 1.0, 2.0, 1.6]).__next__}, runs=3)
+    found = intervals.ratio_of_rounds([2.0, 4.0, 3.0], [1.0, 2.0, 1.6])
+    compared = harness.compare(rows, "", ["b"], ["a"], higher_is_better=False)
+    assert compared["interval"] == pytest.approx([found.low, found.high], rel=1e-3)
+    assert compared["interval"][0] < compared["ratio"] < compared["interval"][1]
+    intervals.add_ratios([*rows, {"name": "c", "missing": "not installed"}], "a", higher_is_better=False)
+    assert (rows[1]["against"], rows[1]["interval"]) == ("a", compared["interval"])
+    assert rows[1]["speedup"] == pytest.approx(found.ratio, rel=1e-3)
+    assert "speedup" not in rows[0]
 
 
 def _fail(spec, gate):
@@ -167,6 +203,8 @@ def test_table_has_a_line_per_comparison(load):
     content = report.table([result])
     assert "| Sampling | 30 M/s (ours) | 5 M/s (pyg-lib) | **6x** |" in content
     assert "| Other | | not installed | |" in content
+    sure = report.table([{**result, "comparisons": [{**compared, "interval": [5.4, 6.6]}]}])
+    assert "| 5 M/s (pyg-lib) | **6x** (5.4 to 6.6) |" in sure
     text = f"before\n{report.START}\nold\n{report.END}\nafter"
     assert report.replaced(text, content) == f"before\n{report.START}\n{content}\n{report.END}\nafter"
     with pytest.raises(ValueError, match="README"):
@@ -238,56 +276,165 @@ def test_the_performance_model_of_the_hybrid_benchmark_repeats_what_was_measured
     assert benchmark.predicted(model, alone, 2) == pytest.approx(max(seconds / 4, there.transfer, 0.02))
 
 
-def test_the_hybrid_benchmark_waits_for_its_accelerator_and_changes_no_gradient(load, monkeypatch):
-    benchmark, waits = load("hyscale_contestants"), []
-    monkeypatch.setattr(benchmark.time, "sleep", waits.append)
-    batch = benchmark.Data(
+class _Ranks:
+    def __init__(self, rank):
+        self.global_rank = rank
+
+
+def _paced(load, rank, **options):
+    """Gradients of a step of the hybrid benchmark's model on one rank."""
+    simulated = load("simulated_accelerator")
+    batch = load("hyscale_contestants").Data(
         x=torch.rand(6, 4), y=torch.arange(6), edge_index=torch.tensor([[3, 4, 5], [0, 1, 2]]), batch_size=3
     )
+    torch.manual_seed(0)
+    module = simulated.PacedClassifier(load("hyscale_contestants").GraphSAGE(4, 8, 2, simulated.CLASSES), **options)
+    module._trainer = _Ranks(rank)
+    module.training_step(batch, 0).backward()
+    return [parameter.grad for parameter in module.parameters()]
 
-    def gradients(**options):
-        torch.manual_seed(0)
-        module = benchmark.PacedClassifier(benchmark.GraphSAGE(4, 8, 2, benchmark.CLASSES), **options)
-        module.training_step(batch, 0).backward()
-        return [parameter.grad for parameter in module.parameters()]
 
-    plain = gradients()
-    assert not waits
-    slowed = gradients(seconds_per_seed=0.02)
-    assert waits == pytest.approx([0.02, 0.04])
-    assert all(torch.equal(one, other) for one, other in zip(plain, slowed, strict=True))
+def test_the_hybrid_benchmark_waits_for_its_accelerator_and_changes_no_gradient(load, monkeypatch):
+    launches = []
+    monkeypatch.setattr(load("simulated_accelerator"), "launch", lambda *what: launches.append(what))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+
+    def gradients(rank, **options):
+        torch.set_rng_state(state)
+        return _paced(load, rank, **options)
+
+    plain = gradients(0)
     assert any(gradient.any() for gradient in plain)
-    simulated = gradients(simulated=True)
+    assert not launches
+    for rank, options in ((0, {"accelerator": True}), (1, {"accelerator": True, "simulated": True})):
+        slowed = gradients(rank, seconds_per_seed=0.02, **options)
+        assert all(torch.equal(one, other) for one, other in zip(plain, slowed, strict=True))
+    assert [kernels for kernels, _ in launches] == [
+        0,
+        0,
+    ]  # a real one launches its own; a CPU trainer waits for nothing
+    assert [seconds for _, seconds in launches] == pytest.approx([0.02, 0.04])
+    simulated = gradients(0, accelerator=True, simulated=True, seconds_per_seed=0.02)
     assert all(gradient is not None and not gradient.any() for gradient in simulated)
+    assert sum(kernels for kernels, _ in launches) == load("simulated_accelerator").KERNELS
+    assert sum(seconds for _, seconds in launches[2:]) == pytest.approx(0.06)
 
 
-def test_the_accelerator_of_the_hybrid_benchmark_waits_and_its_cpu_trainer_works(load, monkeypatch):
-    benchmark, waits, works = load("hyscale_contestants"), {}, set()
-    seed_loss = benchmark.PacedClassifier._seed_loss
+def test_launches_hold_the_interpreter_and_waits_release_it(load, monkeypatch):
+    simulated, now, waits = load("simulated_accelerator"), [0.0], []
 
-    def wait(seconds):
-        name = threading.current_thread().name
-        waits[name] = waits.get(name, 0.0) + seconds
+    def clock():
+        now[0] += 1e-6  # each look takes a microsecond
+        return now[0]
 
-    def work(module, batch):
-        works.add(threading.current_thread().name)
-        return seed_loss(module, batch)
+    monkeypatch.setattr(simulated.time, "perf_counter", clock)
+    monkeypatch.setattr(simulated.time, "sleep", waits.append)
+    simulated.launch(100, 0.01)
+    assert now[0] == pytest.approx(100 * simulated.LAUNCH, rel=0.02)
+    assert waits == pytest.approx([0.01 - 100 * simulated.LAUNCH], rel=0.02)
+    simulated.launch(100, 0.0005)  # the device is done before the host
+    assert len(waits) == 1
 
-    monkeypatch.setattr(benchmark.time, "sleep", wait)
-    monkeypatch.setattr(benchmark.PacedClassifier, "_seed_loss", work)
-    spec = {"nodes": 300, "edges": 2000, "features": 4, "hidden": 8, "fanouts": [3, 2], "batch_size": 20,
-            "iterations": 4, "num_workers": 1, "device": "cpu", "accelerator": True, "seconds_per_seed": 0.5,
-            "link": 1e6, "sync_seconds": 0.25, "cpu_trainers": 1, "prefetch": 2, "shares": [0.4, 0.6],
-            "threads": [1, 1, 1], "library": "ours", "trainer": "hyscale"}  # fmt: skip
-    module, source = benchmark.make(spec)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
-    trainer = benchmark.pl.Trainer(
-        accelerator="cpu", max_epochs=1, strategy=benchmark.make_strategy(spec), enable_model_summary=False, **options
-    )
-    trainer.fit(module, **source)
-    assert works == {"hyscale-trainer-0"}
-    assert set(waits) == {"hyscale-trainer-1", "hybrid-transfer-0"}
-    assert waits["hyscale-trainer-1"] == pytest.approx(4 * (12 * 0.5 + 0.25))
+
+def test_a_core_is_taken_away_and_given_back(load):
+    simulated = load("simulated_accelerator")
+    disturbance, module = simulated.Disturbance(6), simulated.PacedClassifier(torch.nn.Identity())
+    for kind, rank in (("core", 0), ("core", 1), ("accelerator", 0), (None, 0)):
+        disturbance.kind, seen = kind, []
+        for index in range(6):
+            disturbance.on_train_batch_start(_Ranks(rank), module, None, index)
+            burner = disturbance._burner
+            seen.append((burner is not None and burner.poll() is None, module.slowness))
+        disturbed = [index in (2, 3) and rank == 0 for index in range(6)]
+        assert [core for core, _ in seen] == [each and kind == "core" for each in disturbed]
+        assert [factor for _, factor in seen] == [2.5 if each and kind == "accelerator" else 1.0 for each in disturbed]
+
+
+def _hybrid_benchmark(load, monkeypatch, milliseconds):
+    """The hybrid benchmark with contestants that take what they are said to take, 1 % longer in each round."""
+    benchmark = load("hyscale")
+
+    def compete(common, contestants, runs, kinds=(None,)):
+        found = []
+        for index in range(len(next(iter(contestants.values())).get("fits", [{}]))):
+            rows = []
+            for name in contestants:
+                for kind in kinds:
+                    values = [milliseconds(name, kind, index) * 1.01**turn for turn in range(runs)]
+                    label = name if kind is None else f"{name}, {kind}"
+                    rows.append({"name": label, "values": values, "median": values[runs // 2], "min": min(values),
+                                 "max": max(values)})  # fmt: skip
+            hybrid = {"shares": [0.2, 0.8], "first_shares": [0.2, 0.8], "seeds": None, "decisions": []}
+            alone = {"shares": [1.0], "first_shares": [1.0], "seeds": None}
+            noted = {name: {} if name == "CPU" else alone if "only" in name else hybrid for name in contestants}
+            notes = {name: {**HYSCALE_NOTES, **own} for name, own in noted.items()}
+            found.append((rows, notes))
+        return found
+
+    monkeypatch.setattr(benchmark, "compete", compete)
+    return benchmark
+
+
+def test_the_hybrid_benchmark_compares_round_by_round_and_keeps_what_other_parts_have_left(load, monkeypatch, tmp_path):
+    def milliseconds(name, kind, index):
+        if name == "accelerator alone":
+            return 30.0
+        if name == "CPU trainer alone":
+            return 40.0
+        if name.startswith("hybrid"):
+            return 50.0
+        slower = {"core": 1.5, "accelerator": 2.0 if "static" in name else 1.25}.get(kind, 1.0)
+        return 10.0 * slower * {"cpu_share=0.15": 0.9, "cpu_share=0.2": 1.1}.get(name, 1.0)
+
+    benchmark, out = _hybrid_benchmark(load, monkeypatch, milliseconds), tmp_path / "hyscale.json"
+    sizes = ["--quick", "--batch-size", "90", "--runs", "3", "--out", str(out)]
+    first = benchmark.main([*sizes, "--parts", "sum,disturbance,sweep"])
+    rates = first["parts"]["sum"]["comparisons"][0]
+    # 60 seeds in 30 ms and 30 in 40 ms, together 2.75 per ms; the hybrid 90 in 50 ms
+    assert rates["ratio"] == pytest.approx(90 / 50 / (60 / 30 + 30 / 40), rel=1e-3)
+    assert rates["interval"] == pytest.approx([rates["ratio"]] * 2, rel=1e-3)
+    lost = first["parts"]["disturbance"]["time lost"]
+    assert lost["core"]["ours, + DRM"]["part"] == pytest.approx(0.5)
+    assert lost["accelerator"]["ours, static hybrid"]["part"] == pytest.approx(1.0)
+    assert lost["accelerator"]["ours, + DRM"]["part"] == pytest.approx(0.25)
+    gained = {each["what"]: each["ratio"] for each in first["parts"]["disturbance"]["comparisons"]}
+    assert gained["Training while disturbed (accelerator), DRM against a static mapping"] == pytest.approx(1.6)
+    swept = first["parts"]["sweep"]["comparisons"][0]
+    assert swept["peer"] == "cpu_share=0.15"
+    assert swept["ratio"] == pytest.approx(0.9)
+    assert first["parts"]["sweep"]["picked"]["cpu_share='auto'"] == 0.2
+    second = benchmark.main([*sizes, "--parts", "lone"])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(second))
+    assert list(second["parts"]) == ["sum", "disturbance", "sweep", "lone"]
+    assert second["parts"]["sum"] == first["parts"]["sum"]
+    assert len(second["rows"]) == len(first["rows"]) + 4
+    with pytest.raises(SystemExit, match="nonsense"):
+        benchmark.main(["--quick", "--parts", "nonsense"])
+
+
+def test_the_ablation_sets_predictions_beside_what_was_measured(load, monkeypatch):
+    benchmark = _hybrid_benchmark(load, monkeypatch, lambda name, kind, index: 100.0 if "only" in name else 80.0)
+    monkeypatch.setattr(benchmark, "able", lambda spec: True)
+    result = benchmark.main(["--quick", "--batch-size", "1000", "--runs", "2", "--parts", "ablation"])
+    shown = result["parts"]["ablation"]["figure_11"]["2x the CPU trainer"]
+    assert set(shown) == set(benchmark.VARIANTS) - {benchmark.PYG}
+    for entry in shown.values():
+        for which in ("calibrated", "not calibrated"):
+            error = 100 * (entry[f"predicted_ms, {which}"] / entry["ms"] - 1)
+            assert entry[f"error_percent, {which}"] == pytest.approx(error, abs=0.1)
+    ratios = {each["what"].split(", ", 2)[2]: each["ratio"] for each in result["comparisons"]}
+    assert ratios["against it alone"] == pytest.approx(1.25)
+    assert ratios["what DRM gains"] == pytest.approx(1.0)
+    row = next(row for row in result["rows"] if row["name"].startswith(benchmark.HYBRID))
+    assert (row["speedup"], row["against"]) == (1.25, f"{benchmark.ALONE}, 2x the CPU trainer")
+
+
+def test_a_script_that_fails_says_why(load, tmp_path):
+    scripts = load("scripts")
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*KeyError: 'nodes'") as error:
+        scripts.Script("benchmarks.hyscale_contestants", {}, tmp_path, "broken")
+    assert "Traceback" in str(error.value)
 
 
 @pytest.mark.slow

@@ -76,6 +76,33 @@ class TaskMapping:
         text = f"seeds {seeds}, threads {'/'.join(map(str, self.threads))}"
         return text + (f", {self.accelerator_sampling:.0%} sampled there" if self.accelerator_sampling else "")
 
+    def check(self, times: IterationTimes) -> None:
+        """Refuse times that are not for these trainers.
+
+        Raises:
+            ValueError: There are others, or as many as these on other sides.
+        """
+        if (len(times.train_cpu), len(times.trainers)) != (self.cpu_trainers, len(self.seeds)):
+            raise ValueError(
+                f"times of {len(times.train_cpu)} CPU trainers and {len(times.train_accelerator)} accelerators, but "
+                f"the mapping has {self.cpu_trainers} and {len(self.seeds) - self.cpu_trainers}"
+            )
+        if times.seeds is not None and len(times.seeds) != len(self.seeds):
+            raise ValueError(f"times for seeds {times.seeds}, but there are {len(self.seeds)} trainers")
+
+    def check_same_work(self, saved: TaskMapping) -> None:
+        """Refuse a saved mapping that shares out other work, or among others.
+
+        Raises:
+            ValueError: It is for another batch, other trainers or another number of threads.
+        """
+        found, expected = (
+            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
+            for each in (saved, self)
+        )
+        if found != expected:
+            raise ValueError(f"the saved state is for {saved}, which does not fit {self}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain lists and numbers."""
         return {

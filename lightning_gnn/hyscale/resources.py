@@ -276,14 +276,8 @@ class DynamicResourceManager:
 
     def _remember(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
         """Add a measurement; return it, or why it does not count."""
-        if (len(times.train_cpu), len(times.trainers)) != (mapping.cpu_trainers, len(mapping.seeds)):
-            raise ValueError(
-                f"times of {len(times.train_cpu)} CPU trainers and {len(times.train_accelerator)} accelerators, but "
-                f"the mapping has {mapping.cpu_trainers} and {len(mapping.seeds) - mapping.cpu_trainers}"
-            )
+        mapping.check(times)
         if times.seeds is not None and times.seeds != mapping.seeds:
-            if len(times.seeds) != len(mapping.seeds):
-                raise ValueError(f"times for seeds {times.seeds}, but there are {len(mapping.seeds)} trainers")
             whole, part = mapping.total, sum(times.seeds)
             if part < whole / 2:
                 return f"only {part} of {whole} seeds: does not count"
@@ -457,12 +451,7 @@ class DynamicResourceManager:
             ValueError: It belongs to other trainers or another batch size.
         """
         mapping = TaskMapping.from_dict(state["mapping"])
-        found, expected = (
-            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
-            for each in (mapping, self.mapping)
-        )
-        if found != expected:
-            raise ValueError(f"the saved state is for {mapping}, which does not fit {self.mapping}")
+        self.mapping.check_same_work(mapping)
         self.mapping, self._hybrid = mapping, TaskMapping.from_dict(state["hybrid"])
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))

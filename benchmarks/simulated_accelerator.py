@@ -1,0 +1,172 @@
+"""An accelerator that is slowed down, or simulated where there is none, and what can happen to one in mid-run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.nn import NodeClassifier
+
+CLASSES = 32
+FORWARD = 1 / 3
+"""Part of a step that is the forward pass: the backward pass has about twice the products."""
+KERNELS = 120
+"""Launches of a step: a layer of GraphSAGE has about ten forward and twenty backward, the optimizer a few."""
+LAUNCH = 10e-6
+"""Seconds of a launch by Python and torch, in which no other thread of the process runs Python."""
+
+
+def launch(kernels: int, seconds: float) -> None:
+    """Launch kernels, with the interpreter held, and wait with it released until the device has done them all.
+
+    Args:
+        kernels: How many.
+        seconds: What the device takes from the first launch on; launches that take longer make it longer.
+    """
+    start = time.perf_counter()
+    for number in range(1, kernels + 1):
+        while time.perf_counter() < start + number * LAUNCH:
+            pass
+    rest = start + seconds - time.perf_counter()
+    if rest > 0:
+        time.sleep(rest)
+
+
+class Step(torch.autograd.Function):
+    """Hands a loss on after the forward pass, and its gradient after the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, kernels: int, seconds: float) -> Tensor:
+        """Wait for what a real device has to do besides, and take the forward pass's part of the step."""
+        ctx.kernels, ctx.seconds = kernels, seconds
+        if loss.device.type == "cuda":
+            torch.cuda.synchronize(loss.device)
+        launch(round(FORWARD * kernels), FORWARD * seconds)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Take the other part."""
+        launch(ctx.kernels - round(FORWARD * ctx.kernels), (1 - FORWARD) * ctx.seconds)
+        return gradient, None, None
+
+
+class PacedClassifier(NodeClassifier):
+    """Trains as :class:`NodeClassifier` does, without logging; rank 0 may be an accelerator.
+
+    Args:
+        model: A PyG model.
+        accelerator: Whether rank 0 is one.
+        seconds_per_seed: What its step takes for each seed; of a real one, besides what it takes anyway.
+        simulated: The accelerator works on nothing: no core may do its work, or a CPU trainer would lose by it. Its
+            loss hangs on all parameters with a gradient of zero, which is added up like another one.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        accelerator: bool = False,
+        seconds_per_seed: float = 0.0,
+        simulated: bool = False,
+    ) -> None:
+        super().__init__(model, CLASSES)
+        self.accelerator = accelerator
+        self.seconds_per_seed = seconds_per_seed
+        self.simulated = simulated
+        self.slowness = 1.0
+        """By what the accelerator's time is multiplied."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Return the cross-entropy of the seeds."""
+        if not self.accelerator or self.trainer.global_rank:
+            return self._seed_loss(batch)
+        kernels, loss = 0, torch.zeros(())
+        if self.simulated:
+            kernels = KERNELS
+            loss = 0.0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+        else:
+            loss = self._seed_loss(batch)
+        return Step.apply(loss, kernels, self.slowness * self.seconds_per_seed * batch.batch_size)
+
+    def _seed_loss(self, batch: Data) -> Tensor:
+        return F.cross_entropy(self(batch)[: batch.batch_size], batch.y[: batch.batch_size])
+
+
+class SimulatedLink:
+    """Stands where hybrid training transfers a mini-batch: hands it on when its bytes would have passed a bus.
+
+    Args:
+        bandwidth: Bytes per second.
+    """
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+
+    def __call__(self, batch: Data) -> Data:
+        """Wait; nothing is moved."""
+        time.sleep((batch.x.nbytes + batch.edge_index.nbytes + batch.n_id.nbytes) / self.bandwidth)
+        return batch
+
+
+class Disturbance(pl.Callback):
+    """In the middle third of an epoch, a core works for somebody else, or the accelerator is slower.
+
+    Args:
+        iterations: Of an epoch.
+        factor: By which the accelerator is slower.
+    """
+
+    def __init__(self, iterations: int, factor: float = 2.5) -> None:
+        self.kind: str | None = None
+        """``core``, ``accelerator``, or None for none; for the epoch that begins."""
+        self._thirds = iterations // 3, 2 * iterations // 3
+        self._factor = factor
+        self._burner: subprocess.Popen[bytes] | None = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin and end it; rank 0 alone sees to that."""
+        if trainer.global_rank or self.kind is None or batch_idx not in self._thirds:
+            return
+        begins = batch_idx == self._thirds[0]
+        if self.kind == "accelerator":
+            pl_module.slowness = self._factor if begins else 1.0
+        elif begins:
+            self._burner = burner(max(os.sched_getaffinity(0)))
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Give the core back."""
+        burner, self._burner = self._burner, None
+        if burner is not None:
+            burner.kill()
+            burner.wait()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        self.end()
+
+
+def burner(core: int) -> subprocess.Popen[bytes]:
+    """Start a process that takes a core away: before all others, where that is allowed."""
+    code = (
+        "import os\n"
+        f"os.sched_setaffinity(0, {{{core}}})\n"
+        "try: os.setpriority(os.PRIO_PROCESS, 0, -15)\n"
+        "except PermissionError: pass\n"
+        "parent = os.getppid()\n"
+        "while os.getppid() == parent:\n"
+        "    for _ in range(100000): pass\n"
+    )
+    return subprocess.Popen([sys.executable, "-S", "-c", code])

@@ -1,0 +1,128 @@
+"""Dynamic resource management as HyScale-GNN publishes it: algorithm 1 to the letter, after each iteration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
+from lightning_gnn.hyscale.mapping import CPU_TASKS, IterationTimes, Stage, TaskMapping
+from lightning_gnn.hyscale.resources import LEAST_SHARE, find_remedy
+
+STEP = 1 / 32
+"""Part of an iteration's seeds, or of the sampling, that one ``balance_work`` moves."""
+
+
+class PublishedResourceManager:
+    """Ease the slowest stage of the last iteration by one step: algorithm 1, lines 1 to 32, and nothing besides.
+
+    A pure state machine with the interface of :class:`~lightning_gnn.hyscale.resources.DynamicResourceManager`. The
+    cases are those of :func:`~lightning_gnn.hyscale.resources.find_remedy`. What the paper leaves open is read so:
+
+    - *How far* (section IV-A says "varying the mini-batch size" and "reducing the number of threads"): a 32nd
+      of the iteration's seeds or of the sampling, and one thread. There is no word of a dead band or of an end, so
+      there is none. Other steps, or half of the way to where both would take equally long, make little difference in
+      ``benchmarks/resource_manager.py``; the whole way at once is worse under noise.
+    - *When* ("in each iteration"): after every one, by its times alone. That the times of the next iterations, which
+      are in the pipeline already, were made with an older mapping does not matter to it.
+    - *Who*, where there are several CPU trainers or accelerators, whose stage takes as long as its slowest: the slowest
+      of the bottleneck's kind gives seeds to the fastest of the other kind (lines 14, 27 and 29 move work between the
+      CPU and the accelerators, never among either). The one that gives keeps a seed.
+    - *From whom* (lines 23 and 31 take threads from the fastest stage, which may be an accelerator's): from the fastest
+      CPU task, as line 16 and the text have it. Every task keeps a thread, and each CPU trainer.
+    - *A stage that does not exist* is not sorted. A remedy that needs one, or that finds nothing to move, changes
+      nothing: the paper has no other for that stage.
+
+    Args:
+        mapping: The mapping to begin with.
+    """
+
+    def __init__(self, mapping: TaskMapping) -> None:
+        self.mapping = mapping
+        self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
+        """The decisions that changed the mapping, the start first."""
+        self._number = 0
+
+    def observe(self, times: IterationTimes) -> Decision:
+        """Take in the times of one iteration and decide what to do from now on.
+
+        Args:
+            times: The iteration's times.
+
+        Raises:
+            ValueError: The times are not for these trainers.
+        """
+        self._number += 1
+        self.mapping.check(times)
+        stages = times.stages()
+        if not stages:
+            return Decision(self.mapping, "no times", "hold", self._number)
+        remedy = find_remedy(stages)
+        target = self.mapping
+        if remedy.kind == "balance_thread":
+            target = self._balance_thread(remedy.first, remedy.second)
+        elif remedy.kind == "balance_work" and remedy.first == "sample_cpu":
+            target = self._balance_sampling(remedy.bottleneck)
+        elif remedy.kind == "balance_work":
+            target = self._balance_work(times, remedy.bottleneck)
+        cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(stages[remedy.bottleneck])}"
+        if target == self.mapping:
+            return Decision(target, f"{cause}; there is nothing to move", "hold", self._number)
+        text = f"{cause}; {difference(self.mapping, target)}"
+        decision = Decision(target, text, remedy.kind, self._number, True)
+        self.mapping = target
+        self.log.append(decision)
+        return decision
+
+    def _balance_work(self, times: IterationTimes, bottleneck: Stage) -> TaskMapping:
+        """Move seeds from the slowest trainer of the bottleneck's kind to the fastest of the other kind."""
+        mapping, cpu = self.mapping, self.mapping.cpu_trainers
+        kinds = [range(cpu), range(cpu, len(mapping.seeds))]
+        giving, taking = kinds if bottleneck == "train_cpu" else reversed(kinds)
+        seconds = [time or 0.0 for time in times.trainers]
+        givers = [index for index in giving if mapping.seeds[index] > 1]
+        if not givers or not taking:
+            return mapping
+        source, to = max(givers, key=seconds.__getitem__), min(taking, key=seconds.__getitem__)
+        seeds = list(mapping.seeds)
+        moved = min(max(1, round(STEP * mapping.total)), seeds[source] - 1)
+        seeds[source] -= moved
+        seeds[to] += moved
+        return replace(mapping, seeds=tuple(seeds))
+
+    def _balance_sampling(self, bottleneck: Stage) -> TaskMapping:
+        """Move a part of the sampling away from where it takes longer."""
+        share = self.mapping.accelerator_sampling
+        if not share:
+            return self.mapping
+        share += STEP if bottleneck == "sample_cpu" else -STEP
+        return replace(self.mapping, accelerator_sampling=min(max(share, LEAST_SHARE), 1 - LEAST_SHARE))
+
+    def _balance_thread(self, donor: Stage, receiver: Stage) -> TaskMapping:
+        """Move a thread, if the donor has one to spare."""
+        mapping = self.mapping
+        threads = list(mapping.threads)
+        least = max(1, mapping.cpu_trainers) if donor == "train_cpu" else 1
+        if threads[CPU_TASKS.index(donor)] <= least:
+            return mapping
+        threads[CPU_TASKS.index(donor)] -= 1
+        threads[CPU_TASKS.index(receiver)] += 1
+        return replace(mapping, threads=(threads[0], threads[1], threads[2]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that its next decisions depend on, and its log, as plain lists, dicts and numbers."""
+        return {
+            "mapping": self.mapping.to_dict(),
+            "log": [decision.to_json() for decision in self.log],
+            "number": self._number,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: It belongs to other trainers or another batch size.
+        """
+        mapping = TaskMapping.from_dict(state["mapping"])
+        self.mapping.check_same_work(mapping)
+        self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])
