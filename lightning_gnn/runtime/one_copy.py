@@ -86,7 +86,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
 
     Args:
         held: What this rank holds, by names that are the same on all ranks: tensors, NumPy arrays, PyG's ``Data``,
-            dataclasses, and mappings and sequences of these.
+            dataclasses, and mappings and tuples of these.
 
     Returns:
         Bytes of this rank that are shared now.
@@ -138,7 +138,7 @@ def _arrays(held: Any, name: str = "") -> Iterator[tuple[str, Tensor | np.ndarra
         held = held.to_dict()
     elif dataclasses.is_dataclass(held) and not isinstance(held, type):
         held = vars(held)
-    elif isinstance(held, (list, tuple)):
+    elif isinstance(held, tuple):  # no list, which may be a million of texts
         held = dict(enumerate(held))
     if isinstance(held, Mapping):
         for key, value in held.items():
@@ -193,6 +193,8 @@ def _block_around(start: int, size: int, regions: list[tuple[int, int]]) -> int 
     # glibc begins a block with two words: 0, and its length with a flag. Who asks for aligned memory gets a later part
     # of it, with two such words before it: how far it lies behind the beginning, and the length of the rest.
     for words in (page, start - 2 * _WORD):
+        if not page <= words <= start - 2 * _WORD:
+            continue
         before, length = np.frombuffer(ctypes.string_at(words, 2 * _WORD), np.uint64).tolist()
         first, end = words - before, words + (length & ~_FLAGS)
         whole = first == page and end % mmap.PAGESIZE == 0 and start + size <= end <= around[1]

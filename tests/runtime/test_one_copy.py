@@ -103,12 +103,12 @@ def sharing(rank, num_ranks):
     held = {
         "data": Data(x=x, again=x[1:], edge_index=edge_index, name="text"),
         "pair": Pair(numbers(seed=2), numbers(seed=3).numpy().astype(np.float64)),
-        "list": [numbers(seed=4), None, numbers(1000)],
+        "pairs": (numbers(seed=4), None, numbers(1000)),
     }
     view, array = x[1:-1, 2:], x.numpy()
     before, addresses = copy.deepcopy(held), [x.data_ptr(), view.data_ptr()]
     shared = share_equal_arrays(held)
-    large = [x, edge_index, held["pair"].first, held["pair"].second, held["list"][0]]
+    large = [x, edge_index, held["pair"].first, held["pair"].second, held["pairs"][0]]
     for one in large:
         assert mapped_bytes(one) >= whole_pages(one)
     assert shared == sum(mapped_bytes(one) for one in large)
