@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch_geometric.data import Data
 
 from lightning_gnn import (
+    AscendHybridParallelStrategy,
     CollectiveDataModule,
     CSCGraph,
     FullGraphDataModule,
@@ -376,10 +377,11 @@ class Listener(pl.Callback):
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
 
-def fit(num_ranks, module, datamodule, strategy):
+def fit(num_ranks, module, datamodule, strategy, callbacks=(), max_epochs=1):
     listener = Listener()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=strategy, max_epochs=1, callbacks=[listener], logger=False,
+        accelerator="cpu", devices=num_ranks, strategy=strategy, max_epochs=max_epochs,
+        callbacks=[listener, *callbacks], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
@@ -448,6 +450,63 @@ def test_batches_and_weights_are_those_without_sharing(num_ranks):
         assert len({outcome[kind][1] for outcome in outcomes}) == 1, kind  # all ranks train one model
         batches = [set(outcome[kind][0]) for outcome in outcomes]
         assert kind.startswith("full") or not set.intersection(*batches)
+
+
+def hybrid(rank):
+    large_blocks()
+    data = large_graph()
+    datamodule = NeighborDataModule(data, **SAMPLED)
+    fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "hyscale")
+    assert mapped_bytes(data.x) >= whole_pages(data.x)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_hybrid_run_share_too():
+    run(hybrid, 2)
+
+
+class Derived(pl.Callback):
+    """Notes how many bytes of what layers have derived from the graph are shared, and which are not."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 2:
+            held = trainer.strategy._prepared.large_arrays()
+            # Weights in the order of the backward direction may be made anew in a later step.
+            self.own = [name for name in find_blocks(held) if "backward_weight" not in name]
+            looped = batch.edge_index.with_self_loops()
+            graphs = [looped.whole, looped._base.graph]
+            self.shared = [
+                mapped_bytes(getattr(graph, way).local) for graph in graphs for way in ("forward", "backward")
+            ]
+            self.groups = batch.edge_index.plan.num_groups
+
+
+def derived(rank, num_ranks, num_groups):
+    large_blocks()
+    found = []
+    for share in (False, True):
+        pl.seed_everything(1, verbose=False)
+        data = large_graph(num_edges=600_000)  # also of half of the edges, arrays are more than a megabyte
+        datamodule = FullGraphDataModule(data, num_chunks=16, order="natural", share_memory=share)
+        module = NodeClassifier(GCN(64, 8, 2, 4), num_classes=4)
+        callback = Derived()
+        strategy = AscendHybridParallelStrategy(num_groups=num_groups)
+        fit(num_ranks, module, datamodule, strategy, callbacks=[callback], max_epochs=3)
+        assert callback.groups == num_groups
+        found.append((callback.own, callback.shared, checksum(*module.state_dict().values())))
+    (apart, nothing, weights), (left, shared, same) = found
+    assert weights == same
+    assert apart
+    assert not left
+    assert not any(nothing)
+    assert all(size > 1 << 20 for size in shared)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num_groups):
+    assert len(set(run(derived, 4, 4, num_groups))) == 1
 
 
 def trained_features(rank):
