@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.minibatch import make_data
-from lightning_gnn import FullGraphDataModule, NeighborDataModule
+from lightning_gnn import AscendHybridParallelStrategy, FullGraphDataModule, NeighborDataModule
 from lightning_gnn.nn import GCN, GraphSAGE, NodeClassifier
 
 STEPS = 8
@@ -81,7 +81,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=spec["ranks"],
-        strategy=spec["strategy"] if spec["ranks"] > 1 or full else "auto",
+        strategy=AscendHybridParallelStrategy(memory_limit=None) if full else "ddp" if spec["ranks"] > 1 else "auto",
         max_steps=STEPS,
         limit_val_batches=0,
         callbacks=[memory],

@@ -95,7 +95,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     mine, why = {}, ""
     try:
         mine = find_blocks(held) if machine is not None else {}
-    except (OSError, RuntimeError, ValueError) as error:  # the others wait for an answer
+    except Exception as error:  # the others wait for an answer, and no run need end for want of this
         why = str(error)
     everyone = _gather((machine, {name: block.array for name, block in mine.items()}, why))
     rank, holders = dist.get_rank(), _holders(everyone)

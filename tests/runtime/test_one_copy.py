@@ -192,6 +192,26 @@ def test_memory_that_malloc_may_use_again_is_left_alone():
     assert not find_blocks({"in the heap": numbers()})
 
 
+def on_two_machines(rank, machines):
+    join(rank, len(machines))
+    one_copy._machine = lambda: machines[rank]
+    x = numbers(seed=int(machines[rank] == "other"))  # what other machines hold is of no concern
+    before = x.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared = share_equal_arrays({"x": x})
+    assert torch.equal(x, before)
+    assert mapped_bytes(x) == shared
+    dist.barrier()
+    return shared > 0
+
+
+@pytest.mark.slow
+def test_only_ranks_of_one_machine_share():
+    machines = ["one", "other", "one", "other", "third", None]
+    assert run(on_two_machines, 6, machines) == [True, True, True, True, False, False]
+
+
 def unlike(rank):
     join(rank, 3)
     held = {
@@ -301,7 +321,7 @@ def no_list_of_mappings(rank):
     if rank:
 
         def refuse():
-            raise PermissionError(errno.EACCES, "/proc cannot be read")
+            raise PermissionError(errno.EACCES, "/proc/self/maps cannot be read")
 
         one_copy._own_regions = refuse
 
