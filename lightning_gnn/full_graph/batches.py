@@ -214,6 +214,10 @@ class BatchCache:
         batches = (batch for batch, _ in self._batches.values() if isinstance(batch, ShardedBatch))
         return next((batch for batch in batches if batch.graph is graph), None)
 
+    def large_arrays(self) -> dict[str, Any]:
+        """Return what takes memory of the graphs, by name."""
+        return {f"shard {number}": shard.large_arrays() for number, (shard, _) in enumerate(self._shards.values())}
+
     def _plan(self, batch: Data) -> Data:
         """Tell the graph who executes its aggregations."""
         planned = copy.copy(batch)

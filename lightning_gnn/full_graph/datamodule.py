@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -46,6 +47,9 @@ class FullGraphDataModule(ResumableDataModule):
         compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
         check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
             memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
+        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
+            were started: pages are copied only where a rank writes to them
+            (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
         **kwargs: None; a wrong one is told the closest there is.
 
     Raises:
@@ -77,6 +81,7 @@ class FullGraphDataModule(ResumableDataModule):
         inference: str | FullInference | None = None,
         compress: bool = True,
         check_features: bool = True,
+        share_memory: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -85,9 +90,11 @@ class FullGraphDataModule(ResumableDataModule):
             why = ": the whole graph is the only batch, and the masks of data tell the splits"
             raise TypeError(f"there is no option {name}{why if known else closest(name, keywords_of(type(self)))}")
         true_or_false(compress, "compress")
+        self.share_memory = true_or_false(share_memory, "share_memory")
         if not isinstance(cache_dir, (str, Path, NoneType)):
             raise TypeError(f"cache_dir must be a path, but is {cache_dir!r}")
         check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
+        self._given: weakref.ref[Data] | None = weakref.ref(data)  # whose edge_index the batch has not
         topology = CSCGraph.from_data(data)
         check_edge_data(data)
         made: dict[str, Tensor] = {}
@@ -158,6 +165,13 @@ class FullGraphDataModule(ResumableDataModule):
                 f"strategy={STRATEGY} shares out a compressed graph: leave compress=True, with the layers of "
                 "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_given": None}
+
+    def large_arrays(self) -> dict[str, Any]:
+        """Return the batch, and the user's own graph as long as there is one."""
+        return {"batch": self.data, "data": None if self._given is None else self._given()}
 
     def train_dataloader(self) -> DataLoader[Data]:
         """Return the graph as the only batch."""

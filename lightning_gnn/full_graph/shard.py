@@ -263,6 +263,12 @@ class RowShard:
         gathered = all_gather_rows(values, self.owners.counts, self.process_group)
         return gathered[self.owners.position.to(values.device)]
 
+    def large_arrays(self) -> dict[str, Any]:
+        """Return the graph and what has been made of it, by names that ranks which hold the same have in common."""
+        ranges = {f"range {self.rank // groups} of {groups} groups": cut.graph for groups, cut in self._cuts.items()}
+        derived = {str(key): made.large_arrays() for key, made in self._derived.items() if isinstance(made, RowShard)}
+        return {"whole": self.whole, **ranges, **derived}
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowShard:
         """Return this: a shard lies where its rank computes.
 

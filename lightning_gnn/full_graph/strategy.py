@@ -38,6 +38,7 @@ from lightning_gnn.runtime.losses import (
     warning_of,
     weighs_otherwise,
 )
+from lightning_gnn.runtime.one_copy import share_equal_arrays
 from lightning_gnn.runtime.ranks import WatchedRanks
 
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
@@ -163,6 +164,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         self._gradients: GradientMean | None = None
         self._weight: float | None = None
         self._looked = False
+        self._num_steps = 0
 
     # Processes.
 
@@ -224,6 +226,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
                 refuse_norms_over_nodes(self.lightning_module)
             log_globally(self.lightning_module, self._share, self.world_size)
             self._loss_weights, self._looked = LossWeights(self.world_size, self.root_device), False
+            self._num_steps = 0
             self._gradients = GradientMean(self.world_size)
         if self._seed is None:
             # Masks of one seed on all ranks, also where nobody called seed_everything.
@@ -273,6 +276,15 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         return self._cache
 
     # Steps.
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let the ranks of one machine use one copy of what the first step has derived from the graph."""
+        assert self.lightning_module is not None
+        self._num_steps += 1
+        datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
+        if self._num_steps == 2 and self.world_size > 1 and getattr(datamodule, "share_memory", False):
+            share_equal_arrays(self._prepared.large_arrays())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -148,12 +148,11 @@ def compressed_graph(
         f"order={order}",
         given=cache_dir,
     )
-    if made:
-        return made[0]
     if found is None:
-        return _compress(graph, settings)
-    rank_zero_info("Compressed graph read from the cache")
-    return found
+        return made[0] if made else _compress(graph, settings)
+    if not made:
+        rank_zero_info("Compressed graph read from the cache")
+    return found  # mapped, so that all processes of a machine use one copy, whichever of them made it
 
 
 def summary(redundancy: Redundancy) -> str:

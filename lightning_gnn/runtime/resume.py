@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.one_copy import share_equal_arrays
 
 _HALF = (1 << 32) - 1
 _FIELDS = tuple(field.name for field in fields(_Metadata) if field.name not in ("reduce_fx", "_sync"))
@@ -41,11 +42,21 @@ class ResumableDataModule(pl.LightningDataModule):
     _draws_again = False
     _begun: int | None = None
 
+    share_memory = True
+    """Whether the ranks of one machine use one copy of :meth:`large_arrays`."""
+
     def setup(self, stage: str) -> None:
-        """Let the trainer write checkpoints that a crash cannot damage."""
+        """Let the trainer write checkpoints that a crash cannot damage, and the ranks of a machine share memory."""
         self._begun = None
         if self.trainer is not None:
             use_safe_files(self.trainer)
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.share_memory and grouped and self._world_size > 1:
+            share_equal_arrays(self.large_arrays())
+
+    def large_arrays(self) -> dict[str, Any]:
+        """Return what takes memory, by name, as :func:`~lightning_gnn.runtime.one_copy.share_equal_arrays` takes it."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""

@@ -49,6 +49,7 @@ class MiniBatchDataModule(ResumableDataModule):
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
         times: PyG's times of the seeds for training, validation, testing and prediction, which must be None.
+        share_memory: Let the ranks of one machine use one copy of graph and features, as long as nobody writes to it.
 
     Raises:
         TypeError: An option that nobody knows.
@@ -66,8 +67,10 @@ class MiniBatchDataModule(ResumableDataModule):
         eval_loader_kwargs: dict[str, Any] | None,
         inference: str | FullInference = "sampled",
         times: Sequence[None] = (),
+        share_memory: bool = True,
     ) -> None:
         super().__init__()
+        self.share_memory = true_or_false(share_memory, "share_memory")
         loader_kwargs = {**loader_kwargs, **dict(zip(_TIMES, times, strict=False))}
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
@@ -201,6 +204,10 @@ class MiniBatchDataModule(ResumableDataModule):
                 self._graph, _ = compressed_graph(topology)
             self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
         return only_batch(self._full[name])
+
+    def large_arrays(self) -> dict[str, Any]:
+        """Return graph and features, by name."""
+        return {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""

@@ -54,6 +54,9 @@ class LinkDataModule(MiniBatchDataModule):
             memory-mapped and of more than a gigabyte.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
+        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
+            were started: pages are copied only where a rank writes to them
+            (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
@@ -107,11 +110,13 @@ class LinkDataModule(MiniBatchDataModule):
         link_sampler: BaseSampler | None = None,
         check_features: bool = True,
         inference: str | FullInference = "sampled",
+        share_memory: bool = True,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference, times)
+        kwargs = {"num_workers": num_workers, **kwargs}
+        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
         self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features)
         if input_train_edges is None:
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
@@ -136,6 +141,10 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
             raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
+
+    def large_arrays(self) -> dict[str, Any]:
+        """Return graph, features and labelled edges, by name."""
+        return {**super().large_arrays(), **{f"{stage} edges": edges for stage, edges in self._edges.items()}}
 
     def predict_dataloader(self) -> Any:
         """Return mini-batches of the edges to score, in order, or the whole graph.

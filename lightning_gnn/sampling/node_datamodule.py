@@ -43,6 +43,9 @@ class NeighborDataModule(MiniBatchDataModule):
             memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
+        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
+            were started: pages are copied only where a rank writes to them
+            (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
             ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
@@ -90,11 +93,13 @@ class NeighborDataModule(MiniBatchDataModule):
         node_sampler: BaseSampler | None = None,
         check_features: bool = True,
         inference: str | FullInference = "sampled",
+        share_memory: bool = True,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
-        super().__init__(seed, batch_size, {"num_workers": num_workers, **kwargs}, eval_loader_kwargs, inference, times)
+        kwargs = {"num_workers": num_workers, **kwargs}
+        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
         self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
@@ -115,6 +120,10 @@ class NeighborDataModule(MiniBatchDataModule):
         if self._nodes["train"] is None:
             raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
         return super().train_dataloader()
+
+    def large_arrays(self) -> dict[str, Any]:
+        """Return graph, features and seeds, by name."""
+        return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
 
     def _count(self, stage: str) -> int:
         return int(get_input_nodes(self.data, self._nodes[stage])[1].numel())

@@ -197,6 +197,7 @@ def same(one, other):
 def test_a_large_graph_is_compressed_once(tmp_path, keeps_all, monkeypatch):
     graph = CSCGraph.from_data(small_data())
     first, redundancy = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
+    assert same(first, CompressedGraph.from_graph(graph, num_chunks=3))
     made = []
     build = CompressedGraph.from_graph.__func__
     monkeypatch.setattr(
@@ -215,7 +216,8 @@ def test_a_large_graph_is_compressed_once(tmp_path, keeps_all, monkeypatch):
 
 def test_a_damaged_or_forbidden_cache_does_no_harm(tmp_path, keeps_all):
     graph = CSCGraph.from_data(small_data())
-    first, _ = compressed_graph(graph, cache_dir=tmp_path)
+    first = CompressedGraph.from_graph(graph)
+    assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
     (folder,) = (path for path in (tmp_path / "graphs").iterdir() if path.is_dir())
     victim = max(folder.glob("*.npy"), key=lambda path: path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:100])

@@ -1,0 +1,637 @@
+"""Ranks of one machine use one copy of what they hold alike, and nobody can tell but by the memory."""
+
+import copy
+import ctypes
+import errno
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch_geometric.data import Data
+
+from lightning_gnn import (
+    AscendHybridParallelStrategy,
+    CollectiveDataModule,
+    CSCGraph,
+    FullGraphDataModule,
+    LinkDataModule,
+    NeighborDataModule,
+    PersistentSamplerDataModule,
+)
+from lightning_gnn.graph.arrays import load_array, save_arrays
+from lightning_gnn.nn import GCN, GraphSAGE, LinkPredictor, NodeClassifier
+from lightning_gnn.runtime import one_copy
+from lightning_gnn.runtime.one_copy import find_blocks, share_equal_arrays
+from lightning_gnn.runtime.store import checksum
+from tests.full_graph.launch import observe, run
+
+pytestmark = pytest.mark.skipif(one_copy._machine() is None, reason="for Linux with memory that is not reserved")
+_THRESHOLD = -3
+"""Of glibc's mallopt: from which size on a block is the system's own."""
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_their_own():
+    large_blocks()
+
+
+def large_blocks():
+    """Let malloc take each megabyte from the system, whatever this process has freed before."""
+    assert ctypes.CDLL(None).mallopt(_THRESHOLD, 1 << 17)
+
+
+def numbers(count=1 << 19, seed=1):
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+
+
+def join(rank, num_ranks):
+    large_blocks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+
+
+def mappings(array):
+    """The bytes of an array that are pages of files, by the file."""
+    array = array.numpy() if isinstance(array, torch.Tensor) else array
+    start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, _, *name = line.split(maxsplit=5)
+        first, last = (int(address, 16) for address in addresses.split("-"))
+        if name and name[0][0] != "[" and (size := min(end, last) - max(start, first)) > 0:
+            found[name[0]] = found.get(name[0], 0) + size
+    return found
+
+
+def mapped_bytes(array):
+    """How many bytes of an array are pages of the machine's file."""
+    return sum(size for name, size in mappings(array).items() if "memfd:lightning_gnn" in name)
+
+
+def whole_pages(array):
+    return array.nbytes - 2 * mmap.PAGESIZE
+
+
+def own_bytes():
+    """How many bytes this process alone has written of what it shares with others."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and ":" not in line.split()[0]:
+            ours = "memfd:lightning_gnn" in line
+        elif ours and line.startswith("Anonymous:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+# -- the arrays
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: np.ndarray
+
+
+def sharing(rank, num_ranks):
+    join(rank, num_ranks)
+    x = numbers().view(-1, 8)
+    edge_index = torch.arange(1 << 19).view(2, -1)
+    held = {
+        "data": Data(x=x, again=x[1:], edge_index=edge_index, name="text"),
+        "pair": Pair(numbers(seed=2), numbers(seed=3).numpy().astype(np.float64)),
+        "pairs": (numbers(seed=4), None, numbers(1000)),
+    }
+    view, array = x[1:-1, 2:], x.numpy()
+    before, addresses = copy.deepcopy(held), [x.data_ptr(), view.data_ptr()]
+    shared = share_equal_arrays(held)
+    large = [x, edge_index, held["pair"].first, held["pair"].second, held["pairs"][0]]
+    for one in large:
+        assert mapped_bytes(one) >= whole_pages(one)
+    assert shared == sum(mapped_bytes(one) for one in large)
+    assert [x.data_ptr(), view.data_ptr()] == addresses
+    assert torch.equal(x, before["data"].x)
+    assert torch.equal(view, before["data"].x[1:-1, 2:])
+    assert np.array_equal(array, before["data"].x.numpy())
+    assert torch.equal(edge_index, before["data"].edge_index)
+    assert torch.equal(held["pair"].first, before["pair"].first)
+    assert np.array_equal(held["pair"].second, before["pair"].second)
+    # What one writes, no other sees; and it is a page that is copied, not the array.
+    dist.barrier()
+    assert own_bytes() == 0
+    if rank == num_ranks - 1:
+        x[5] = 7
+        x.mul_(2)
+        view[100] = -1
+    dist.barrier()
+    if rank == num_ranks - 1:
+        expected = before["data"].x.clone()
+        expected[5] = 7
+        expected.mul_(2)[1:-1, 2:][100] = -1
+        assert torch.equal(x, expected)
+        assert np.array_equal(array, expected.numpy())
+        assert mapped_bytes(x) <= own_bytes() < shared
+    else:
+        assert torch.equal(x, before["data"].x)
+        assert own_bytes() == 0
+    dist.barrier()
+    if rank == 0:
+        edge_index[0, 1000] = -5
+        assert own_bytes() == mmap.PAGESIZE
+    dist.barrier()
+    assert int(edge_index[0, 1000]) == (-5 if rank == 0 else 1000)
+    assert share_equal_arrays(held) == 0  # once is enough
+    return shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equal_arrays_become_one_copy_in_place_and_writes_stay_with_the_writer(num_ranks):
+    assert len(set(run(sharing, num_ranks, num_ranks))) == 1
+
+
+def test_what_is_left_alone(tmp_path):
+    save_arrays(tmp_path, {"x": numbers()})
+    data = numbers()
+    held = {
+        "own": data,
+        "again": data.view(2, -1),
+        "small": numbers(1000),
+        "file": load_array(tmp_path / "x.npy"),
+        "shared": numbers().share_memory_(),
+        "trained": numbers().requires_grad_(),
+        "part": torch.from_numpy(numbers().numpy()[5:]),
+        "later part": torch.from_numpy(numbers(1 << 20).numpy()[5000:]),
+        "words": np.array(["word", None] * (1 << 17), dtype=object),
+        "strided": numbers().numpy()[::2],
+        "meta": torch.empty(1 << 19, device="meta"),
+        "text": "text",
+    }
+    assert sorted(find_blocks(held)) == ["own", "part", "strided"]
+    if torch.cuda.is_available():
+        assert not find_blocks({"pinned": numbers().pin_memory(), "device": numbers().cuda()})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_the_parts_of_sparse_tensors_are_found():
+    compressed = torch.sparse_csr_tensor(
+        torch.arange(3) * (1 << 19), torch.arange(1 << 20) % (1 << 19), numbers(1 << 20)
+    )
+    edges = torch.stack([torch.arange(1 << 19), torch.arange(1 << 19)])
+    listed = torch.sparse_coo_tensor(edges, numbers(), is_coalesced=True)
+    found = find_blocks({"data": Data(adj_t=compressed), "listed": listed})
+    assert sorted(found) == ["data.adj_t.col", "data.adj_t.values", "listed.indices", "listed.values"]
+
+
+def test_memory_that_malloc_may_use_again_is_left_alone():
+    assert ctypes.CDLL(None).mallopt(_THRESHOLD, 1 << 25)
+    assert not find_blocks({"in the heap": numbers()})
+
+
+def on_two_machines(rank, machines):
+    join(rank, len(machines))
+    one_copy._machine = lambda: machines[rank]
+    x = numbers(seed=int(machines[rank] == "other"))  # what other machines hold is of no concern
+    before = x.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared = share_equal_arrays({"x": x})
+    assert torch.equal(x, before)
+    assert mapped_bytes(x) == shared
+    dist.barrier()
+    return shared > 0
+
+
+@pytest.mark.slow
+def test_only_ranks_of_one_machine_share():
+    machines = ["one", "other", "one", "other", "third", None]
+    assert run(on_two_machines, 6, machines) == [True, True, True, True, False, False]
+
+
+def unlike(rank):
+    join(rank, 3)
+    held = {
+        "x": numbers(seed=int(rank == 1)),
+        "y": numbers((1 << 19) + int(rank == 2)),
+        "z": numbers(),
+        **({"more": numbers()} if rank == 1 else {}),
+    }
+    before = copy.deepcopy(held)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        share_equal_arrays(held)
+        for name in held:  # a later setup, of another stage, says nothing new
+            held[name] = held[name].clone()
+        share_equal_arrays(held)
+    assert all(torch.equal(held[name], before[name]) for name in before)
+    dist.barrier()
+    return {name: mapped_bytes(held[name]) > 0 for name in held}, [str(one.message) for one in caught]
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_something_else_keeps_it_and_is_named_once():
+    (first, said), (second, _), (third, _) = run(unlike, 3)
+    assert first == {"x": True, "y": True, "z": True}
+    assert second == {"x": False, "y": True, "z": True, "more": False}
+    assert third == {"x": True, "y": False, "z": True}
+    assert len(said) == 2
+    assert "x of rank 1 is not that of rank 0" in said[0]
+    assert "y of rank 2 is not that of rank 0" in said[1]
+
+
+# -- what can fail
+
+
+def failing(rank, fault):
+    join(rank, 2)
+    x, y = numbers(1 << 21), numbers(1 << 20, seed=2)
+    before = x.clone(), y.clone()
+    one_copy._STEP = 1 << 20
+    fault(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shared = share_equal_arrays({"x": x, "y": y})
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+    dist.barrier()
+    if rank:
+        x += 1
+    dist.barrier()
+    assert torch.equal(x, before[0] + rank)
+    assert all(name.endswith("(deleted)") for name in mappings(x) | mappings(y))
+    return shared, [str(one.message) for one in caught]
+
+
+def no_file_in_memory(rank):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "memfd_create is not allowed")
+
+    os.memfd_create = refuse
+
+
+def no_room(rank):
+    write, left = os.pwrite, [3]
+
+    def write_some(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    os.pwrite = write_some
+
+
+def no_file_at_all(rank):
+    no_file_in_memory(rank)
+
+    def refuse():
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    tempfile.TemporaryFile = refuse
+
+
+def no_mapping(rank):
+    if rank == 0:
+        return
+    libc = one_copy._libc()
+    mapped = libc.mmap
+
+    class Refusing:
+        memcmp, madvise = libc.memcmp, libc.madvise
+
+        @staticmethod
+        def mmap(start, size, access, flags, file, offset):
+            if file == -1:
+                return mapped(start, size, access, flags, file, offset)
+            # As the kernel may: the old pages are gone before it finds no memory for the new ones.
+            mapped(start, size, access, flags | mmap.MAP_ANONYMOUS, -1, 0)
+            ctypes.set_errno(errno.ENOMEM)
+            return one_copy._FAILED
+
+    one_copy._libc = Refusing
+
+
+def no_list_of_mappings(rank):
+    if rank:
+
+        def refuse():
+            raise PermissionError(errno.EACCES, "/proc/self/maps cannot be read")
+
+        one_copy._own_regions = refuse
+
+
+WHOLE = (1 << 23) + (1 << 22) - 2 * mmap.PAGESIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "least", "said"),
+    [
+        (no_file_in_memory, WHOLE, []),
+        (no_room, 0, ["x: .*No space", "y: .*No space"]),
+        (no_file_at_all, 0, ["x: .*Read-only", "y: .*Read-only"]),
+        (no_mapping, 0, ["x: .*Cannot allocate", "y: .*Cannot allocate"]),
+        (no_list_of_mappings, 0, ["rank 1 has a copy .*cannot be read"]),
+    ],
+)
+def test_what_the_system_refuses_costs_memory_alone(fault, least, said):
+    outcomes = run(failing, 2, fault)
+    assert all(shared >= least for shared, _ in outcomes)
+    words = outcomes[0][1]
+    assert len(words) == len(said)
+    for word, pattern in zip(words, said, strict=True):
+        assert re.search(pattern, word), words
+
+
+def killed(rank, folder):
+    join(rank, 3)
+
+    def die(start, size, file, offset):
+        (folder / "links").write_text(str(os.fstat(file.fileno()).st_nlink))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:  # it has opened the file of rank 0 by then
+        one_copy._map_over = die
+    share_equal_arrays({"x": numbers()})
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_leave_nothing_behind_and_nobody_waiting(tmp_path):
+    outcome = observe(killed, 3, tmp_path)
+    assert outcome.exit_codes[1] == -signal.SIGKILL
+    assert all("peer" in outcome.errors[rank] for rank in (0, 2))
+    assert (tmp_path / "links").read_text() == "0"  # no folder has ever known it by a name
+
+
+# -- the DataModules
+
+
+def large_graph(num_nodes=6000, num_edges=300_000):
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(num_nodes, 64, generator=generator),
+        edge_index=torch.randint(num_nodes, (2, num_edges), generator=generator),
+        y=torch.randint(4, (num_nodes,), generator=generator),
+        edge_weight=torch.rand(num_edges, generator=generator),
+    )
+    split = torch.arange(num_nodes) % 10
+    data.train_mask, data.val_mask, data.test_mask = split == 0, split == 1, split == 2
+    return data
+
+
+class Listener(pl.Callback):
+    """Notes what each batch holds."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(checksum(*(value for _, value in sorted(batch.to_dict().items()))))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+
+def fit(num_ranks, module, datamodule, strategy, callbacks=(), max_epochs=1):
+    listener = Listener()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=num_ranks, strategy=strategy, max_epochs=max_epochs,
+        callbacks=[listener, *callbacks], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=datamodule)
+    return listener.seen, checksum(*module.state_dict().values())
+
+
+SAMPLED = {"num_neighbors": [4, 3], "batch_size": 64, "seed": 3}
+DATAMODULES = {
+    "neighbor": lambda data, **more: NeighborDataModule(data, **SAMPLED, **more),
+    "full evaluation": lambda data, **more: NeighborDataModule(data, **SAMPLED, inference="full", **more),
+    "link": lambda data, **more: LinkDataModule(
+        data, torch.stack([data.edge_index[1], data.edge_index[0]])[:, :2000].contiguous(), neg_sampling_ratio=1.0,
+        **SAMPLED, **more,
+    ),
+    "persistent": lambda data, **more: PersistentSamplerDataModule(data, **SAMPLED, **more),
+    "collective": lambda data, **more: CollectiveDataModule(data, **SAMPLED, num_workers=1, **more),
+}  # fmt: skip
+
+
+def trained(rank, num_ranks, kinds):
+    large_blocks()
+    results = {}
+    for kind in kinds:
+        outcomes = []
+        for share in (False, True):
+            data = large_graph()
+            before, x = copy.deepcopy(data), data.x
+            pl.seed_everything(1, verbose=False)
+            full = kind == "full graph"
+            if full:
+                datamodule = FullGraphDataModule(data, share_memory=share)
+            else:
+                datamodule = DATAMODULES[kind](data, share_memory=share)
+            if kind == "link":
+                module = LinkPredictor(GraphSAGE(64, 8, 2, 8))
+            else:
+                module = NodeClassifier((GCN if full else GraphSAGE)(64, 8, 2, 4), num_classes=4)
+            outcomes.append(fit(num_ranks, module, datamodule, "ascend_hybrid" if full else "ddp"))
+            arrays = [x, data.edge_index]
+            if not full:
+                graph = datamodule.graph_sampler.graph
+                arrays += [graph.indices, graph.edge_ids]
+            else:
+                arrays += [datamodule.graph.forward.local, datamodule.graph.backward.local]
+            wanted = [share and num_ranks > 1] * len(arrays)
+            assert [mapped_bytes(one) >= whole_pages(one) for one in arrays] == wanted
+            assert any(wanted) or not any(map(mapped_bytes, arrays))
+            # The user's graph is what it was, and the user's to change.
+            assert all(torch.equal(data[key], before[key]) for key in before.keys())  # noqa: SIM118  PyG's
+            x.mul_(rank + 2)
+            dist.barrier()
+            assert torch.equal(data.x, before.x * (rank + 2))
+        assert outcomes[0] == outcomes[1]
+        assert outcomes[0][0]
+        results[kind] = outcomes[0]
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_batches_and_weights_are_those_without_sharing(num_ranks):
+    kinds = [*DATAMODULES, "full graph"] if num_ranks == 2 else ["neighbor", "full graph"]
+    outcomes = run(trained, num_ranks, num_ranks, kinds)
+    for kind in kinds:
+        assert len({outcome[kind][1] for outcome in outcomes}) == 1, kind  # all ranks train one model
+        batches = [set(outcome[kind][0]) for outcome in outcomes]
+        assert kind.startswith("full") or not set.intersection(*batches)
+
+
+def hybrid(rank):
+    large_blocks()
+    data = large_graph()
+    datamodule = NeighborDataModule(data, **SAMPLED)
+    fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "hyscale")
+    assert mapped_bytes(data.x) >= whole_pages(data.x)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_hybrid_run_share_too():
+    run(hybrid, 2)
+
+
+class Derived(pl.Callback):
+    """Notes how many bytes of what layers have derived from the graph are shared, and which are not."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 2:
+            held = trainer.strategy._prepared.large_arrays()
+            # Weights in the order of the backward direction may be made anew in a later step.
+            self.own = [name for name in find_blocks(held) if "backward_weight" not in name]
+            looped = batch.edge_index.with_self_loops()
+            graphs = [looped.whole, looped._base.graph]
+            self.shared = [
+                mapped_bytes(getattr(graph, way).local) for graph in graphs for way in ("forward", "backward")
+            ]
+            self.groups = batch.edge_index.plan.num_groups
+
+
+def derived(rank, num_ranks, num_groups):
+    large_blocks()
+    found = []
+    for share in (False, True):
+        pl.seed_everything(1, verbose=False)
+        data = large_graph(num_edges=600_000)  # also of half of the edges, arrays are more than a megabyte
+        datamodule = FullGraphDataModule(data, num_chunks=16, order="natural", share_memory=share)
+        module = NodeClassifier(GCN(64, 8, 2, 4), num_classes=4)
+        callback = Derived()
+        strategy = AscendHybridParallelStrategy(num_groups=num_groups)
+        fit(num_ranks, module, datamodule, strategy, callbacks=[callback], max_epochs=3)
+        assert callback.groups == num_groups
+        found.append((callback.own, callback.shared, checksum(*module.state_dict().values())))
+    (apart, nothing, weights), (left, shared, same) = found
+    assert weights == same
+    assert apart
+    assert not left
+    assert not any(nothing)
+    assert all(size > 1 << 20 for size in shared)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num_groups):
+    assert len(set(run(derived, 4, 4, num_groups))) == 1
+
+
+def trained_features(rank):
+    large_blocks()
+    data = large_graph()
+    data.x = torch.nn.Parameter(data.x)
+    module = NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4)
+    module.table = data.x
+    before = data.x.detach().clone()
+    datamodule = NeighborDataModule(data, **SAMPLED)
+    pl.seed_everything(1, verbose=False)
+    fit(2, module, datamodule, "ddp")
+    assert not mapped_bytes(data.x.detach())
+    assert mapped_bytes(data.edge_index)
+    assert not torch.equal(data.x, before)
+
+
+@pytest.mark.slow
+def test_trained_features_are_not_shared():
+    run(trained_features, 2)
+
+
+class Normalising(NeighborDataModule):
+    """Writes to what it was given, before and after the ranks share it."""
+
+    def setup(self, stage):
+        self.data.x -= self.data.x.mean(dim=0)
+        super().setup(stage)
+        self.data.x /= self.data.x.std(dim=0)
+
+
+def normalised(rank):
+    large_blocks()
+    data = large_graph()
+    expected = data.x - data.x.mean(dim=0)
+    expected = expected / expected.std(dim=0)
+    datamodule = Normalising(data, **SAMPLED)
+    fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "ddp")
+    assert torch.equal(data.x, expected)
+    assert mapped_bytes(data.edge_index)
+
+
+@pytest.mark.slow
+def test_a_datamodule_may_write_to_its_graph_in_setup():
+    run(normalised, 2)
+
+
+def test_one_process_does_nothing_of_it(monkeypatch):
+    monkeypatch.setattr("lightning_gnn.runtime.resume.share_equal_arrays", None)
+    data = large_graph()
+    fit(1, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "auto")
+    assert not mapped_bytes(data.x)
+
+
+def test_every_large_array_of_a_datamodule_is_found():
+    data = large_graph()
+    graph = NeighborDataModule(data, **SAMPLED).graph_sampler.graph
+    found = set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays()))
+    assert found == {"data.x", "data.edge_index", "data.edge_weight", "graph.indices", "graph.edge_ids"}
+    data = Data(x=data.x, y=data.y, graph=CSCGraph(graph.indptr, graph.indices), train_mask=data.train_mask)
+    assert set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays())) == {"data.x", "data.graph.indices"}
+    edges = torch.randint(6000, (2, 100_000))
+    found = find_blocks(LinkDataModule(large_graph(), edges, **SAMPLED).large_arrays())
+    assert "train edges.0" in found
+    data = large_graph()
+    datamodule = FullGraphDataModule(data)
+    found = set(find_blocks(datamodule.large_arrays()))
+    assert {"batch.x", "batch.edge_index.forward.local", "data.edge_index"} <= found
+    del data
+    assert "data.edge_index" not in find_blocks(datamodule.large_arrays())
+
+
+SCRIPT = """
+import ctypes
+import sys
+
+import pytorch_lightning as pl
+
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from tests.runtime.test_one_copy import SAMPLED, fit, large_blocks, large_graph, mapped_bytes
+
+large_blocks()
+data = large_graph()
+fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "ddp")
+sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.endswith("bytes")]
+    assert len(said) == 2
+    for line in said:
+        mapped, size = int(line.split()[0]), int(line.split()[2])
+        assert mapped >= size - 2 * mmap.PAGESIZE
