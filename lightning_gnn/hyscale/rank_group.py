@@ -64,10 +64,9 @@ class RankGroup:
             for place, number in zip(there, values.tolist(), strict=True):
                 numbers[place] = number
         mine = torch.tensor(numbers, dtype=torch.float64)
-        rows = torch.empty(self.size * len(numbers), dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, mine)
-        found: list[list[float]] = rows.view(self.size, -1).tolist()
-        return found
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
 
     def objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""

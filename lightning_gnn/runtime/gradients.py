@@ -16,8 +16,8 @@ class GradientMean:
     """Replaces gradients by their means over the ranks, whichever parameters a rank has used.
 
     A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
-    gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense. One that is
-    sparse on some ranks only is sparse on all from then on.
+    gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense. One that
+    is sparse on some ranks only is sparse on all from then on.
 
     Args:
         num_ranks: N.
@@ -59,7 +59,7 @@ class GradientMean:
         flat = torch.cat(parts)
         self._add_up(flat)
         found, *sums = torch.split(flat, [part.numel() for part in parts])
-        # Reading the flags waits for an accelerator, so there only a rank that misses a gradient does, or has a new kind.
+        # Reading the flags waits for an accelerator, so there only a rank that misses one does, or has a new kind.
         has_dense, has_sparse = [kind == 1 for kind in kinds], [kind == 2 for kind in kinds]
         if flat.is_cpu or not all(kind == 1 + sparse for kind, sparse in zip(kinds, known, strict=True)):
             has_dense, has_sparse = (row.tolist() for row in (found > 0).view(2, -1))

@@ -66,7 +66,7 @@ def flat(found):
 
 
 def take_sparse(rank):
-    """Rows of an embedding in turn: by all ranks, by one, by none, by none of its rows, twice; a dense one beside it."""
+    """Rows of an embedding in turn: by all ranks, by one, by none, none of them, one twice; a dense one beside it."""
     found = []
     with joined():
         mean = GradientMean(dist.get_world_size())
