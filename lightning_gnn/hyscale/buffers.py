@@ -17,10 +17,6 @@ _SMALL = 1 << 18
 were written to, which it does not of batch normalisation, kernels of others, and writes to ``buffer.data``."""
 
 
-_FEW = 1 << 12
-"""Numbers of a buffer that are compared at each step, whether autograd knows of a change or not."""
-
-
 class SharedBuffers:
     """The buffers of a module, of which each rank writes its own part in a step.
 
@@ -69,13 +65,12 @@ class SharedBuffers:
         """
         rank = dist.get_rank()
         buffers = dict(self._module.named_buffers())
-        mine = {
-            name: found for name, buffer in buffers.items() if (found := self._difference(name, buffer)) is not None
-        }
+        written = {name: self._difference(name, buffer) for name, buffer in buffers.items()}
+        mine = {name: difference for name, difference in written.items() if difference is not None}
         everybody: list[Any] = [None] * len(seeds)
         dist.all_gather_object(everybody, mine if seeds[rank] else {})
-        for name in {name: None for written in everybody for name in written}:
-            found = {other: written[name] for other, written in enumerate(everybody) if name in written}
+        for name in {name: None for told in everybody for name in told}:
+            found = {other: told[name] for other, told in enumerate(everybody) if name in told}
             shapes = {tuple(shape) for shape, *_ in found.values()}
             by_all = all(other in found for other, number in enumerate(seeds) if number)
             agreed = tuple(self._before[name][2].shape) if name in self._before else None
@@ -90,17 +85,13 @@ class SharedBuffers:
                     buffer.copy_(self._joined(name, buffer, found, seeds).view(buffer.shape))
         if not seeds[rank]:
             with torch.no_grad():
-                for name in mine.keys() & self._before.keys() - {name for written in everybody for name in written}:
+                for name in mine.keys() & self._before.keys() - {name for told in everybody for name in told}:
                     buffers[name].resize_(self._before[name][2].shape).copy_(self._before[name][2])
         self.note()
 
     def _written(self, name: str, buffer: Tensor) -> bool:
         last = self._before.get(name)
-        if last is None or last[0] is not buffer or last[1] != buffer._version:
-            return True
-        # Kernels of batch normalisation write to running statistics without telling autograd.
-        unseen = name.rpartition(".")[2] in ("running_mean", "running_var") or buffer.numel() <= _FEW
-        return unseen and not torch.equal(last[2], buffer)
+        return last is None or last[0] is not buffer or last[1] != buffer._version
 
     def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor] | None:
         """Return a buffer's shape, which of its rows differ from those noted, and the rows (of counts, what was added).
@@ -182,7 +173,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
     """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards.
 
     Args:
-        module: Its step makes the same calls as those of other ranks, so that no metric is missing where all synchronise.
+        module: Its step makes the same calls as those of other ranks, or a metric would miss where all synchronise.
     """
     buffers = [
         (part._buffers, name, buffer, buffer.detach().clone())

@@ -1,4 +1,4 @@
-"""Buffers that ranks have written to are the same again on all, and are what a single process would have made of them."""
+"""Buffers that ranks have written to are the same again on all, and what one process would have made of them."""
 
 import pytest
 import torch
