@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-
-_FEW = 1 << 12
-"""Numbers of a buffer that are compared at each step, whether autograd knows of a change or not."""
+_SMALL = 1 << 18
+"""Numbers in a buffer up to which it is compared with what it was. Larger ones are looked at where torch says that they
+were written to, which it does not of batch normalisation, kernels of others, and writes to ``buffer.data``."""
 
 
 class SharedBuffers:
@@ -22,7 +22,8 @@ class SharedBuffers:
     A row that one rank has written is taken as it is. Of one that several have written, the mean counts, weighted by
     seeds: so running statistics of batch normalisation become the ranks' weighted mean. Integers are counts, and what
     the ranks have added is added up, except where all have added the same: then it is a number of steps, unless each
-    has added just as many as it has seeds. A boolean is what the rank made of it that changed it.
+    has added just as many as it has seeds. A boolean is what the rank made of it that changed it. What a rank without
+    seeds has written does not count.
 
     Args:
         module: Its buffers, on this rank's device.
@@ -43,9 +44,17 @@ class SharedBuffers:
             else:
                 self._before[name] = (buffer, buffer._version, buffer.detach().clone())
 
-    def changed(self) -> bool:
-        """Whether one has been written to on this rank, or put in the place of another, since it was noted."""
-        return any(self._written(name, buffer) for name, buffer in self._module.named_buffers())
+    def changed(self) -> bool | Tensor:
+        """Whether one has been written to on this rank, or put in the place of another, since it was noted.
+
+        Returns:
+            A tensor on the buffers' device where that is not known yet.
+        """
+        buffers = dict(self._module.named_buffers())
+        if any(self._written(name, buffer) for name, buffer in buffers.items()):
+            return True
+        small = [_differs(b, self._before[name][2]).any() for name, b in buffers.items() if b.numel() <= _SMALL]
+        return torch.stack([flag.to(small[0].device) for flag in small]).any() if small else False
 
     def join(self, seeds: Sequence[int]) -> None:
         """Make them the same on all ranks, which all call this together.
@@ -54,40 +63,48 @@ class SharedBuffers:
             seeds: Of each rank in the step.
         """
         rank = dist.get_rank()
-        mine = {
-            name: self._difference(name, buffer)
-            for name, buffer in self._module.named_buffers()
-            if self._written(name, buffer)
-        }
-        everybody: list[Any] = [None] * len(seeds)
-        dist.all_gather_object(everybody, mine)
         buffers = dict(self._module.named_buffers())
-        for name in {name: None for written in everybody for name in written}:
-            found = {other: written[name] for other, written in enumerate(everybody) if name in written}
-            if name in buffers and all(shape == list(buffers[name].shape) for shape, *_ in found.values()):
-                with torch.no_grad():
-                    self._put(buffers[name], self._joined(name, buffers[name], found, seeds))
-            elif rank not in found or len(found) < len(seeds):
+        written = {name: self._difference(name, buffer) for name, buffer in buffers.items()}
+        mine = {name: difference for name, difference in written.items() if difference is not None}
+        everybody: list[Any] = [None] * len(seeds)
+        dist.all_gather_object(everybody, mine if seeds[rank] else {})
+        for name in {name: None for told in everybody for name in told}:
+            found = {other: told[name] for other, told in enumerate(everybody) if name in told}
+            shapes = {tuple(shape) for shape, *_ in found.values()}
+            by_all = all(other in found for other, number in enumerate(seeds) if number)
+            agreed = tuple(self._before[name][2].shape) if name in self._before else None
+            if not by_all and shapes != {agreed}:
                 raise RuntimeError(
                     f"the buffer {name} has another shape on rank {min(found)} than on other ranks: hyscale's trainers "
                     "can write to buffers, but must not change their shapes by themselves"
                 )
+            if name in buffers and len(shapes) == 1:  # else each rank that wrote it has one of its own
+                with torch.no_grad():
+                    buffer = buffers[name].resize_(*shapes)
+                    buffer.copy_(self._joined(name, buffer, found, seeds).view(buffer.shape))
+        if not seeds[rank]:
+            with torch.no_grad():
+                for name in mine.keys() & self._before.keys() - {name for told in everybody for name in told}:
+                    buffers[name].resize_(self._before[name][2].shape).copy_(self._before[name][2])
         self.note()
 
     def _written(self, name: str, buffer: Tensor) -> bool:
         last = self._before.get(name)
-        if last is None or last[0] is not buffer or last[1] != buffer._version:
-            return True
-        # Kernels of batch normalisation write to running statistics without telling autograd.
-        unseen = name.rpartition(".")[2] in ("running_mean", "running_var") or buffer.numel() <= _FEW
-        return unseen and not torch.equal(last[2], buffer)
+        return last is None or last[0] is not buffer or last[1] != buffer._version
 
-    def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor]:
-        """Return a buffer's shape, which of its rows differ from those noted, and the rows (of counts, what was added)."""
+    def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor] | None:
+        """Return a buffer's shape, which of its rows differ from those noted, and the rows (of counts, what was added).
+
+        None for a buffer that is as it was.
+        """
+        if buffer.numel() > _SMALL and not self._written(name, buffer):
+            return None
         now = _rows(buffer.detach())
         before = self._noted(name, buffer)
-        differs = ~((now == before) | (now.isnan() & before.isnan())) if now.is_floating_point() else now != before
-        rows = differs.any(dim=1).nonzero().squeeze(1)
+        rows = _differs(now, before).any(dim=1).nonzero().squeeze(1)
+        last = self._before.get(name)
+        if not len(rows) and last is not None and last[2].shape == buffer.shape:
+            return None
         new = now[rows]
         if not (new.is_floating_point() or new.dtype == torch.bool):
             new = new - before[rows]
@@ -121,10 +138,6 @@ class SharedBuffers:
             rows[index] += added
         return rows
 
-    @staticmethod
-    def _put(buffer: Tensor, rows: Tensor) -> None:
-        buffer.copy_(rows.view(buffer.shape))
-
 
 def _weighted(rows: Tensor, found: dict[int, tuple[list[int], Tensor, Tensor]], seeds: Sequence[int]) -> Tensor:
     """Return rows with those that ranks have written: as they are from one rank, as a weighted mean from several."""
@@ -145,6 +158,11 @@ def _weighted(rows: Tensor, found: dict[int, tuple[list[int], Tensor, Tensor]], 
     return rows
 
 
+def _differs(now: Tensor, before: Tensor) -> Tensor:
+    """Return where numbers differ; one NaN is like another."""
+    return (now != before) & ((now == now) | (before == before))
+
+
 def _rows(buffer: Tensor) -> Tensor:
     return buffer.flatten(1) if buffer.dim() > 1 else buffer.reshape(-1, 1)
 
@@ -154,9 +172,14 @@ def uncounted(module: nn.Module) -> Iterator[None]:
     """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards.
 
     Args:
-        module: Its step makes the same calls as those of other ranks, so that no metric is missing where all synchronise.
+        module: Its step makes the same calls as those of other ranks, or a metric would miss where all synchronise.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
     counts = [(metric._update_count, metric._computed) for metric in metrics]
@@ -164,8 +187,8 @@ def uncounted(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for owner, name, buffer, before in buffers:
+                owner[name] = buffer.resize_(before.shape).copy_(before)
         for metric, state, (count, computed) in zip(metrics, states, counts, strict=True):
             for name, value in state.items():
                 if isinstance(value, list):  # of what was added, nothing but the shape: ranks with an empty list hang

@@ -25,7 +25,7 @@ class OwnStream:
     """
 
     def __init__(self, seed: int, rank: int, resumed: Sequence[Tensor | None] = ()) -> None:
-        key = mix(seed + rank * 1_000_003)
+        key = mix(seed + (rank + 1) * 1_000_003)  # mix(0) is 0: never that of the hooks
         state = next(iter(resumed), None)
         self._state: Tensor = torch.Generator().manual_seed(key).get_state() if state is None else state
         self._inside = False

@@ -66,7 +66,7 @@ class RankGroup:
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
-        return [found.tolist() for found in rows]
+        return [row.tolist() for row in rows]
 
     def objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""

@@ -739,7 +739,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
                 row[_NUMBER] = 1.0 - row[_NONE] - row[_SUM]
                 row[_WEIGHT] = self._weight if row[_NUMBER] else 0.0
                 row[_LOSS] = 0.0 if self._loss is None else self._loss
-            row[_BUFFERS], row[_DRIFT] = float(self._buffers.changed()), self._drifted
+            row[_BUFFERS], row[_DRIFT] = self._buffers.changed(), self._drifted
             row[_DRIFT + 1 : _LOGGED] = self._clock.row
         row[_SEEDS], row[_NEW] = float(self._share.seeds), float(self._log.is_new)
         with self._waiting():

@@ -16,7 +16,8 @@ class GradientMean:
     """Replaces gradients by their means over the ranks, whichever parameters a rank has used.
 
     A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
-    gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense.
+    gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense. One that
+    is sparse on some ranks only is sparse on all from then on.
 
     Args:
         num_ranks: N.
@@ -26,8 +27,9 @@ class GradientMean:
     def __init__(self, num_ranks: int, add_up: AddUp = dist.all_reduce) -> None:
         self._num_ranks = num_ranks
         self._add_up = add_up
-        self._sparse: set[int] = set()
+        self._sparse: dict[int, Tensor] = {}
 
+    @torch.no_grad()  # gradients may have graphs of their own
     def take(self, parameters: Iterable[Tensor], factor: float = 1.0) -> None:
         """Replace the gradients; all ranks call this together.
 
@@ -35,50 +37,50 @@ class GradientMean:
             parameters: In the same order on all ranks; those that require no gradient are left out.
             factor: Of the mean.
         """
-        wanted = [parameter for parameter in parameters if parameter.requires_grad]
         factor /= self._num_ranks
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for place, parameter in enumerate(wanted):
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(place)
-        for places in by_kind.values():
-            self._take_alike([wanted[place] for place in places], places, factor)
-        for place in sorted(self._sparse):
-            if place < len(wanted):
-                self._take_sparse(wanted[place], factor)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for alike in by_kind.values():
+            for parameter in self._take_alike(alike, factor):
+                self._take_sparse(parameter, factor)
 
-    def _take_alike(self, parameters: list[Tensor], places: list[int], factor: float) -> None:
-        """Take the dense gradients of parameters of one dtype on one device."""
-        known = [(place, p) for place, p in zip(places, parameters, strict=True) if place not in self._sparse]
-        if not known:
-            return
-        kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for _, p in known]
-        first = known[0][1]
-        flags = torch.tensor([*(k == 1 for k in kinds), *(k == 2 for k in kinds)], dtype=first.dtype)
-        parts = [flags.to(first.device)]
-        for kind, (_, parameter) in zip(kinds, known, strict=True):
+    def _take_alike(self, parameters: list[Tensor], factor: float) -> list[Tensor]:
+        """Take the dense gradients of parameters of one dtype on one device; return those with sparse ones."""
+        known = [id(p) in self._sparse for p in parameters]
+        kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
+        flags = torch.tensor([*(k == 1 for k in kinds), *(k == 2 for k in kinds)], dtype=parameters[0].dtype)
+        parts = [flags.to(parameters[0].device)]
+        for kind, sparse, parameter in zip(kinds, known, parameters, strict=True):
             held = parameter.grad if kind == 1 else None
-            parts.append((torch.zeros_like(parameter) if held is None else held.detach()).reshape(-1))
+            if not sparse:
+                parts.append((torch.zeros_like(parameter) if held is None else held).reshape(-1))
         flat = torch.cat(parts)
         self._add_up(flat)
         found, *sums = torch.split(flat, [part.numel() for part in parts])
-        # Reading the flags waits for the device, so only a rank that misses a dense gradient does.
-        dense, sparse = [kind == 1 for kind in kinds], [kind == 2 for kind in kinds]
-        if not all(dense):
-            dense, sparse = (row.tolist() for row in (found > 0).view(2, -1))
-        for (place, parameter), total, has, is_sparse in zip(known, sums, dense, sparse, strict=True):
-            if is_sparse:
-                self._sparse.add(place)
-            elif has and parameter.grad is None:
+        # Reading the flags waits for an accelerator, so there only a rank that misses one does, or has a new kind.
+        has_dense, has_sparse = [kind == 1 for kind in kinds], [kind == 2 for kind in kinds]
+        if flat.is_cpu or not all(kind == 1 + sparse for kind, sparse in zip(kinds, known, strict=True)):
+            has_dense, has_sparse = (row.tolist() for row in (found > 0).view(2, -1))
+        totals = iter(sums)
+        for parameter, is_known, dense, sparse in zip(parameters, known, has_dense, has_sparse, strict=True):
+            total = None if is_known else next(totals)
+            if sparse:
+                self._sparse[id(parameter)] = parameter
+            elif dense and total is not None and parameter.grad is None:
                 parameter.grad = total.view(parameter.shape) * factor
-            elif has:
+            elif dense and total is not None:
                 torch.mul(total.view(parameter.shape), factor, out=parameter.grad)
+        some = zip(parameters, has_dense, has_sparse, strict=True)
+        return [parameter for parameter, *has in some if id(parameter) in self._sparse and any(has)]
 
     def _take_sparse(self, parameter: Tensor, factor: float) -> None:
         gradient = parameter.grad
         if gradient is None:
             index = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            values = parameter.new_empty(0, *parameter.shape[1:]).detach()
+            values = parameter.new_empty(0, *parameter.shape[1:])
             gradient = torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=False)
-        gradient = gradient.coalesce()
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         self._add_up(gradient)
         parameter.grad = gradient * factor

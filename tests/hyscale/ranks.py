@@ -1,0 +1,19 @@
+"""Ranks of a test that need nothing but one another."""
+
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tests.patience import PATIENCE
+
+
+@contextmanager
+def joined():
+    """Join the ranks that tests.full_graph.launch has started."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    try:
+        yield dist.get_rank()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

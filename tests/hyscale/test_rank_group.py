@@ -1,0 +1,118 @@
+"""Ranks on unlike devices add up, tell one another numbers, and become alike; CPUs stand for the accelerators."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gnn.hyscale.rank_group import RankGroup
+from lightning_gnn.runtime.gradients import GradientMean
+from tests.full_graph import launch
+from tests.hyscale.ranks import joined
+
+CPU = torch.device("cpu")
+
+
+def groups_used(monkey):
+    """Note the size of the group of each all-reduce."""
+    used, original = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, group=None, **kwargs):
+        used.append(dist.get_world_size(group))
+        return original(tensor, *args, group=group, **kwargs)
+
+    monkey.setattr(dist, "all_reduce", all_reduce)
+    return used
+
+
+def add_up(rank, accelerators):
+    found = {}
+    with joined(), pytest.MonkeyPatch.context() as monkey:
+        group = RankGroup([CPU] * dist.get_world_size(), accelerators, rank)
+        used = groups_used(monkey)
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+            tensor = torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * rank
+            group.add_up(tensor)
+            found[dtype] = tensor
+        found["dense"] = tuple(used)
+        index = torch.tensor([[rank, 4]])
+        sparse = torch.sparse_coo_tensor(index, torch.ones(2, 2), (5, 2), check_invariants=True).coalesce()
+        group.add_up(sparse)
+        found["sparse"] = sparse.to_dense()
+        weight = torch.nn.Parameter(torch.zeros(3))
+        weight.grad = torch.full((3,), 3.0 * (rank + 1))
+        GradientMean(group.size, group.add_up).take([weight])
+        found["mean"] = weight.grad
+    return found
+
+
+@pytest.mark.parametrize("accelerators", [[], [0], [0, 1], [1, 2], [0, 1, 2]], ids=str)
+def test_sums_over_all_ranks(accelerators):
+    results = launch.run(add_up, 3, accelerators)
+    near = 1 < len(accelerators) < 3
+    for rank, found in enumerate(results):
+        for dtype, tensor in ((kind, value) for kind, value in found.items() if isinstance(kind, torch.dtype)):
+            assert torch.equal(tensor, (torch.arange(6) * 3 + 30).reshape(2, 3).to(dtype))
+        # Accelerators among themselves, then the first of them with the others.
+        leads = near and rank == accelerators[0]
+        assert found["dense"] == 5 * ((2, 2) if leads else (2,) if near else (3,))
+        expected = torch.ones(5, 2)
+        expected[3], expected[4] = 0, 3
+        assert torch.equal(found["sparse"], expected)
+        assert torch.equal(found["mean"], torch.full((3,), 6.0))
+
+
+def tell(rank):
+    with joined():
+        group = RankGroup([CPU] * dist.get_world_size(), [0, 1], rank)
+        huge = 2.0**53 - rank  # times and counts must not lose digits
+        mixed = [
+            rank,
+            torch.tensor(0.1, dtype=torch.float64),
+            True,
+            torch.tensor([huge], dtype=torch.float64),
+            torch.tensor(float("nan")),
+            -1.5,
+        ]
+        return group.table(mixed), group.table([rank / 3]), group.objects({"rank": rank})
+
+
+def test_tables_of_numbers_and_objects():
+    results = launch.run(tell, 3)
+    for mixed, numbers, objects in results:
+        assert [row[:4] + row[5:] for row in mixed] == [[rank, 0.1, 1.0, 2.0**53 - rank, -1.5] for rank in range(3)]
+        assert all(row[4] != row[4] for row in mixed)
+        assert numbers == [[0.0], [1 / 3], [2 / 3]]
+        assert objects == [{"rank": rank} for rank in range(3)]
+
+
+def copy(rank):
+    with joined():
+        group = RankGroup([CPU] * dist.get_world_size(), [], rank)
+        no_drift = group.copy_from_first([torch.arange(4.0)])
+        weight = torch.nn.Parameter(torch.tensor([[1.0, -8.0], [2.0, 4.0 + 2 * rank]]))
+        half = torch.tensor([1.0, 2.0], dtype=torch.float16) + rank
+        steps, flag, empty = torch.tensor(5 + rank), torch.tensor([rank == 0]), torch.zeros(0, 3)
+        strided = torch.zeros(3, 2).t()
+        strided += rank
+        sparse = torch.sparse_coo_tensor([[0]], [1.0 + rank], (2,), check_invariants=True)
+        tensors = [weight, half, steps, flag, empty, strided, sparse]
+        places = [tensor.data_ptr() for tensor in tensors[:-1]]
+        drift = group.copy_from_first([weight])
+        group.copy_from_first(tensors)
+        assert places == [tensor.data_ptr() for tensor in tensors[:-1]]
+        assert (weight.requires_grad, weight.is_leaf) == (True, True)
+        odd = torch.tensor([float("nan"), 1.0]) if rank == 0 else torch.tensor([0.0, 1.0])
+        group.copy_from_first([odd])
+        return no_drift, drift, [tensor.detach() for tensor in tensors[:-1]], odd
+
+
+def test_copies_of_rank_0_and_how_far_the_others_had_parted():
+    for rank, (no_drift, drift, tensors, odd) in enumerate(launch.run(copy, 2)):
+        assert no_drift == 0.0
+        assert drift == (0.25 if rank else 0.0)  # 2 of 8
+        weight, half, steps, flag, empty, strided = tensors
+        assert torch.equal(weight, torch.tensor([[1.0, -8.0], [2.0, 4.0]]))
+        assert torch.equal(half, torch.tensor([1.0, 2.0], dtype=torch.float16))
+        assert (int(steps), bool(flag), empty.shape) == (5, True, (0, 3))
+        assert torch.equal(strided, torch.zeros(2, 3))
+        assert torch.equal(odd.nan_to_num(7), torch.tensor([7.0, 1.0]))
