@@ -16,6 +16,7 @@ import torch
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.accelerators import CPUAccelerator
+from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from pytorch_lightning.trainer.states import RunningStage
@@ -69,6 +70,7 @@ from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import GradientMean
 from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
+from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
@@ -146,6 +148,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     Raises:
         ValueError: An option is out of range.
+        TypeError: An option that nobody knows; says the closest one.
 
     Examples:
         On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on it and on the CPU. Here the CPU trains alone:
@@ -197,7 +200,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            raise TypeError(f"there is no option {name}{closest(name, keywords_of(HyScaleStrategy))}")
         check_options(cpu_trainers, drm, prefetch, stall_timeout, transfer_dtype, agree_every)
         self.cpu_trainers = cpu_trainers
         self.cpu_share = check_share(cpu_share)
@@ -280,6 +286,19 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def _alone(self) -> bool:
         return self.world_size == 1
 
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.trainers is not None
+        processes = self.num_nodes * self.num_processes
+        if self.world_size != processes:  # what Lightning would say of it has no word of cpu_trainers
+            raise ValueError(
+                f"hyscale has a process for each trainer, {self.num_processes} per node "
+                f"({', '.join(self.trainers.names)}), together {processes}, but {self.world_size} were started; start "
+                f"as many on each node, as with torchrun --nproc-per-node={self.num_processes}, or set cpu_trainers or "
+                "Trainer(devices=...)"
+            )
+        super()._configure_launcher()
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -293,14 +312,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self.loader, self._restored, self._clock = None, {}, None
         if self.lightning_module.trainer.state.fn == "fit":
             self.balance = None  # else evaluation goes on with the shares of training
-        processes = self.num_nodes * self.num_processes
-        if self.world_size != processes:
-            raise ValueError(
-                f"hyscale has a process for each trainer, {self.num_processes} per node "
-                f"({', '.join(self.trainers.names)}), together {processes}, but {self.world_size} were started; start "
-                f"as many on each node, as with torchrun --nproc-per-node={self.num_processes}, or set cpu_trainers or "
-                "Trainer(devices=...)"
-            )
         if self.cpu_share != "auto" and not (self.trainers.num_cpu and self.trainers.num_accelerators):
             rank_zero_warn(f"cpu_share={self.cpu_share} changes nothing: there are only {self.trainers.names}")
         if self._layer_sync is not None and self.trainers.num_cpu:
@@ -654,7 +665,9 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             self._known.update(map(id, new))
         if self.balance.iteration % self.agree_every == 0:
             self._agree()
-        self._told = self._synced = False
+        self._told = False
+        # Gradients that are held over from an earlier mini-batch are those of all ranks, if they were then.
+        self._synced = self._synced and any(parameter.grad is not None for parameter in self._trained())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -844,7 +857,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self.lightning_module.automatic_optimization:
             held = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-            if held and not self._synced and closure is None:
+            if held and not self._synced and closure is do_nothing_closure:
                 raise RuntimeError("with hyscale, call self.manual_backward(loss) instead of loss.backward()")
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

@@ -33,15 +33,15 @@ class Outcome:
             self.errors.append(value if kind == "error" else "")
 
 
-def run(function, num_ranks, *args, limit=PATIENCE, during=None):
+def run(function, num_ranks, *args, limit=PATIENCE, during=None, nodes=1):
     """Call ``function(rank, *args)`` in each of ``num_ranks`` processes and return the results; raise if one fails."""
-    outcome = observe(function, num_ranks, *args, limit=limit, during=during)
+    outcome = observe(function, num_ranks, *args, limit=limit, during=during, nodes=nodes)
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(outcome.errors) if error]
     assert not failed, "\n".join(failed)
     return outcome.results
 
 
-def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=()):
+def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=(), nodes=1):
     """Do what :func:`run` does, but return an :class:`Outcome`.
 
     Args:
@@ -51,11 +51,12 @@ def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=()):
         limit: Processes that still run after so many seconds are killed, and the test fails.
         during: Called with the processes and their folder once all have started.
         lost: Ranks that are not waited for.
+        nodes: On how many nodes they are, as many ranks on each.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
-            CONTEXT.Process(target=_main, args=(function, rank, num_ranks, port, folder, args))
+            CONTEXT.Process(target=_main, args=(function, rank, num_ranks, nodes, port, folder, args))
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -78,15 +79,16 @@ def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=()):
                 process.join(PATIENCE)
 
 
-def _main(function, rank, num_ranks, port, folder, args):
+def _main(function, rank, num_ranks, nodes, port, folder, args):
+    on_node = num_ranks // nodes
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
+        LOCAL_RANK=str(rank % on_node),
+        GROUP_RANK=str(rank // on_node),
         WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(on_node),
         TORCHELASTIC_RUN_ID="test",
         RANK_FOLDER=folder,
     )

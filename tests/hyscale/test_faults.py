@@ -1,241 +1,177 @@
-"""Trainers and stages that fail end the run with their own traceback, and nothing is left of them."""
+"""Whatever happens to a rank, at whatever work, the others end soon and say which it was."""
 
-import threading
-import traceback
+import os
+import re
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.hyscale.models import Module, data_module, fit, graph, hybrid, left_threads
-from tests.patience import PATIENCE
+from tests.full_graph.launch import observe
+from tests.full_graph.test_faults import Signal, until
+from tests.hyscale.training import Plain, datamodule, fit, hybrid
+from tests.patience import NEVER
+
+pytestmark = pytest.mark.slow  # every rank is a process
 
 
-def name():
-    return threading.current_thread().name
+def at_work(rank, place):
+    """Tell the test that a rank is there, and has been there before."""
+    Path(os.environ["RANK_FOLDER"], f"{rank}.{place}").touch()
 
 
-class Failing(Module):
-    """Fails in one trainer at the third batch."""
+class Through(torch.autograd.Function):
+    """Tells a module of its backward pass."""
 
-    def __init__(self, how, where="-1"):
+    @staticmethod
+    def forward(ctx, loss, module):
+        ctx.module = module
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.module.passes("backward")
+        return grad, None
+
+
+class Busy(Plain):
+    """Spends its time in one place, and tells so; one rank may do there what it is told to.
+
+    Args:
+        place: Where.
+        own: Called there on one rank, after four steps.
+        rank: Which.
+    """
+
+    def __init__(self, place, own=None, rank=1):
         super().__init__()
-        self.how, self.where = how, where
+        self.place, self.own, self.rank = place, own, rank
 
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        if batch_idx == 2 and name().endswith(self.where):
-            self.how()
-        return loss
+    def passes(self, place):
+        if place == self.place and self.global_step > 3:
+            at_work(self.global_rank, place)
+            if self.own is not None and self.global_rank == self.rank:
+                self.own()
+            time.sleep(0.02)
+
+    def training_step(self, batch, index):
+        self.passes("training")
+        return Through.apply(super().training_step(batch, index), self)
+
+    def validation_step(self, batch, index):
+        if not self.trainer.sanity_checking:
+            self.passes("validation")
+
+    def prepared(self, batch):
+        """Is a transform of the loader's, and so runs in a thread of the pipeline."""
+        self.passes("preparing")
+        return batch
+
+
+def train_for_ever(rank, place, timeout, own=None, on=1):
+    os.dup2(os.open(Path(os.environ["RANK_FOLDER"], f"{rank}.stderr"), os.O_CREAT | os.O_WRONLY), 2)
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    module = Busy(place, own, on)
+    data = datamodule(
+        transform=module.prepared, thread_safe=True, eval_loader_kwargs={"transform": None}, num_workers=2
+    )
+    fit(module, hybrid(num_ranks, stall_timeout=timeout), data, epochs=-1, limit_val_batches=3)
+
+
+class Said:
+    """Sends a signal to a rank, if it shall, and keeps what the ranks have written to stderr, and how long it took.
+
+    Args:
+        rank: Which is lost.
+        number: Of the signal; None for a rank that is lost by itself.
+        place: Where all ranks must be before.
+    """
+
+    def __init__(self, rank, number, place):
+        self.rank, self.signal, self.place = rank, number and Signal(rank, number, place), place
+
+    def __call__(self, processes, folder):
+        self.pid = processes[self.rank].pid
+        if self.signal is None:
+            until(lambda: (folder / f"{self.rank}.{self.place}").exists())
+        else:
+            self.signal(processes, folder)
+        began = time.monotonic()
+        rest = [process for rank, process in enumerate(processes) if rank != self.rank]
+        until(lambda: not any(process.is_alive() for process in rest))
+        self.seconds = time.monotonic() - began
+        self.stderr = [(folder / f"{rank}.stderr").read_text() for rank in range(len(processes))]
+
+    def name(self, found, how):
+        """Assert that every other rank names the one that is lost, in its error or in its last words."""
+        for rank, error in enumerate(found.errors):
+            if rank != self.rank:
+                told = self.stderr[rank] if error == "no result" else error
+                assert re.search(rf"rank {self.rank} \(process {self.pid} on \S+\) {how}", told), told
+                assert error != "no result" or f"rank {rank} ends, because rank {self.rank} " in told
+
+
+# Rank 0 keeps the store in which the signs of life are.
+@pytest.mark.parametrize(("lost", "place"), [(0, "training"), (1, "preparing"), (1, "validation")])
+def test_a_rank_that_is_killed(lost, place):
+    """Nobody waits for a timeout."""
+    said = Said(lost, signal.SIGKILL, place)
+    found = observe(train_for_ever, 2 + lost, place, NEVER, during=said, lost=[lost])
+    said.name(found, "died: its process has ended without a word")
+
+
+@pytest.mark.parametrize(("lost", "place"), [(1, "training"), (0, "preparing"), (0, "validation")])
+def test_a_rank_that_is_stopped(lost, place):
+    """Gloo would wait on, for half an hour."""
+    said = Said(lost, signal.SIGSTOP, place)
+    found = observe(train_for_ever, 2 + lost, place, 3.0, during=said, lost=[lost])
+    said.name(found, "is stopped")
+
+
+def sleep_for_ever():
+    time.sleep(NEVER)
+
+
+def run_for_ever():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lost", "place", "own", "where"),
+    [
+        (0, "training", sleep_for_ever, "training_step"),
+        (1, "backward", run_for_ever, "backward"),
+        (1, "validation", sleep_for_ever, "validation_step"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_step(lost, place, own, where):
+    said = Said(lost, None, place)
+    found = observe(train_for_ever, 2, place, 2.0, own, lost, during=said)
+    said.name(found, rf"failed: hangs in {where} for \d+ s")
+    assert found.exit_codes[lost] == 1
+    assert f"rank {lost} hangs in {where}" in said.stderr[lost]
+    assert own.__name__ in said.stderr[lost]  # its stack
+
+
+def test_a_rank_that_hangs_in_the_pipeline():
+    said = Said(1, None, "preparing")
+    found = observe(train_for_ever, 2, "preparing", 2.0, run_for_ever, during=said)
+    said.name(found, "failed: TimeoutError")
+    assert "TimeoutError" in found.errors[1]
+    assert "run_for_ever" in found.errors[1]
 
 
 def raise_it():
-    raise ValueError("the labels are odd")
+    raise ArithmeticError("the labels are odd")
 
 
-def run_out_of_memory():
-    torch.empty(2**62, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("where", ["-0", "-1"])
-def test_a_trainer_that_raises(where, prefetch):
-    with pytest.raises(ValueError, match="the labels are odd") as caught:
-        fit(Failing(raise_it, where), hybrid(prefetch=prefetch))
-    assert any(frame.name == "raise_it" for frame in traceback.extract_tb(caught.value.__traceback__))
-    assert f"trainer {where[1:]} (CPU)" in "".join(
-        getattr(caught.value, "__notes__", ["trainer " + where[1:] + " (CPU)"])
-    )
-    assert not left_threads()
-
-
-def test_a_trainer_alone_that_raises():
-    with pytest.raises(ValueError, match="the labels are odd"):
-        fit(Failing(raise_it, "-0"), hybrid(1))
-    assert not left_threads()
-
-
-def test_a_trainer_that_runs_out_of_memory():
-    with pytest.raises(RuntimeError, match=r"alloc|memory|size"):
-        fit(Failing(run_out_of_memory), hybrid())
-    assert not left_threads()
-
-
-def test_a_trainer_that_fails_in_backward():
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("no gradient")
-
-    class Backward(Module):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            return Function.apply(loss) if batch_idx == 1 and name().endswith("-1") else loss
-
-    with pytest.raises(ValueError, match="no gradient"):
-        fit(Backward(), hybrid())
-    assert not left_threads()
-
-
-@pytest.mark.slow
-def test_a_trainer_that_stalls_is_shown():
-    release = threading.Event()
-
-    def wait_for_nothing():
-        release.wait(PATIENCE)
-
-    try:
-        with pytest.raises(TimeoutError, match="wait_for_nothing") as caught:
-            fit(Failing(wait_for_nothing), hybrid(stall_timeout=1.0))
-        assert "trainer 1 (CPU)" in str(caught.value)
-        assert "trainer 0" not in str(caught.value)
-        assert [thread for thread in left_threads() if "trainer" in thread] == ["hyscale-trainer-1"]
-        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("hy"))
-    finally:
-        release.set()
-    assert not left_threads(patience=10)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_stage_that_raises(prefetch):
-    def transform(batch):
-        raise_it()
-
-    with pytest.raises(ValueError, match="the labels are odd") as caught:
-        fit(
-            Module(),
-            hybrid(prefetch=prefetch),
-            data_module(transform=transform, thread_safe=prefetch == 1, eval_loader_kwargs={"transform": None}),
-        )
-    assert any(frame.name == "raise_it" for frame in traceback.extract_tb(caught.value.__traceback__))
-    assert not left_threads()
-
-
-@pytest.mark.slow
-def test_a_stage_that_stalls_is_shown():
-    release = threading.Event()
-
-    def wait_for_nothing(batch):
-        release.wait(PATIENCE)
-        return batch
-
-    data = data_module(transform=wait_for_nothing, thread_safe=True, eval_loader_kwargs={"transform": None})
-    try:
-        with pytest.raises(TimeoutError, match="wait_for_nothing"):
-            fit(Module(), hybrid(stall_timeout=1.0), data)
-    finally:
-        release.set()
-    assert not left_threads(patience=10)
-
-
-def test_an_interrupted_run_leaves_nothing():
-    class Interrupted(Module):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 1:
-                raise KeyboardInterrupt
-
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(Interrupted(), hybrid())
-    assert not left_threads()
-
-
-def test_dropout_is_reproducible_and_differs_between_trainers():
-    def run(seed, **options):
-        module = Module(dropout=0.5)
-        torch.manual_seed(seed)
-        steps, _ = fit(module, hybrid(**options), data_module(num_workers=2))
-        return [parameter.detach() for parameter in module.parameters()], steps.gradients
-
-    first, again, other = run(0), run(0), run(1)
-    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first[0], other[0], strict=True))
-
-
-def test_random_numbers_of_all_kinds_are_the_threads_own():
-    drawn = {}
-
-    class Drawing(Module):
-        def training_step(self, batch, batch_idx):
-            x = torch.ones(5, dtype=torch.float64)
-            drawn.setdefault(name(), []).append(
-                torch.cat(
-                    [
-                        torch.rand(3),
-                        torch.randn(2, 2).flatten(),
-                        torch.rand_like(x),
-                        torch.randn_like(x),
-                        torch.randperm(4).double(),
-                        torch.randint(9, (3,)).double(),
-                        torch.empty(3).uniform_(),
-                        torch.bernoulli(x / 2),
-                        torch.nn.functional.gumbel_softmax(x),
-                        torch.nn.functional.alpha_dropout(x, 0.5, True),
-                        torch.nn.functional.dropout(x, 0.5),
-                    ]
-                )
-            )
-            return self.loss(batch)
-
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        before = torch.get_rng_state()
-        fit(Drawing(), hybrid(3), max_epochs=1)
-        runs.append({thread: torch.stack(values) for thread, values in drawn.items()})
-        drawn.clear()
-        torch.manual_seed(3)
-        assert torch.equal(before, torch.get_rng_state())
-    assert len(runs[0]) == 3
-    for thread, values in runs[0].items():
-        assert torch.equal(values, runs[1][thread])
-    first, second, third = runs[0].values()
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(first[0], third[0])
-
-
-def test_batch_norm_sees_the_trainers_part_and_averages_its_statistics():
-    module = Module(norm=True)
-    parts = []
-
-    class Spying(Module):
-        def training_step(self, batch, batch_idx):
-            parts.append((batch.batch_size, self.net.first(batch.x, batch.edge_index).detach()))
-            return self.loss(batch)
-
-    module = Spying(norm=True)
-    fit(module, hybrid(shares=[0.75, 0.25]), limit_train_batches=1, max_epochs=1)
-    whole = sum(size for size, _ in parts)
-    mean = sum(size / whole * 0.1 * hidden.mean(0) for size, hidden in parts)
-    variance = sum(size / whole * (0.9 + 0.1 * hidden.var(0)) for size, hidden in parts)
-    torch.testing.assert_close(module.net.norm.running_mean, mean)
-    torch.testing.assert_close(module.net.norm.running_var, variance)
-    assert int(module.net.norm.num_batches_tracked) == 1
-
-
-def test_side_effects_and_frozen_parameters():
-    class Counting(Module):
-        def __init__(self):
-            super().__init__()
-            self.steps, self.seen = 0, []
-
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                self.net.first.requires_grad_(False)
-
-        def training_step(self, batch, batch_idx):
-            self.steps += 1
-            self.seen.append(batch.batch_size)
-            return self.loss(batch)
-
-    module = Counting()
-    steps, run = fit(module, hybrid())
-    assert module.steps == run.global_step  # plain attributes are those of the first trainer
-    assert sum(module.seen) == 2 * int(graph().train_mask.sum())  # lists are shared by all
-    half = len(steps.gradients) // 2
-    assert all(gradient is not None for gradient in steps.gradients[0])
-    frozen = {id(parameter) for parameter in module.net.first.parameters()}
-    for parameter, gradient in zip(module.parameters(), steps.gradients[half + 1], strict=True):
-        assert (gradient is None) == (id(parameter) in frozen)
+@pytest.mark.parametrize("place", ["training", "backward", "preparing", "validation"])
+def test_a_rank_that_raises(place):
+    said = Said(1, None, place)
+    found = observe(train_for_ever, 2, place, NEVER, raise_it, during=said)
+    said.name(found, "failed: ArithmeticError: the labels are odd")
+    assert "in raise_it" in found.errors[1]
+    assert found.errors[1].rstrip().endswith("ArithmeticError: the labels are odd")

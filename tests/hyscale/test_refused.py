@@ -1,20 +1,22 @@
 """What hybrid training cannot do is said before it begins, with what to do instead."""
 
 import os
-import threading
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from torch_geometric.loader import DataLoader, LinkLoader
-from torchmetrics import MeanMetric
+from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.utils.data import DataLoader, IterableDataset
+from torch_geometric.nn import SAGEConv
 
-from lightning_gnn import FullGraphDataModule, LinkDataModule
+from lightning_gnn import FullGraphDataModule
+from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import TaskMapping
-from lightning_gnn.hyscale.options import num_cores
+from lightning_gnn.hyscale.options import Trainers, num_cores
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from tests.hyscale.models import CLASSES, Module, data_module, fit, graph, hybrid, left_threads, trainer
+from tests.full_graph.launch import run
+from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
 
 
 @pytest.mark.parametrize(
@@ -23,21 +25,25 @@ from tests.hyscale.models import CLASSES, Module, data_module, fit, graph, hybri
         ({"cpu_share": 0.0}, r"in \(0, 1\], but is 0.0"),
         ({"cpu_share": 1.2}, r"in \(0, 1\], but is 1.2"),
         ({"cpu_share": "half"}, "'half'"),
+        ({"cpu_share": None}, "but is None"),
         ({"shares": [0.5, 0.6]}, "add up to 1"),
         ({"shares": [-0.5, 1.5]}, "add up to 1"),
-        ({"cpu_share": None}, "but is None"),
         ({"shares": "auto"}, "one number for each trainer"),
         ({"cpu_trainers": -1}, "must not be negative"),
         ({"cpu_trainers": 1.5}, "whole number, but is 1.5"),
+        ({"agree_every": 0}, "agree_every"),
+        ({"agree_every": 2.5}, "whole number, but is 2.5"),
         ({"drm": None}, "drm is True, False or the path"),
         ({"drm": 1}, "drm is True, False or the path"),
         ({"prefetch": 3}, "prefetch"),
         ({"stall_timeout": 0}, "stall_timeout"),
         ({"stall_timeout": float("nan")}, "stall_timeout"),
         ({"stall_timeout": "5"}, "stall_timeout"),
+        ({"transfer_dtype": "int4"}, "transfer_dtype"),
+        ({"accelerator_sampling": 1.5}, r"in \[0, 1\], but is 1.5"),
+        ({"accelerator_sampling": "all"}, "'all'"),
         ({"threads": 3}, "at least 1, but are 3"),
         ({"threads": [1.5, 1, 1]}, "at least 1"),
-        ({"transfer_dtype": "int4"}, "transfer_dtype"),
         ({"threads": [1, 0, 1]}, "at least 1"),
         ({"threads": [1, 1]}, "at least 1"),
         ({"threads": [1, 1, num_cores() + 5]}, f"may use {num_cores()} cores"),
@@ -55,144 +61,190 @@ def test_an_option_that_nobody_knows(typo, meant):
         HyScaleStrategy(**{typo: False})
 
 
-def test_nobody_to_train():
-    with pytest.raises(ValueError, match="cpu_trainers=0 and no accelerator"):
-        fit(Module(), hybrid(0))
-
-
-def test_shares_for_other_trainers():
-    with pytest.raises(ValueError, match="3 entries, but there are 2 trainers"):
-        fit(Module(), hybrid(2, shares=[0.2, 0.3, 0.5]))
-
-
-def test_several_devices_that_are_the_cpu():
-    with pytest.raises(ValueError, match="set its cpu_trainers=2"):
-        fit(Module(), hybrid(1), devices=2)
-    fit(Module(), hybrid(2), devices=2, max_epochs=1)
-
-
-@pytest.mark.parametrize("precision", ["16-true"])
-def test_a_precision_that_one_device_does_not_have(precision):
-    with pytest.raises(ValueError, match=r"trainer 0 \(CPU\) of hyscale: which CPUs do not train in"):
-        fit(Module(), hybrid(), precision=precision)
-
-
-def test_full_graphs():
-    with pytest.raises(TypeError, match="yields the full graph as one"):
-        fit(NodeClassifier(GraphSAGE(6, 8, CLASSES, 2), CLASSES), hybrid(), FullGraphDataModule(graph()))
-
-
-def test_links():
-    data = graph()
-    links = LinkDataModule(data, input_train_edges=data.edge_index, num_neighbors=[2], batch_size=10)
-    with pytest.raises(TypeError, match=r"needs a torch_geometric\.loader\.NodeLoader.*it got ThreadedLinkLoader"):
-        fit(Module(), hybrid(), links)
-    assert issubclass(type(links.train_dataloader()), LinkLoader)
-
-
-def test_loaders_of_other_kinds():
-    class Other(Module):
-        def train_dataloader(self):
-            return DataLoader([graph()], batch_size=1)
-
-    with pytest.raises(TypeError, match="it got DataLoader"):
-        trainer(hybrid()).fit(Other())
-
-
-def test_loaders_that_plan_by_themselves():
-    loader = data_module().train_dataloader()
-    loader.__class__ = type("CollectiveLoader", (type(loader),), {})
-
-    class Own(Module):
-        def train_dataloader(self):
-            return loader
-
-    with pytest.raises(ValueError, match="both plan the use of the same cores"):
-        trainer(hybrid()).fit(Own().double())
-
-
-def test_several_loaders():
-    class Two(Module):
-        def train_dataloader(self):
-            return {"a": data_module().train_dataloader(), "b": data_module().train_dataloader()}
-
-    with pytest.raises(ValueError, match="one loader"):
-        trainer(hybrid()).fit(Two().double())
-    assert not left_threads()
-
-
-def test_a_step_that_fetches_its_batches():
-    class Fetching(Module):
-        def training_step(self, dataloader_iter):
-            return self.loss(next(dataloader_iter)[0])
-
-    with pytest.raises(TypeError, match="dataloader_iter"):
-        fit(Fetching(), hybrid())
-
-
-class WithLock(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.guard = threading.Lock()
-
-
-class Guarded(Module):
-    def __init__(self):
-        super().__init__()
-        self.net.locked = torch.nn.ModuleList([WithLock()])
-        self.net.locked[0].inner = [MeanMetric(), threading.Lock()]
-
-
-def test_a_module_that_cannot_be_copied_names_the_attribute():
-    with pytest.raises(TypeError, match=r"attribute 'net\.locked\.0\.inner' \(list\) cannot be copied"):
-        fit(Guarded(), hybrid())
-    assert not left_threads()
-
-
-def test_what_holds_no_module_need_not_be_copied():
-    class Fine(Module):
-        def __init__(self):
-            super().__init__()
-            self.lock, self.file = threading.Lock(), open(__file__)  # noqa: SIM115
-
-    module = Fine()
-    fit(module, hybrid(), max_epochs=1)
-    module.file.close()
-
-
-def test_lazy_layers():
-    from torch_geometric.nn import SAGEConv
-
-    class Lazy(Module):
-        def __init__(self):
-            super().__init__()
-            self.net.first = SAGEConv(-1, 8)
-
-    with pytest.raises((ValueError, RuntimeError), match=r"no shape yet|uninitialized"):
-        fit(Lazy(), hybrid(), double=False)
-
-
-def test_decisions_of_another_run(tmp_path):
-    record = tmp_path / "decisions.jsonl"
-    record.write_text(Decision(TaskMapping((10, 10, 10), 3), "start", "start").to_json())
-    with pytest.raises(ValueError, match="recorded with 3 trainers"):
-        fit(Module(), hybrid(2, drm=record))
+def test_logs_of_decisions_that_are_no_files(tmp_path):
     with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):
-        hybrid(2, drm=tmp_path / "none")
+        HyScaleStrategy(drm=tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"pipe.* is no (regular )?file"):
-        fit(Module(), hybrid(2, drm=tmp_path / "pipe"))
+        HyScaleStrategy(drm=tmp_path / "pipe")
 
 
-def test_processes_that_nobody_waits_for():
-    class TwoProcesses(torch.nn.Module):
-        pass
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        ({"cpu_trainers": 0}, 1, "cpu_trainers=0 and no accelerator"),
+        ({"cpu_trainers": 0}, 2, "devices=2.* and cpu_trainers=0: set one of them"),
+        ({"cpu_trainers": 3}, 2, "devices=2.* and cpu_trainers=3: set one of them, or both to the number"),
+        ({"cpu_trainers": 2, "shares": [0.2, 0.3, 0.5]}, 1, "3 entries, but there are 2 trainers"),
+        ({"shares": [0.2, 0.8], "devices": ["cpu", "cpu"]}, 1, "2 entries, but there are 3 trainers"),
+    ],
+    ids=str,
+)
+def test_trainers_that_do_not_fit_the_trainers_devices(options, devices, message):
+    with pytest.raises(ValueError, match=message):
+        pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options))
 
-    from lightning_fabric.plugins.environments import LightningEnvironment
 
-    environment = LightningEnvironment()
-    environment.set_world_size(2)
-    run = trainer(hybrid(), plugins=[environment])
-    environment.set_world_size(2)
-    with pytest.raises(ValueError, match="one process per node"):
-        run.fit(Module().double(), datamodule=data_module())
+@pytest.mark.parametrize(("options", "devices"), [({}, 2), ({"cpu_trainers": 2}, 2), ({"cpu_trainers": 2}, 1)], ids=str)
+def test_devices_that_fit(options, devices):
+    trainer = pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options))
+    assert trainer.strategy.trainers.num_cpu == trainer.strategy.num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "message"),
+    [
+        (HalfPrecision("16-true"), "cuda", r"'16-true' does not fit trainer 0 \(CPU\).* which CPUs do not train in"),
+        (MixedPrecision("16-mixed", "cpu"), "cuda", r"trainer 0 \(CPU\) of hyscale: .*; use 'bf16-mixed'"),
+        (DoublePrecision(), "mps", r"trainer 1 \(mps\) of hyscale: which MPS does not have"),
+        (MixedPrecision("bf16-mixed", "cpu"), "cuda", r"trainer 1 \(cuda\) of hyscale: which this GPU does not have"),
+        (type("Own", (Precision,), {})(), "cuda", "whose modules cannot be copied to another device"),
+    ],
+    ids=["half", "mixed", "double", "bfloat16", "own"],
+)
+def test_a_precision_that_one_device_does_not_have(precision, device, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        check_precision(precision, Trainers.of(1, [torch.device(device)]))
+    check_precision(Precision(), Trainers.of(1, [torch.device(device)]))
+
+
+def collective():
+    loader = datamodule().train_dataloader()
+    loader.__class__ = type("CollectiveLoader", (type(loader),), {})
+    return loader
+
+
+def whole_graph():
+    data = FullGraphDataModule(graph())
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Endless:
+    """A batch sampler that does not say how long it is."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+
+class Fetching(Plain):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class SeveralLosses(Plain):
+    def training_step(self, batch, index):
+        return self.scores(batch).sum(1)
+
+
+class Raw(Plain):
+    """Computes gradients behind Lightning's back."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.loss(batch).backward()
+        self.optimizers().step()
+
+
+class Lazy(Plain):
+    def __init__(self):
+        super().__init__()
+        self.net = SAGEConv(-1, 3).double()
+
+
+class StepsLater(Raw):
+    """Steps at the beginning of a mini-batch, with the gradients of the one before."""
+
+    def training_step(self, batch, index):
+        if index:
+            self.optimizers().step()
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+
+
+REFUSED = {
+    "the full graph": (
+        {"data": lambda: FullGraphDataModule(graph())},
+        "2 devices, which would all train on the same graph",
+    ),
+    "its loader": ({"loader": whole_graph}, "yields the full graph as one; train with"),
+    "no batch size": ({"loader": lambda: DataLoader(range(10), None)}, r"single samples \(batch_size=None\)"),
+    "no positions": ({"loader": lambda: DataLoader(Numbers(), 2)}, "positions in a dataset.* it got DataLoader"),
+    "no loader of torch's": ({"loader": lambda: [1, 2]}, "positions in a dataset.* it got list"),
+    "no length": ({"loader": lambda: DataLoader(range(10), batch_sampler=Endless())}, "give its batch_sampler a __len"),
+    "plans by itself": ({"loader": collective}, "both plan the use of the same cores"),
+    "several loaders": (
+        {"loader": lambda: {name: datamodule().train_dataloader() for name in "ab"}},
+        "one loader, but the DataModule returns several",
+    ),
+    "fetches by itself": ({"module": Fetching}, "must not take a dataloader_iter"),
+    "several losses": ({"module": SeveralLosses}, r"loss of one number, but that of trainer \d \(CPU\) has the shape"),
+    "raw backward": ({"module": Raw}, r"call self.manual_backward\(loss\) instead of loss.backward\(\)"),
+    "no shapes yet": ({"module": Lazy}, "uninitialized|no shape yet"),
+    "half precision": ({"precision": "16-true"}, r"trainer \d \(CPU\) of hyscale: which CPUs do not train in"),
+    "other trainers": ({"drm": Decision(TaskMapping((10, 10, 10), 3), "start", "start")}, "recorded with 3 trainers"),
+    "too few processes": (
+        {"num_ranks": 3},
+        r"a process for each trainer, 3 per node \(0 \(CPU\), 1 \(CPU\), 2 \(CPU\)\), together 3, but 2 were started; "
+        "start as many on each node, as with torchrun --nproc-per-node=3",
+    ),
+    "too many processes": ({"num_ranks": 1}, r"1 per node \(0 \(CPU\)\), together 1, but 2 were started"),
+    "other nodes": ({"num_nodes": 2}, "2 per node .* together 4, but 2 were started"),
+}
+
+
+def attempt(folder, module=Plain, data=datamodule, loader=None, drm=None, num_ranks=2, **options):
+    if loader is not None:
+        found = loader()
+        data = lambda: type("Own", (pl.LightningDataModule,), {"train_dataloader": lambda self: found})()  # noqa: E731
+    more = {}
+    if drm is not None:
+        more["drm"] = os.path.join(folder, "decisions.jsonl")
+        with open(more["drm"], "w") as file:
+            file.write(drm.to_json())
+    trained = module()
+    fit(trained, hybrid(num_ranks, stall_timeout=4.0, **more), data(), **options)
+    return state(trained)
+
+
+def refused(rank):
+    errors = {}
+    for name, (options, _) in REFUSED.items():
+        try:
+            attempt(os.environ["RANK_FOLDER"], **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            errors[name] = str(error)
+    return errors, [attempt(None, module) for module in (Plain, StepsLater)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of one start of two ranks, who go from one refusal to the next."""
+    return run(refused, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shared_out_is_refused_on_every_rank(name, found):
+    for errors, _ in found:
+        with pytest.raises(RuntimeError, match=REFUSED[name][1]):
+            raise RuntimeError(errors[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "kind"), enumerate([Plain, StepsLater]))
+def test_what_was_refused_leaves_nothing_behind_and_what_is_like_it_works(place, kind, found):
+    module = kind()
+    fit(module)
+    for _, weights in found:
+        for name, value in state(module).items():
+            torch.testing.assert_close(weights[place][name], value, rtol=1e-12, atol=1e-13)
