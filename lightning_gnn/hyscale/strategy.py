@@ -410,9 +410,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if module.trainer.predicting:
             if self.global_rank == 0:
                 return dataloader
-            split = lambda num_seeds, number: (0, 0)  # noqa: E731
-        else:
-            split = partial(self._part, shares=self._evaluation_shares)
+            # Rank 0 has its own loader, of which Lightning wants the positions, and tells nobody an order.
+            nothing = SharedBatches(dataloader, lambda num_seeds, number: (0, 0), self.global_rank)
+            return SlicedLoader(dataloader, nothing, self._arrived)
+        split = partial(self._part, shares=self._evaluation_shares)
         return SlicedLoader(dataloader, self._batches(dataloader, split), self._arrived)
 
     @property
