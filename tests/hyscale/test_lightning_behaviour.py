@@ -2,34 +2,31 @@
 
 import pickle
 import re
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from tests.full_graph.launch import observe
 from tests.hyscale.behaviour import SCENARIOS
-from tests.hyscale.behaviour.task import perform
+from tests.hyscale.behaviour.task import outcomes_of, perform
 from tests.once import once
 
 ALONE = {False: ("auto", 1, False), True: ("auto", 1, True)}
 """What all is compared with: mini-batches, and full graphs."""
 WAYS = {
+    "hyscale": ("hyscale", 2, False),
     "ascend_hybrid": ("ascend_hybrid", 1, True),
     "ascend_hybrid on two ranks": ("ascend_hybrid", 2, True),
 }
 """Strategy, number of ranks, whether batches are full graphs."""
-_OWN_ROWS = "as under DDP, what a step writes into the module is of the rank's own seeds or nodes, unless it is reduced"
-_STEPS_OF_METRICS = "torchmetrics leaves the values of single steps to each rank, unless dist_sync_on_step=True"
-_HOOKS_COME_FIRST = "as under DDP, hooks on parameters see the rank's gradient, so that they must be linear"
-TWO_RANKS = {
-    "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
+_HOOKS_COME_FIRST = "as under DDP, hooks on parameters see the rank's own gradient, so that they must be linear"
+_OWN_ROWS = "as under DDP, what a step writes into the module is of the rank's own nodes, unless it is reduced"
+_TWO_RANKS = {
     "hooks_on_parameters_which_are_not_linear": (("weights", "metrics"), _HOOKS_COME_FIRST),
     "a_loss_that_is_no_mean": (("weights", "metrics"), "such a loss needs a weight, as a warning says once"),
-    "a_rate_is_found": (("losses",), "Lightning's finder plots the losses of each rank; all take the rate of rank 0"),
-    "a_metric_by_step": (("each", "metrics"), _STEPS_OF_METRICS),
-    "a_histogram_of_labels": (("labels",), _OWN_ROWS),
-    "a_history_of_embeddings": (("history",), _OWN_ROWS),
+    "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
+    "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
 }
 _MASKS = {
     "activations_are_computed_again_with_the_same_dropout": (
@@ -38,10 +35,30 @@ _MASKS = {
     )
 }
 OTHERWISE = {
+    "hyscale": _TWO_RANKS
+    | {
+        "a_mean_without_a_batch_size": (
+            ("each", "metrics", "logged"),
+            "it counts by seeds, Lightning by sampled nodes",
+        ),
+        "batch_normalisation": (
+            ("weights", "metrics", "running"),
+            "as under DDP, statistics are of a rank's mini-batch",
+        ),
+        "a_batch_size_is_found": (
+            "not supported with distributed strategies",
+            "Lightning refuses it on several devices",
+        ),
+        "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
+        "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
+    },
     "ascend_hybrid": _MASKS,
-    "ascend_hybrid on two ranks": TWO_RANKS
+    "ascend_hybrid on two ranks": _TWO_RANKS
     | _MASKS
     | {
+        "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
+        "a_histogram_of_labels": (("labels",), _OWN_ROWS),
+        "a_history_of_embeddings": (("history",), _OWN_ROWS),
         "batch_normalisation": ("normalises over all nodes", "statistics would be of each rank's rows"),
         "by_rank_zero_alone": ("rank_zero_only=True", "each rank has some of the rows, and all must log"),
     },
@@ -56,29 +73,28 @@ def names_for(full):
 CASES = [(way, name) for way, (_, _, full) in WAYS.items() for name in names_for(full)]
 
 
-@cache
-def outcomes(factory, way):
-    """Run all scenarios, in ranks that are started anew after one that failed; return the ranks' outcomes by name."""
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory):
+    """Return a function of a way, which runs all scenarios and returns by name what the ranks saw."""
 
-    def make(folder):
-        left, found = names_for(way[2]), {}
-        while left:
-            first = left[0]
-            outcome = observe(perform, way[1], left, way, str(folder / f"files-{len(left)}"))
-            errors = [("raised", error or "this rank did not come here") for error in outcome.errors]
-            parts = [result or {} for result in outcome.results]
-            while left:
-                name = left.pop(0)
-                if all(name not in part for part in parts) and name != first:
-                    left.insert(0, name)
-                    break
-                found[name] = [part.get(name, error) for part, error in zip(parts, errors, strict=True)]
-                if len({kind for kind, _ in found[name]}) > 1:
-                    break  # what came after is no more than the ranks' falling apart
-        (folder / "outcomes.pickle").write_bytes(pickle.dumps(found))
+    @cache
+    def find(way):
+        folder = once(tmp_path_factory, f"behaviour-{'-'.join(map(str, way))}", partial(run_all, way))
+        return pickle.loads((folder / "outcomes.pickle").read_bytes())
 
-    folder = once(factory, f"behaviour-{'-'.join(map(str, way))}", make)
-    return pickle.loads((folder / "outcomes.pickle").read_bytes())
+    return find
+
+
+def run_all(way, folder):
+    """Run all scenarios, in ranks that are started anew after one that failed on some of them alone."""
+    left, found = names_for(way[2]), {}
+    while left:
+        home = folder / str(len(left))
+        ended = observe(perform, way[1], left, way, str(home))
+        # What came after a scenario that one rank alone did not survive is no more than the ranks' falling apart.
+        found |= outcomes_of(left, way, home) or {left[0]: [("raised", error) for error in ended.errors]}
+        left = [name for name in left if name not in found]
+    (folder / "outcomes.pickle").write_bytes(pickle.dumps(found))
 
 
 def differences(expected, found, tolerance, where=""):
@@ -116,9 +132,9 @@ def seen(outcome):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
-def test_a_strategy_behaves_like_one_process(way, name, tmp_path_factory):
-    expected = seen(outcomes(tmp_path_factory, ALONE[WAYS[way][2]])[name][0])
-    ranks = outcomes(tmp_path_factory, WAYS[way])[name]
+def test_a_strategy_behaves_like_one_process(way, name, outcomes):
+    expected = seen(outcomes(ALONE[WAYS[way][2]])[name][0])
+    ranks = outcomes(WAYS[way])[name]
     otherwise, _ = OTHERWISE.get(way, {}).get(name, ((), ""))
     if isinstance(otherwise, str):
         assert all(kind == "raised" and re.search(otherwise, observed) for kind, observed in ranks), ranks

@@ -100,9 +100,13 @@ def hooks_of_evaluation(run):
         data = run.data()
         trainer.validate(module, datamodule=data, verbose=False)
         trainer.test(module, datamodule=data, verbose=False)
-        trainer.predict(module, datamodule=data)
 
     return calls_of(run, use)
+
+
+@scenario
+def hooks_of_prediction(run):
+    return calls_of(run, lambda trainer, module: trainer.predict(module, datamodule=run.data()) and None)
 
 
 @scenario

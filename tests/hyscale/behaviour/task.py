@@ -1,6 +1,7 @@
 """The task of all scenarios, how a scenario is registered, and what it is given to run."""
 
 import os
+import pickle
 import time
 import traceback
 import warnings
@@ -205,34 +206,48 @@ def shown(trainer, module):
 
 
 def perform(rank, names, way, folder):
-    """Run scenarios one after another; return for each what was observed, or the error as a text.
+    """Run scenarios one after another, and write down for each what was observed, or the error as a text.
 
     Ends after a scenario that failed on some ranks alone, which are in different places now.
     """
     warnings.simplefilter("ignore")
-    outcomes = {}
     for name in names:
-        run = Run(*way, Path(folder) / name)
+        run = Run(*way, Path(folder) / name / "files")
         run.folder.mkdir(parents=True, exist_ok=True)
         try:
             pl.seed_everything(11, verbose=False)
             observed = SCENARIOS[name].function(run)
             observed.pop("trainer", None)
-            outcomes[name] = ("seen", observed)
+            kind, outcome = "seen", pickle.dumps(observed)
         except (Exception, SystemExit) as error:
-            outcomes[name] = ("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}")
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
+            kind, outcome = "raised", pickle.dumps(text)
         finally:
             os.environ.pop("PL_GLOBAL_SEED", None)
-        if not alike(outcomes[name][0], Path(folder) / f"{name}.ends", rank, run.num_ranks):
+        part = Path(folder) / name / f"{rank}.part"
+        part.write_bytes(outcome)
+        part.rename(part.with_suffix(f".{kind}"))
+        if not alike(kind, part.parent, run.num_ranks):
             break
-    return outcomes
 
 
-def alike(kind, folder, rank, num_ranks):
+def alike(kind, folder, num_ranks):
     """Say whether a scenario ended alike on all ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{rank} {kind}").touch()
     deadline = time.monotonic() + 20
-    while len(ends := list(folder.iterdir())) < num_ranks and time.monotonic() < deadline:
+    while (ended := sum(path.suffix in (".seen", ".raised") for path in folder.iterdir())) < num_ranks:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.001)
-    return len([end for end in ends if end.name.endswith(kind)]) == num_ranks
+    return ended == num_ranks == len(list(folder.glob(f"*.{kind}")))
+
+
+def outcomes_of(names, way, folder):
+    """Return what :func:`perform` has written down: by name, for each rank ``"seen"`` or ``"raised"``, and what."""
+    found = {}
+    for name in names:
+        paths = {int(path.stem): path for path in (Path(folder) / name).glob("*.*") if path.suffix != ".part"}
+        if paths:
+            missing = ("raised", "this rank ended before")
+            read = {rank: (path.suffix[1:], pickle.loads(path.read_bytes())) for rank, path in paths.items()}
+            found[name] = [read.get(rank, missing) for rank in range(way[1])]
+    return found
