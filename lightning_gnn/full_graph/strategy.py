@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -222,6 +223,8 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
         else:
             super().setup(trainer)
+            for parameter in self._parameters()[len(list(self.lightning_module.parameters())) :]:
+                dist.broadcast(parameter.data, 0)
             if trainer.state.fn == "fit":
                 refuse_norms_over_nodes(self.lightning_module)
             log_globally(self.lightning_module, self._share, self.world_size)
@@ -356,15 +359,47 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._look(closure_loss)
-        here, everywhere = self._share()
         # The mean over ranks of N * n_r / n times a rank's mean is the mean over nodes.
-        part = here / everywhere if self._weight is None else self._weight
-        loss = self.precision_plugin.pre_backward(closure_loss * (part * self.world_size), self.lightning_module)
+        loss = closure_loss * (self._part_of_loss() * self.world_size)
+        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self.sync_gradients:
             assert self._gradients is not None
-            self._gradients.take(self.lightning_module.parameters())
+            self._gradients.take(self._parameters())
         return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def _part_of_loss(self) -> float:
+        """Return by what this rank's loss is multiplied in the sum of all ranks' losses."""
+        here, everywhere = self._share()
+        return here / everywhere if self._weight is None else self._weight
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the module's parameters, and those that only an optimizer knows: of networks in plain objects."""
+        assert self.lightning_module is not None
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        held = (parameter for group in groups for parameter in group["params"])
+        return list(dict.fromkeys([*self.lightning_module.parameters(), *held]))
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step; an optimizer that reads the loss, as a line search does, gets that of all ranks."""
+        if self.world_size > 1 and _reads_the_loss(optimizer):
+            closure = partial(self._of_all_ranks, closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss, device=self.root_device).detach() * self._part_of_loss()
+        dist.all_reduce(loss)
+        return loss
+
+
+def _reads_the_loss(optimizer: Any) -> bool:
+    """Say whether an optimizer may decide by the loss; those of torch, one aside, hand it on as it is."""
+    kind = type(optimizer)
+    return issubclass(kind, torch.optim.LBFGS) or not kind.__module__.startswith("torch.optim")
 
 
 def _part(weight: Weight | None, total: Weight) -> float:

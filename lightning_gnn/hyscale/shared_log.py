@@ -87,7 +87,10 @@ class SharedLog:
                 self._known.setdefault(key, options)
 
     def row(self) -> list[Any]:
-        """Return a value and a weight for each name that is known, NaN as the weight where it is missing here."""
+        """Return a value and a weight for each name that is known, NaN as the weight where it is missing here.
+
+        A rank without seeds has none: its step has run on a seed of another rank's.
+        """
         numbers: list[Any] = []
         for key in self._known:
             given = self._here.get(key)

@@ -1,0 +1,424 @@
+"""What is logged: over steps, epochs, batches of unlike sizes and ranks."""
+
+import csv
+
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning.loggers import CSVLogger
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
+
+
+class Steps(pl.Callback):
+    """Keeps what is logged after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        self.seen.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def logging(run, training=None, validation=None, **options):
+    """Train a module whose steps log by these functions."""
+
+    class Logging(Task):
+        def training_step(self, batch, batch_idx):
+            out = of_split(self(batch), batch, "train")
+            loss = torch.nn.functional.cross_entropy(out, of_split(batch.y, batch, "train"))
+            if training is not None:
+                training(self, batch, batch_idx, out, loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            if validation is not None:
+                out = of_split(self(batch), batch, "val")
+                validation(self, batch, batch_idx, out, of_split(batch.y, batch, "val"))
+
+    steps = Steps()
+    out = run.fit(Logging(), callbacks=[steps], **options)
+    assert out["metrics"]
+    logged = {name: float(value) for name, value in out["trainer"].logged_metrics.items()}
+    return {**out, "each": steps.seen, "logged": logged}
+
+
+@scenario
+def a_mean_by_step_and_epoch(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.tell("loss", loss, batch, "train", on_step=True, on_epoch=True)
+
+    return logging(run, training)
+
+
+@scenario
+def a_mean_without_a_batch_size(run):
+    return logging(run, lambda module, batch, batch_idx, out, loss: module.log("loss", loss, on_epoch=True))
+
+
+@scenario
+def a_mean_of_validation(run):
+    def validation(module, batch, batch_idx, out, y):
+        module.tell("loss", torch.nn.functional.cross_entropy(out, y), batch, "val")
+        module.tell("step", out.square().mean(), batch, "val", on_step=True, on_epoch=True)
+
+    return logging(run, None, validation)
+
+
+@scenario
+def a_sum(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True)
+        module.log("sum", out.detach().sum(), reduce_fx=torch.sum, on_step=True, on_epoch=True)
+
+    return logging(run, training)
+
+
+@scenario
+def a_sum_that_is_synchronised(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+
+    return logging(run, training)
+
+
+@scenario
+def the_largest_and_the_smallest(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.log("largest", out.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        module.log("smallest", out.min(), reduce_fx=torch.min, on_step=False, on_epoch=True)
+
+    def validation(module, batch, batch_idx, out, y):
+        module.log("val_largest", out.max(), reduce_fx=max)
+
+    return logging(run, training, validation)
+
+
+@scenario
+def the_same_number_everywhere(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.log("constant", 0.25)
+        module.log("batch_idx", batch_idx, on_step=True, on_epoch=True, reduce_fx="max")
+        module.log("rate", module.optimizers().param_groups[0]["lr"])
+
+    return logging(run, training)
+
+
+@scenario
+def integers(run):
+    def training(module, batch, batch_idx, out, loss):
+        hits = (out.argmax(-1) == of_split(batch.y, batch, "train")).sum()
+        module.log("hits", hits, reduce_fx="sum", on_step=False, on_epoch=True)
+        module.log("step", module.global_step, on_epoch=True, batch_size=1)
+
+    return logging(run, training)
+
+
+@scenario
+def a_dictionary(run):
+    def training(module, batch, batch_idx, out, loss):
+        size = out.shape[0]
+        module.log_dict({"a": loss, "b": out.detach().mean()}, batch_size=size, on_step=False, on_epoch=True)
+
+    return logging(run, training)
+
+
+@scenario
+def a_mean_that_is_synchronised(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.tell("loss", loss, batch, "train", on_step=False, on_epoch=True, sync_dist=True)
+
+    return logging(run, training)
+
+
+@scenario
+def with_accumulation(run):
+    def training(module, batch, batch_idx, out, loss):
+        module.tell("loss", loss, batch, "train", on_step=True, on_epoch=True)
+
+    return logging(run, training, accumulate_grad_batches=2)
+
+
+@scenario
+def a_metric(run):
+    class Measured(Task):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+            self.of_val = MulticlassAccuracy(CLASSES, average="macro")
+
+        def training_step(self, batch, batch_idx):
+            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
+            self.accuracy(out, y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            return torch.nn.functional.cross_entropy(out, y)
+
+        def validation_step(self, batch, batch_idx):
+            self.of_val.update(of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val"))
+            self.log("val_accuracy", self.of_val)
+
+    out = run.fit(Measured(), max_epochs=3)
+    assert 0 < out["metrics"]["accuracy"] < 1
+    return out
+
+
+@scenario
+def a_metric_by_step(run):
+    steps = Steps()
+
+    class Measured(Task):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
+            self.accuracy(out, y)
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+            return torch.nn.functional.cross_entropy(out, y)
+
+    return {**run.fit(Measured(), callbacks=[steps]), "each": steps.seen}
+
+
+@scenario
+def several_metrics(run):
+    class Measured(Task):
+        def __init__(self):
+            super().__init__()
+            kinds = {"micro": MulticlassAccuracy(CLASSES, average="micro"), "macro": MulticlassAccuracy(CLASSES)}
+            self.found = torchmetrics.MetricCollection(kinds, prefix="val_")
+
+        def validation_step(self, batch, batch_idx):
+            self.found.update(of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val"))
+            self.log_dict(self.found)
+
+    return run.fit(Measured())
+
+
+@scenario
+def metrics_by_hand(run):
+    class Measured(Task):
+        def __init__(self):
+            super().__init__()
+            self.matrix = MulticlassConfusionMatrix(CLASSES)
+            self.mean = torchmetrics.MeanMetric()
+            self.area = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
+
+        def validation_step(self, batch, batch_idx):
+            out, y = of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val")
+            self.matrix.update(out, y)
+            self.area.update(out.softmax(-1), y)
+            self.mean.update(out[:, 0].double(), torch.ones(len(y)))
+
+        def on_validation_epoch_end(self):
+            self.found = self.matrix.compute().tolist()
+            self.log("mean", self.mean.compute())
+            self.log("area", self.area.compute())
+            for metric in (self.matrix, self.mean, self.area):
+                metric.reset()
+
+    module = Measured()
+    out = run.fit(module)
+    return {**out, "found": module.found}
+
+
+@scenario
+def a_metric_that_keeps_the_graph(run):
+    class Measured(Task):
+        def __init__(self):
+            super().__init__()
+            self.area = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
+
+        def training_step(self, batch, batch_idx):
+            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
+            self.area.update(out.softmax(-1), y)
+            self.log("area", self.area, on_step=False, on_epoch=True)
+            return torch.nn.functional.cross_entropy(out, y)
+
+    return run.fit(Measured())
+
+
+@scenario
+def a_loss_made_of_a_metric_of_all(run):
+    """A metric as a weight of the loss: it must be the same on all ranks."""
+
+    class Weighted(Task):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+            self.last = 1.0
+
+        def training_step(self, batch, batch_idx):
+            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
+            self.accuracy.update(out, y)
+            return torch.nn.functional.cross_entropy(out, y) * self.last
+
+        def on_train_epoch_end(self):
+            self.last = float(self.accuracy.compute())
+            self.accuracy.reset()
+
+    module = Weighted()
+    return {**run.fit(module, max_epochs=3), "last": module.last}
+
+
+@scenario
+def in_all_hooks(run):
+    class Everywhere(Task):
+        def on_train_start(self):
+            self.log("train_start", 1.0)
+
+        def on_train_epoch_start(self):
+            self.log("epoch_start", self.current_epoch)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.log("batch_start", float(batch_idx), on_epoch=True, on_step=True, batch_size=1)
+
+        def on_before_backward(self, loss):
+            self.log("before_backward", 2.0)
+
+        def on_after_backward(self):
+            self.log("norm", self.net.convs[0].lin_l.weight.grad.norm())
+
+        def on_before_optimizer_step(self, optimizer):
+            self.log("before_step", self.net.convs[1].lin_l.weight.grad.norm())
+
+        def on_before_zero_grad(self, optimizer):
+            self.log("zero", 3.0)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.log("batch_end", float(batch_idx), reduce_fx="sum", on_epoch=True, on_step=False)
+
+        def on_train_epoch_end(self):
+            self.log("epoch_end", weights_norm(self))
+
+        def on_validation_start(self):
+            self.log("val_start", 4.0)
+
+        def on_validation_epoch_start(self):
+            self.log("val_epoch_start", 5.0)
+
+        def on_validation_batch_end(self, outputs, batch, batch_idx):
+            self.log("val_batch_end", float(batch_idx), batch_size=1)
+
+        def on_validation_epoch_end(self):
+            self.log("val_epoch_end", weights_norm(self))
+
+    out = run.fit(Everywhere())
+    assert len(out["metrics"]) > 13
+    return out
+
+
+def weights_norm(module):
+    return sum(parameter.detach().square().sum() for parameter in module.parameters())
+
+
+@scenario
+def in_callbacks(run):
+    class Logging(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            module.log("of_batch", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+
+        def on_train_epoch_end(self, trainer, module):
+            self.log("of_epoch", weights_norm(module))
+
+        def on_validation_epoch_end(self, trainer, module):
+            self.log("of_validation", weights_norm(module))
+
+    return run.fit(Task(), callbacks=[Logging()])
+
+
+@scenario
+def by_rank_zero_alone(run):
+    def training(module, batch, batch_idx, out, loss):
+        if batch_idx == 0:
+            module.log("step", float(module.current_epoch), rank_zero_only=True, on_step=True, on_epoch=False)
+
+    out = logging(run, training)
+    metrics, each, logged = out.pop("metrics"), out.pop("each"), out.pop("logged")
+    del each, logged
+    return {**out, **({"rank 0": metrics} if out["trainer"].is_global_zero else {})}
+
+
+@scenario
+def into_a_file(run):
+    logger = CSVLogger(run.folder, "logs", version=0, flush_logs_every_n_steps=1)
+
+    class Logging(Task):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.is_global_zero:
+                self.logger.log_metrics({"own": batch_idx}, step=self.global_step)
+            return loss
+
+    out = run.fit(Logging(), logger=logger)
+    trainer = out["trainer"]
+    trainer.strategy.barrier()
+    if not trainer.is_global_zero:
+        return out
+    with open(run.folder / "logs" / "version_0" / "metrics.csv") as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    assert len(rows) > 6
+    return {**out, "rank 0": rows}
+
+
+@scenario
+def every_second_step(run):
+    logger = CSVLogger(run.folder, "logs", version=0)
+    out = run.fit(Task(), logger=logger, log_every_n_steps=2)
+    if not out["trainer"].is_global_zero:
+        return out
+    return {**out, "rank 0": [sorted(row) for row in logger.experiment.metrics]}
+
+
+@scenario
+def gathered_from_all_ranks(run):
+    class Gathering(Task):
+        def training_step(self, batch, batch_idx):
+            count = torch.tensor(float(of_split(batch.y, batch, "train").numel()))
+            everywhere = self.all_gather(count)
+            self.total = float(everywhere.sum())
+            self.summed = float(self.trainer.strategy.reduce(count, reduce_op="sum"))
+            return super().training_step(batch, batch_idx)
+
+    module = Gathering()
+    out = run.fit(module)
+    assert module.total == module.summed
+    return {**out, "total": module.total}
+
+
+@scenario
+def broadcast_to_all_ranks(run):
+    class Sent(Task):
+        def on_train_epoch_start(self):
+            self.sent = self.trainer.strategy.broadcast([self.current_epoch, "x"] if self.global_rank == 0 else None)
+
+    module = Sent()
+    return {**run.fit(module), "sent": module.sent}
+
+
+@scenario
+def nothing_is_left_of_the_last_run(run):
+    module, data, trainer = Task(), run.data(), run.trainer()
+    trainer.fit(module, datamodule=data)
+    first = sorted(trainer.callback_metrics)
+    trainer.test(module, datamodule=data, verbose=False)
+    return {"first": first, "then": sorted(trainer.callback_metrics)}
+
+
+@scenario
+def the_loss_after_each_step(run):
+    class Outputs(pl.Callback):
+        def __init__(self):
+            self.losses = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.losses.append(float(trainer.callback_metrics["train_loss_step"]))
+
+    callback = Outputs()
+    out = run.fit(Task(), callbacks=[callback])
+    assert len(callback.losses) == 6
+    return {**out, "losses": callback.losses}

@@ -1,0 +1,155 @@
+"""What users know of Lightning's Trainer, under our strategies: whatever a scenario shows is what one process shows."""
+
+import pickle
+import re
+from functools import cache, partial
+
+import pytest
+import torch
+
+from tests.full_graph.launch import observe
+from tests.hyscale.behaviour import SCENARIOS
+from tests.hyscale.behaviour.task import outcomes_of, perform
+from tests.once import once
+
+ALONE = {False: ("auto", 1, False), True: ("auto", 1, True)}
+"""What all is compared with: mini-batches, and full graphs."""
+WAYS = {
+    "hyscale": ("hyscale", 2, False),
+    "ascend_hybrid": ("ascend_hybrid", 1, True),
+    "ascend_hybrid on two ranks": ("ascend_hybrid", 2, True),
+}
+"""Strategy, number of ranks, whether batches are full graphs."""
+_HOOKS_COME_FIRST = "as under DDP, hooks on parameters see the rank's own gradient, so that they must be linear"
+_OWN_ROWS = "as under DDP, what a step writes into the module is of the rank's own nodes, unless it is reduced"
+_TWO_RANKS = {
+    "hooks_on_parameters_which_are_not_linear": (("weights", "metrics"), _HOOKS_COME_FIRST),
+    "a_loss_that_is_no_mean": (("weights", "metrics"), "such a loss needs a weight, as a warning says once"),
+    "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
+    "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
+}
+_MASKS = {
+    "activations_are_computed_again_with_the_same_dropout": (
+        ("again",),
+        "masks are drawn by row in the forward pass only",
+    )
+}
+OTHERWISE = {
+    "hyscale": _TWO_RANKS
+    | {
+        "a_mean_without_a_batch_size": (
+            ("each", "metrics", "logged"),
+            "it counts by seeds, Lightning by sampled nodes",
+        ),
+        "batch_normalisation": (
+            ("weights", "metrics", "running"),
+            "as under DDP, statistics are of a rank's mini-batch",
+        ),
+        "a_batch_size_is_found": (
+            "not supported with distributed strategies",
+            "Lightning refuses it on several devices",
+        ),
+        "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
+        "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
+    },
+    "ascend_hybrid": _MASKS,
+    "ascend_hybrid on two ranks": _TWO_RANKS
+    | _MASKS
+    | {
+        "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
+        "a_histogram_of_labels": (("labels",), _OWN_ROWS),
+        "a_history_of_embeddings": (("history",), _OWN_ROWS),
+        "batch_normalisation": ("normalises over all nodes", "statistics would be of each rank's rows"),
+        "by_rank_zero_alone": ("rank_zero_only=True", "each rank has some of the rows, and all must log"),
+    },
+}
+"""By way and scenario: what must differ, by name, or a pattern of the error; and why that is right."""
+
+
+def names_for(full):
+    return [name for name, scenario in SCENARIOS.items() if scenario.full or not full]
+
+
+CASES = [(way, name) for way, (_, _, full) in WAYS.items() for name in names_for(full)]
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory):
+    """Return a function of a way, which runs all scenarios and returns by name what the ranks saw."""
+
+    @cache
+    def find(way):
+        folder = once(tmp_path_factory, f"behaviour-{'-'.join(map(str, way))}", partial(run_all, way))
+        return pickle.loads((folder / "outcomes.pickle").read_bytes())
+
+    return find
+
+
+def run_all(way, folder):
+    """Run all scenarios, in ranks that are started anew after one that failed on some of them alone."""
+    left, found = names_for(way[2]), {}
+    while left:
+        home = folder / str(len(left))
+        ended = observe(perform, way[1], left, way, str(home))
+        # What came after a scenario that one rank alone did not survive is no more than the ranks' falling apart.
+        found |= outcomes_of(left, way, home) or {left[0]: [("raised", error) for error in ended.errors]}
+        left = [name for name in left if name not in found]
+    (folder / "outcomes.pickle").write_bytes(pickle.dumps(found))
+
+
+def differences(expected, found, tolerance, where=""):
+    """Yield what differs, in words."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted({*expected, *found}, key=str):
+            if key not in expected or key not in found:
+                yield f"{where}: {key!r} is only in {'what was found' if key in found else 'what was expected'}"
+            else:
+                yield from differences(expected[key], found[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        if len(expected) != len(found):
+            yield f"{where}: {len(found)} instead of {len(expected)}: {found} instead of {expected}"
+            return
+        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+            yield from differences(one, other, tolerance, f"{where}[{place}]")
+    elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        try:
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        except AssertionError as error:
+            yield f"{where}: {error}"
+    elif isinstance(expected, float) and isinstance(found, float):
+        # Lightning keeps logs in single precision.
+        if found != pytest.approx(expected, rel=max(tolerance, 1e-6), abs=max(tolerance, 1e-6), nan_ok=True):
+            yield f"{where}: {found} instead of {expected}"
+    elif expected != found:
+        yield f"{where}: {found!r} instead of {expected!r}"
+
+
+def seen(outcome):
+    kind, observed = outcome
+    assert kind == "seen", observed
+    return observed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
+def test_a_strategy_behaves_like_one_process(way, name, outcomes):
+    expected = seen(outcomes(ALONE[WAYS[way][2]])[name][0])
+    ranks = outcomes(WAYS[way])[name]
+    otherwise, _ = OTHERWISE.get(way, {}).get(name, ((), ""))
+    if isinstance(otherwise, str):
+        assert all(kind == "raised" and re.search(otherwise, observed) for kind, observed in ranks), ranks
+        return
+    for key in otherwise:
+        pairs = [(expected[key], seen(rank)[key]) for rank in ranks]
+        assert any(list(differences(*pair, SCENARIOS[name].tolerance)) for pair in pairs), f"{key} is as it should be"
+    for number, rank in enumerate(ranks):
+        left_out = {*otherwise, *(["rank 0"] if number else [])}
+        wanted, found = (
+            {k: v for k, v in observed.items() if k not in left_out} for observed in (expected, seen(rank))
+        )
+        found = list(differences(wanted, found, SCENARIOS[name].tolerance))
+        assert not found, f"rank {number}: " + "\n".join(found)
+
+
+def test_every_exception_is_of_a_case():
+    assert {(way, name) for way, names in OTHERWISE.items() for name in names} <= set(CASES)
