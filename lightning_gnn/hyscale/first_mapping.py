@@ -20,7 +20,7 @@ from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores
+from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores, replays
 from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
@@ -282,7 +282,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
         FileNotFoundError: There is no such log.
         ValueError: It is none.
     """
-    if isinstance(drm, bool):
+    if not replays(drm):
         return 0.0 if wanted == "auto" and not measurements_decide() else wanted
     decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
     return max((decision.mapping.accelerator_sampling for decision in decisions), default=0.0)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -110,9 +110,19 @@ def measurements_decide() -> bool:
     return not torch.are_deterministic_algorithms_enabled()
 
 
+def balances(drm: bool | str | Path) -> bool:
+    """Whether a manager follows from measurements: this package's (True), or the published one (``"paper"``)."""
+    return drm is True or drm == "paper"
+
+
+def replays(drm: bool | str | Path) -> TypeGuard[str | Path]:
+    """Whether this is the path of recorded decisions."""
+    return drm is not False and not balances(drm)
+
+
 def allowed_drm(drm: bool | str | Path) -> bool | str | Path:
-    """Return ``drm``, but False instead of True where measurements decide nothing; a replay needs none."""
-    return False if drm is True and not measurements_decide() else drm
+    """Return ``drm``, but False for a manager where measurements decide nothing; a replay needs none."""
+    return False if balances(drm) and not measurements_decide() else drm
 
 
 def turned_off(
@@ -122,17 +132,17 @@ def turned_off(
 
     Args:
         trainers: Who trains.
-        drm: The option, which is not in force where it is True.
+        drm: The option, which is not in force where it asks for a manager.
         shares: What the trainers have with ``cpu_share="auto"``; None with another option.
         accelerator_sampling: The option.
     """
     off = []
-    if drm is True:
-        off.append("drm=True (nothing moves)")
+    if balances(drm):
+        off.append(f"drm={drm!r} (nothing moves)")
     if shares is not None and trainers.num_cpu and trainers.num_accelerators:
         off.append(f"cpu_share='auto' (instead, shares={[round(share, 4) for share in shares]})")
     accelerators = any(device.type != "cpu" for device in trainers.devices)
-    if isinstance(drm, bool) and accelerator_sampling == "auto" and accelerators:
+    if not replays(drm) and accelerator_sampling == "auto" and accelerators:
         off.append("accelerator_sampling='auto' (instead, 0.0)")
     if measurements_decide() or not off:
         return None
@@ -187,9 +197,11 @@ def check_options(
         whole_number(cpu_trainers, "cpu_trainers", 0)
     whole_number(agree_every, "agree_every", 1)
     if not isinstance(drm, (bool, str, Path)):
-        raise ValueError(f"drm is True, False or the path of a log of decisions, but is {drm!r}")
-    if not isinstance(drm, bool) and not Path(drm).is_file():
-        raise ValueError(f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True or False")
+        raise ValueError(f"drm is True, 'paper', False or the path of a log of decisions, but is {drm!r}")
+    if replays(drm) and not Path(drm).is_file():
+        raise ValueError(
+            f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True, 'paper' or False"
+        )
     if prefetch not in (0, 1, 2):
         raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
     if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:

@@ -36,6 +36,7 @@ from lightning_gnn.hyscale.options import (
     default_threads,
     measurements_decide,
     num_cores,
+    replays,
     seeds_of_iteration,
 )
 from lightning_gnn.hyscale.pipeline import split_seeds
@@ -159,7 +160,7 @@ def _begin(
     sampling: str | float,
 ) -> TaskMapping:
     """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
-    if not isinstance(strategy.drm, bool):
+    if replays(strategy.drm):
         return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
     trainers = Trainers((_CPU,) * (num_cpu + platform.num_accelerators), num_cpu)
     weights = check_shares(strategy.shares, len(trainers.devices))

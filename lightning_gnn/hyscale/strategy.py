@@ -49,6 +49,7 @@ from lightning_gnn.hyscale.numa import pin_to_numa_node
 from lightning_gnn.hyscale.options import (
     Trainers,
     allowed_drm,
+    balances,
     check_devices,
     check_options,
     check_sampling,
@@ -57,6 +58,7 @@ from lightning_gnn.hyscale.options import (
     check_threads,
     default_threads,
     measurements_decide,
+    replays,
     seeds_of_iteration,
     trainers_of,
     turned_off,
@@ -101,16 +103,16 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. Manual optimisation
     weighs by seeds, and must call ``self.manual_backward``.
 
-    What the ranks write in a step is made one again: buffers (see :class:`~lightning_gnn.hyscale.buffers.SharedBuffers`)
-    and what ``self.log`` is given in the three steps, a mean weighted by its ``batch_size`` or else by seeds. Steps draw
-    random numbers from a stream of the rank's own, hooks from one that all ranks share. Validation and testing are
-    shared out too; prediction is done by rank 0, whose results all ranks return. A rank without seeds does not run its
-    step, except with manual optimisation, where its gradients do not count.
+    What the ranks write in a step is made one again: buffers (see
+    :class:`~lightning_gnn.hyscale.buffers.SharedBuffers`), and what ``self.log`` is given in the three steps, a mean
+    weighted by its ``batch_size`` or else by seeds. Steps draw random numbers from a stream of the rank's own, hooks
+    from one that all ranks share. Validation and testing are shared out too; prediction is done by rank 0, whose results
+    all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it.
 
-    A lone trainer is the plain Trainer, in the process that there is; on an accelerator, its mini-batches are prefetched.
+    A lone trainer is the plain Trainer, in the process that there is; on an accelerator, mini-batches are prefetched.
     Loaders are those whose mini-batches are made of positions in a dataset; this package's node loaders run in the
-    paper's stages. With several nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size`` counts
-    the seeds of all.
+    paper's stages. With several nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size``
+    counts the seeds of all.
 
     With ``Trainer(deterministic=True)`` (or ``"warn"``) no measurement decides, and a warning says what that turns off:
     ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares, and the threads that they have
@@ -121,8 +123,9 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             "cpu", devices=4)`` means four, too.
         cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the performance model finds
             best by short measurements; a resumed run goes on with what its checkpoint says. ``drm`` may change it.
-        drm: Balance the work while it runs; or the path of a recorded log of decisions to replay. With ``False`` or a
-            replay, a resumed run continues bit for bit on this package's loaders.
+        drm: Balance the work while it runs; ``"paper"``: by algorithm 1 to the letter, which noise keeps moving; or the
+            path of a recorded log of decisions to replay. With ``False`` or a replay, a resumed run continues bit for
+            bit on this package's loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
         stall_timeout: Seconds after which a rank that gives no sign of life, a step that does not end, or a stage that
             makes no progress ends the run. With ``prefetch=0`` the stages run in the main thread, and are not watched.
@@ -538,12 +541,14 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         drm = allowed_drm(self.drm)
         if self._alone:
             drm = False  # there is nobody to share with
-        if drm is True and not total:
-            rank_zero_warn("hyscale: drm=True needs mini-batches of a known size, with seeds for every node; it is off")
+        if balances(drm) and not total:
+            rank_zero_warn(
+                f"hyscale: drm={drm!r} needs mini-batches of a known size, with seeds for every node; it is off"
+            )
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
         threads = self.threads or default_threads(num_workers, self.trainers, drm is not False)
-        automatic = isinstance(drm, bool) and self.shares is None and self.cpu_share == "auto"
+        automatic = not replays(drm) and self.shares is None and self.cpu_share == "auto"
         state = (self._restored.pop("balance", None) or {}).get(str(self.global_rank // self.num_processes), {})
         first, state = self._first(dataloader, wanted, total, threads, automatic, state)
         off = turned_off(self.trainers, self.drm, first[0] if automatic else None, self.accelerator_sampling)

@@ -17,7 +17,8 @@ from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_de
 from lightning_gnn.hyscale.first_mapping import FirstMapping
 from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.options import Trainers, balances, replays
+from lightning_gnn.hyscale.published import PublishedResourceManager
 from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
@@ -88,7 +89,8 @@ class WorkBalance:
         weights: Shares of the trainers to begin with.
         threads: CPU threads of sampling, feature loading and CPU trainers of the node to begin with.
         total: Seeds of this node in a full iteration.
-        drm: True: this package's manager; False: nothing changes; a path: replay the decisions recorded there.
+        drm: True: this package's manager; ``"paper"``: the published one; False: nothing changes; a path: replay the
+            decisions recorded there.
         record: Where to write the decisions, one JSON line each, for a replay.
         ahead: Iterations that a rank prepares before their turn, at most.
         sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
@@ -123,7 +125,7 @@ class WorkBalance:
         """What the run began with."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
-        self.manager: DynamicResourceManager | ReplayedDecisions | None = None
+        self.manager: DynamicResourceManager | PublishedResourceManager | ReplayedDecisions | None = None
         self.iteration = 0
         """Iterations that have begun."""
         self._record = None if record is None or not speaks else Path(record)
@@ -131,15 +133,18 @@ class WorkBalance:
         self._planned: deque[tuple[int, TaskMapping]] = deque()
         self._in_force: TaskMapping | None = None
         self._before: TaskMapping | None = None
-        if drm is False or (drm is True and len(trainers.devices) == 1 and max(threads) == 1 and not sampling):
-            return  # nothing to decide, or nobody who may
-        if drm is True:
+        if drm is False:
+            return
+        if balances(drm):
             seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
             if sampling:  # both kinds of sampling must be seen for work to move from one to the other
                 sampling = min(max(sampling, _LEAST_SHARE), 1 - _LEAST_SHARE)
             begin = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
-            self.manager = DynamicResourceManager(begin, damping=Damping(lag=ahead + 1))
-        else:
+            if drm == "paper":
+                self.manager = PublishedResourceManager(begin)
+            else:
+                self.manager = DynamicResourceManager(begin, damping=Damping(lag=ahead + 1))
+        elif replays(drm):
             self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
             begin = self.manager.mapping
             found = (len(begin.seeds), begin.cpu_trainers, begin.total)
@@ -261,15 +266,15 @@ class WorkBalance:
         if self.manager is None:
             return state
         planned = [[begin, mapping.to_dict()] for begin, mapping in self._planned]
-        return {**state, "manager": self.manager.state_dict(), "planned": planned}
+        kind = type(self.manager).__name__
+        return {**state, "kind": kind, "manager": self.manager.state_dict(), "planned": planned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: what was planned comes into force when it would have."""
         if self.manager is None or "manager" not in state:
             return
-        replayed = "history" not in state["manager"]
-        if replayed != isinstance(self.manager, ReplayedDecisions):
-            return  # recorded by the other kind of manager: begin anew
+        if state.get("kind") != type(self.manager).__name__:
+            return  # recorded by another kind of manager: begin anew
         loaded = copy.deepcopy(self.manager)  # not half of a state
         try:
             loaded.load_state_dict(state["manager"])
