@@ -48,8 +48,8 @@ def check_training(loader: Any, module: pl.LightningModule, alone: bool = False)
         raise ValueError("the training loader yields single samples (batch_size=None); give it a batch_size")
     if not can_be_cut(loader):
         raise TypeError(
-            "hyscale shares out mini-batches that are made of positions in a dataset, as those of PyG's NeighborLoader or "
-            f"of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
+            "hyscale shares out mini-batches that are made of positions in a dataset, as those of PyG's NeighborLoader "
+            f"or of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
         )
     try:
         len(loader)

@@ -106,8 +106,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     What the ranks write in a step is made one again: buffers (see
     :class:`~lightning_gnn.hyscale.buffers.SharedBuffers`), and what ``self.log`` is given in the three steps, a mean
     weighted by its ``batch_size`` or else by seeds. Steps draw random numbers from a stream of the rank's own, hooks
-    from one that all ranks share. Validation and testing are shared out too; prediction is done by rank 0, whose results
-    all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it.
+    from one that all ranks share. Validation and testing are shared out too; prediction is done by rank 0, whose
+    results all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it.
 
     A lone trainer is the plain Trainer, in the process that there is; on an accelerator, mini-batches are prefetched.
     Loaders are those whose mini-batches are made of positions in a dataset; this package's node loaders run in the

@@ -144,7 +144,8 @@ class WorkBalance:
                 self.manager = PublishedResourceManager(begin)
             else:
                 self.manager = DynamicResourceManager(begin, damping=Damping(lag=ahead + 1))
-        elif replays(drm):
+        else:
+            assert replays(drm)
             self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
             begin = self.manager.mapping
             found = (len(begin.seeds), begin.cpu_trainers, begin.total)
