@@ -147,8 +147,8 @@ class SharedBatches:
         if not self._drawn:
             return iter(self.batches)
         resumed, self.resumed = self.resumed, None
-        if resumed is not None:
-            torch.set_rng_state(resumed[0] if first else resumed[1])
+        if resumed is not None and first:
+            torch.set_rng_state(resumed[0])
         self.order_state = torch.get_rng_state()
         order: Any = [None]
         if self._rank in (None, 0):

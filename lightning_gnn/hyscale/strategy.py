@@ -633,7 +633,9 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         assert self.trainers is not None
         self._own_threads = torch.get_num_threads()
         seed, common = self._group.objects((torch.initial_seed(), torch.get_rng_state()))[0]
-        torch.set_rng_state(common)
+        batches = None if self.loader is None else self.loader.batches
+        # What hooks draw goes on where it was, and so does the order of an epoch that has not begun.
+        torch.set_rng_state(common if batches is None or batches.resumed is None else batches.resumed[1])
         streams = self._restored.pop("random", None) or []
         self._stream = OwnStream(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         self._buffers = SharedBuffers(module)

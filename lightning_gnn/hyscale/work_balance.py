@@ -196,16 +196,19 @@ class WorkBalance:
         Args:
             rows: Of each trainer, from :func:`stage_row`.
         """
-        if any(row[0] < 0 for row in rows):
-            return None  # a rank has nothing to tell yet
-        times = self._times(rows)
+        resumed = any(row[0] < 0 for row in rows)
+        if resumed and self.iteration < 2:
+            return None  # there is no iteration before
+        # Of the one before a resumed run nobody has kept the times, but it counts: decisions are replayed by number.
+        times = self._times([[0.0] * len(STAGES)] * len(rows) if resumed else rows)
         decision = None
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
                 self._planned.append((self.iteration + self.ahead, decision.mapping))
                 self._tell(decision)
-        self.history.append((times, decision))
+        if not resumed:
+            self.history.append((times, decision))
         return decision
 
     def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
