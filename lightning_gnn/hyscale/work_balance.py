@@ -190,17 +190,26 @@ class WorkBalance:
         Args:
             rows: Of each trainer, from :func:`stage_row`.
         """
-        if any(row[0] < 0 for row in rows):
-            return None  # a rank has nothing to tell yet
-        times = self._times(rows)
+        told = all(row[0] >= 0 for row in rows)
+        if not told and self.iteration <= 1:
+            return None  # nobody has anything to tell yet
+        times = self._times(rows) if told else self._unknown
         decision = None
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
                 self._planned.append((self.iteration + self.ahead, decision.mapping))
                 self._tell(decision)
-        self.history.append((times, decision))
+        if told:
+            self.history.append((times, decision))
         return decision
+
+    @property
+    def _unknown(self) -> IterationTimes:
+        """The times of an iteration before a resume, which counts, so that a replay does not fall behind."""
+        cpu = self.trainers.num_cpu
+        none = (None,) * len(self.trainers.devices)
+        return IterationTimes(None, None, none[:cpu], none[cpu:])
 
     def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
         """Return a rank's threads of sampling and feature loading, by its share of the seeds, and of its training.
