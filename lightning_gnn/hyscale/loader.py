@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise
 from math import inf
 from typing import Any
 
@@ -84,9 +84,12 @@ class SharedBatches:
         split: Tells which seeds are this rank's.
         part: Which part of a mini-batch that is.
         first_batch: Tells how many mini-batches of the epoch to leave out.
-        num_batches: Tells how many there are, for an epoch that ends early.
+        num_batches: Tells how many there are, for an epoch that ends early, or a batch sampler that never does.
         on_epoch: Called with the number of the first mini-batch before it is yielded.
         rank: Of this process, None where it is alone.
+
+    Raises:
+        ValueError: The loader's sampler has already shared the seeds out among processes.
     """
 
     def __init__(
@@ -114,6 +117,11 @@ class SharedBatches:
         """From which the order of a resumed epoch is to be drawn, and the generator's state with which to go on."""
         self._rank = rank
         sampler = getattr(self.batches, "sampler", None)
+        if rank is not None and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"the loader's {type(sampler).__name__} shares the seeds out among {sampler.num_replicas} processes, but "
+                "hyscale shares out every mini-batch itself: leave it out, or set num_replicas=1, rank=0"
+            )
         follows = isinstance(sampler, (SequentialSampler, DistributedSampler))
         self._drawn = not (follows and type(self.batches) is BatchSampler)
 
@@ -130,7 +138,7 @@ class SharedBatches:
         self.shares.clear()
         first, last = self.first_batch(), self.num_batches()
         self.on_epoch(first)
-        for number, index in takewhile(lambda numbered: numbered[0] < last, enumerate(self._order(first))):
+        for number, index in enumerate(self._order(first, None if last == inf else int(last))):
             if number >= first:
                 yield self.cut(index, number)
 
@@ -142,17 +150,17 @@ class SharedBatches:
             return Slice(index[:1], self.part)
         return Slice(index[start:stop], self.part, start)
 
-    def _order(self, first: int) -> Iterator[list[int]]:
-        """Yield the seeds of each mini-batch."""
+    def _order(self, first: int, last: int | None) -> Iterator[list[int]]:
+        """Yield the seeds of each mini-batch before the last."""
         if not self._drawn:
-            return iter(self.batches)
+            return islice(self.batches, last)
         resumed, self.resumed = self.resumed, None
         if resumed is not None and first:
             torch.set_rng_state(resumed[0])
         self.order_state = torch.get_rng_state()
         order: Any = [None]
         if self._rank in (None, 0):
-            order = [list(index) for index in self.batches]
+            order = [list(index) for index in islice(self.batches, last)]
         if self._rank is not None:
             # With the stream after it, so that what hooks draw is the same on all ranks again.
             told = [order, torch.get_rng_state()]
@@ -185,6 +193,7 @@ class SlicedLoader:
     ) -> None:
         self.loader = copy.copy(loader)
         vars(self.loader)["batch_sampler"] = batches  # DataLoader refuses to have it set, but reads it at each epoch
+        self.loader.in_order = True  # each share belongs to its mini-batch
         self.batches = batches
         self.transfer = transfer
         self._on_batch = on_batch
@@ -194,6 +203,7 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self.batches.go_on()
         made: Iterator[Any] = iter(self.loader)
         if self.transfer is not None:
             made = OrderedPipeline(made, self._moved, 1, 2)

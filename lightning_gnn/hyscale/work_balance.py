@@ -196,20 +196,26 @@ class WorkBalance:
         Args:
             rows: Of each trainer, from :func:`stage_row`.
         """
-        resumed = any(row[0] < 0 for row in rows)
-        if resumed and self.iteration < 2:
-            return None  # there is no iteration before
-        # Of the one before a resumed run nobody has kept the times, but it counts: decisions are replayed by number.
-        times = self._times([[0.0] * len(STAGES)] * len(rows) if resumed else rows)
+        told = all(row[0] >= 0 for row in rows)
+        if not told and self.iteration <= 1:
+            return None  # nobody has anything to tell yet
+        times = self._times(rows) if told else self._unknown
         decision = None
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
                 self._planned.append((self.iteration + self.ahead, decision.mapping))
                 self._tell(decision)
-        if not resumed:
+        if told:
             self.history.append((times, decision))
         return decision
+
+    @property
+    def _unknown(self) -> IterationTimes:
+        """The times of an iteration before a resume, which counts, so that a replay does not fall behind."""
+        cpu = self.trainers.num_cpu
+        none = (None,) * len(self.trainers.devices)
+        return IterationTimes(None, None, none[:cpu], none[cpu:])
 
     def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
         """Return a rank's threads of sampling and feature loading, by its share of the seeds, and of its training.

@@ -1,0 +1,576 @@
+"""Each rank makes its slice of every mini-batch: together they are the undivided ones, whichever loader it is."""
+
+import gc
+import threading
+import time
+import warnings
+from itertools import count, islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import WeightedRandomSampler
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader import DataLoader as GraphLoader
+from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput
+
+from lightning_gnn.hyscale.loader import (
+    PipelineSettings,
+    SharedBatches,
+    SlicedLoader,
+    StagedLoader,
+    can_be_cut,
+    split_seeds,
+    whole_loader,
+)
+from lightning_gnn.hyscale.transfer import PackedRows, Transfer, converted
+from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.full_graph import launch
+from tests.hyscale.ranks import joined
+from tests.hyscale.training import datamodule, graph
+from tests.patience import PATIENCE
+
+CPU = torch.device("cpu")
+WEIGHTS = [[1.0, 2.0, 0.0, 4.0], [0.5, 0.5], [1.0]]
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hyscale")]
+
+
+def ours(fanouts=(3, 3), **options):
+    return datamodule(fanouts, **options).train_dataloader()
+
+
+def slicing(weights, part):
+    return lambda num_seeds, number: split_seeds(num_seeds, weights)[part]
+
+
+def staged(loader, weights=(1.0,), part=0, settings=None, arrived=lambda share: None, **options):
+    """Return the loader of one rank."""
+    batch_options = {name: options.pop(name) for name in ("first_batch", "num_batches", "on_epoch") if name in options}
+    batches = SharedBatches(loader, slicing(weights, part), part, **batch_options)
+    return StagedLoader(loader, batches, settings or PipelineSettings(), arrived, **options)
+
+
+def same(found, expected):
+    found, expected = found.to_dict(), expected.to_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        equal = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert equal, name
+
+
+# -- this package's loaders
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_one_rank_with_all_seeds_has_what_the_users_loader_yields(prefetch, workers):
+    settings = PipelineSettings(prefetch, (max(1, workers), 2))
+    loader, plain = staged(ours(num_workers=workers), settings=settings), ours(num_workers=workers)
+    assert len(loader) == len(plain) == 4
+    assert (loader.batch_size, loader.dataset) == (60, loader.loader.dataset)
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        plain.sampler.set_epoch(epoch)
+        for found, expected in zip(loader, plain, strict=True):
+            same(found, expected)
+    assert (loader.times.batches, loader.times.nodes, loader.times.edges) == (8, plain.times.nodes, plain.times.edges)
+    assert not threads()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_slices_are_together_the_undivided_mini_batches_and_have_their_samples(weights, prefetch):
+    shares = [[] for _ in weights]
+    ranks = [
+        staged(ours(), weights, part, PipelineSettings(prefetch, (2, 1)), shares[part].append)
+        for part in range(len(weights))
+    ]
+    for number, (whole, *parts) in enumerate(zip(ours(), *ranks, strict=True)):
+        seeds, edges = [], set()
+        for share, part in zip([share[number] for share in shares], parts, strict=True):
+            assert (share.number, share.total) == (number, whole.batch_size)
+            assert set(share.seconds) == {"sample", "load"}
+            assert part.batch_size == max(1, share.seeds)
+            if share.seeds:
+                seeds += part.input_id.tolist()
+                edges |= set(part.e_id.tolist())
+                assert torch.equal(part.n_id[part.edge_index], graph().edge_index[:, part.e_id])
+                assert torch.equal(part.x, graph().x[part.n_id])
+        assert seeds == whole.input_id.tolist()
+        assert edges == set(whole.e_id.tolist())  # of each node the same, whoever has it
+    assert not threads()
+
+
+def trees(batch, first=0):
+    """The tree of each seed of a disjoint mini-batch, by the seed's position: its nodes and edges."""
+    found = {}
+    for number in range(batch.batch_size):
+        mine = batch.batch == number
+        found[first + number] = (batch.n_id[mine].tolist(), batch.e_id[mine[batch.edge_index[1]]].tolist())
+    return found
+
+
+class Wrapped(BaseSampler):
+    """A sampler of the user's own, which knows nothing of positions."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def sample_from_nodes(self, inputs, key=None):
+        return self.inner.sample_from_nodes(inputs, key=key)
+
+    def sample_from_edges(self, inputs, neg_sampling=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("shifting", [False, True])
+def test_disjoint_trees_do_not_depend_on_how_mini_batches_are_split(shifting, wrap):
+    data = graph(dtype=torch.float32)
+    sampler = NeighborSampler(data, [2, 2], disjoint=True)
+
+    def loader():
+        # Seeds given twice, also within a mini-batch.
+        nodes = torch.arange(41) % 7
+        return ThreadedNodeLoader(data, Wrapped(sampler) if wrap else sampler, nodes, batch_size=20, seed=3, rank=0)
+
+    def split(num_seeds, number):
+        return split_seeds(num_seeds, [1 + number, 1, 2] if shifting else [1, 0, 4])
+
+    whole = [trees(batch) for batch in loader()]
+    parts = [{} for _ in whole]
+    for rank in range(3):
+        mine, shares = loader(), []
+        batches = SharedBatches(mine, lambda n, number, rank=rank: split(n, number)[rank], rank)
+        for batch in StagedLoader(mine, batches, PipelineSettings(), shares.append):
+            share = shares[-1]
+            if share.seeds:
+                parts[share.number].update(trees(batch, split(share.total, share.number)[rank][0]))
+    assert parts == whole
+    # Seeds 0, 7 and 14 of each full mini-batch are one node, whose trees differ.
+    assert all(batch[0] != batch[7] or batch[0] != batch[14] for batch in whole[:2])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_resumed_epoch_leaves_out_the_first_mini_batches(prefetch):
+    whole, begun, shares = list(ours()), [], []
+    loader = staged(
+        ours(),
+        settings=PipelineSettings(prefetch),
+        arrived=shares.append,
+        first_batch=lambda: 2,
+        num_batches=lambda: 3,
+        on_epoch=begun.append,
+    )
+    for found, expected in zip(loader, whole[2:3], strict=True):
+        same(found, expected)
+    assert begun == [2]
+    assert [share.number for share in shares] == [2]
+    assert not threads()
+
+
+class Furthest:
+    """How far beyond what was handed out a loader has cut."""
+
+    def __init__(self):
+        self.cut = self.most = 0
+
+    def split(self, num_seeds, number):
+        self.cut = number
+        return 0, num_seeds
+
+    def handed_out(self, share):
+        self.most = max(self.most, self.cut - share.number)
+
+
+@pytest.mark.parametrize(("sizes", "ahead"), [((1, 1), 2), ((1, 1), 6), ((4, 4), 3), ((9, 9), 12)], ids=str)
+def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
+    loader, furthest = ours(batch_size=5), Furthest()
+    batches = SharedBatches(loader, furthest.split)
+    made = StagedLoader(loader, batches, PipelineSettings(2, sizes, ahead), furthest.handed_out, Transfer(CPU))
+    for number, _ in enumerate(made):
+        made.resize((9, 9) if number % 8 == 3 else sizes)
+    assert 0 < furthest.most <= ahead
+    assert number == 39
+
+
+def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
+    loader = staged(ours(batch_size=10))
+    first = next(iter(loader))
+    assert threads()
+    assert loader.close() == []
+    assert not threads()
+    found = list(loader)
+    assert len(found) == 20
+    assert not threads()
+    assert first.batch_size == found[0].batch_size == 10
+    next(iterator := iter(loader))
+    del iterator, loader  # without a word
+    gc.collect()
+    deadline = time.monotonic() + PATIENCE
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+@pytest.mark.parametrize("kind", ["staged", "sliced"])
+def test_nothing_is_left_of_twenty_epochs(kind):
+    source = ours(batch_size=40) if kind == "staged" else ListLoader()
+    if kind == "staged":
+        loader = staged(source, [0.5, 0.5], 1, transfer=Transfer(CPU, "int8"))
+    else:
+        loader = SlicedLoader(source, SharedBatches(source, slicing([1, 1], 1)), lambda share: None, Transfer(CPU))
+    counts = []
+    for _ in range(20):
+        assert sum(1 for _ in loader) == len(loader)
+        gc.collect()
+        batches = sum(isinstance(each, Data) for each in gc.get_objects())
+        counts.append((batches, len(threading.enumerate()), len(loader.batches.shares)))
+    assert counts[2:] == counts[2:3] * 18
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("stage", ["sample", "load"])
+def test_an_error_in_a_stage_is_raised_at_its_mini_batch(stage, prefetch, monkeypatch):
+    loader = ours(batch_size=20)
+    seen, original = count(), getattr(loader, stage)
+
+    def failing(*args, **kwargs):
+        if next(seen) == 4:
+            raise KeyError("odd")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(loader, stage, failing)
+    made, found = staged(loader, settings=PipelineSettings(prefetch)), []
+    with pytest.raises(KeyError, match="odd"):
+        found.extend(iter(made))
+    assert len(found) == 4 or prefetch  # extend keeps nothing of what it has taken in some versions
+    assert made.close() == []
+    assert not threads()
+
+
+def test_a_stage_that_makes_no_progress_ends_the_run_and_shows_where(monkeypatch):
+    loader, gate = ours(batch_size=20), threading.Event()
+    monkeypatch.setattr(loader, "load", lambda *args: gate.wait(PATIENCE))
+    made = staged(loader, settings=PipelineSettings(stall_timeout=0.2))
+    with pytest.raises(TimeoutError, match=r"no progress for 0.2 s; thread hyscale-load-0:\n(.|\n)*gate.wait"):
+        next(iter(made))
+    gate.set()
+    assert made.close() == []
+    assert not threads()
+
+
+class Doubles:
+    def __call__(self, batch):
+        batch.noise = torch.rand(1)
+        return batch
+
+
+def test_what_must_be_made_in_the_training_thread_is_made_there_with_numbers_of_the_slice():
+    """A transform draws other numbers for other parts of a mini-batch, and the same ones however it is prefetched."""
+    found = {}
+    for prefetch in (0, 2):
+        for part in range(2):
+            loader = staged(ours(transform=Doubles()), [1, 1], part, PipelineSettings(prefetch), transfer=Transfer(CPU))
+            assert [name for stage in loader.stages() for name, _ in stage] == ["sample", "load"]
+            found[prefetch, part] = [float(batch.noise) for batch in loader]
+    assert found[0, 0] == found[2, 0] != found[0, 1] == found[2, 1]
+
+
+# -- features in fewer bits, of another dtype
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_features_travel_in_fewer_bits(dtype, prefetch):
+    transfer = Transfer(CPU, dtype)
+    loader = staged(ours(), settings=PipelineSettings(prefetch), transfer=transfer)
+    names = [[name for name, _ in stage] for stage in loader.stages()]
+    assert names == [["sample"], ["load"], ["transfer"]] if prefetch == 2 else [["sample"], ["load", "transfer"]]
+    for found, expected in zip(loader, ours(), strict=True):
+        step = {None: 0.0, "float16": 2.0**-11, "int8": 1 / 254}[dtype]
+        assert found.x.dtype == torch.float64
+        assert bool(((found.x - expected.x).abs() <= step * 1.01 * expected.x.abs().amax(1, keepdim=True)).all())
+        assert dtype is None or not torch.equal(found.x, expected.x)
+        found.x = expected.x
+        same(found, expected)
+
+
+def test_heterogeneous_features_travel_in_fewer_bits_and_others_as_they_are():
+    batch = HeteroData()
+    batch["paper"].x, batch["paper"].y = torch.randn(5, 3), torch.arange(5)
+    batch["author"].x, batch["term"].x = torch.arange(6).reshape(3, 2), torch.rand(4)
+    batch["paper", "by", "author"].edge_index = torch.tensor([[0, 1], [2, 0]])
+    expected = batch.clone()
+    found = Transfer(CPU, "int8")(batch)
+    assert torch.allclose(found["paper"].x, expected["paper"].x, atol=0.02)
+    assert not torch.equal(found["paper"].x, expected["paper"].x)
+    assert torch.equal(found["author"].x, expected["author"].x)
+    assert torch.equal(found["term"].x, expected["term"].x)
+    assert torch.equal(found["paper"].y, expected["paper"].y)
+
+
+def test_floating_attributes_are_converted_and_others_are_not():
+    loader = staged(ours(), settings=PipelineSettings(dtype=torch.float16))
+    for found, expected in zip(loader, ours(), strict=True):
+        assert torch.equal(found.x, expected.x.to(torch.float16))
+        assert torch.equal(found.y, expected.y)
+    assert converted("text", torch.float16) == "text"
+
+
+@given(st.integers(0, 30), st.integers(1, 20), st.sampled_from([1e-6, 1.0, 1e4]), st.integers(0, 2**32))
+def test_quantised_rows_are_off_by_half_a_step_at_most(num_rows, width, size, seed):
+    rows = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * size
+    rows[: num_rows // 3] = 0
+    unpacked = PackedRows.pack(rows, "int8").unpack()
+    assert unpacked.dtype == rows.dtype
+    step = rows.abs().amax(1, keepdim=True) / 127 if num_rows else rows
+    assert bool(((unpacked - rows).abs() <= step * 0.5001).all())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_features_that_cannot_travel_in_fewer_bits_are_refused(dtype):
+    with pytest.raises(ValueError, match="not finite"):
+        PackedRows.pack(torch.tensor([[1.0, float("nan")]]), dtype)
+    if dtype == "float16":
+        with pytest.raises(ValueError, match="65504"):
+            PackedRows.pack(torch.tensor([[1e6]]), dtype)
+
+
+# -- torch's loaders, and PyG's
+
+
+class ListLoader(GraphLoader):
+    """Many small graphs."""
+
+    def __init__(self, **options):
+        graphs = [Data(x=torch.full((2, 1), float(each)), y=torch.tensor([each])) for each in range(23)]
+        super().__init__(graphs, **{"batch_size": 6, **options})
+
+
+class AllNeighbors(BaseSampler):
+    """Of papers: their authors."""
+
+    def sample_from_nodes(self, inputs):
+        papers = inputs.node
+        authors, rows = (papers % 4).unique(return_inverse=True)
+        edges = ("author", "writes", "paper")
+        return HeteroSamplerOutput(
+            {"paper": papers, "author": authors},
+            {edges: rows},
+            {edges: torch.arange(len(papers))},
+            {edges: None},
+            metadata=(inputs.input_id, inputs.time),
+        )
+
+    def sample_from_edges(self, inputs, neg_sampling=None):
+        raise NotImplementedError
+
+
+def hetero():
+    data = HeteroData()
+    data["paper"].x, data["author"].x = torch.randn(30, 2), torch.randn(4, 2)
+    data["author", "writes", "paper"].edge_index = torch.stack([torch.arange(30) % 4, torch.arange(30)])
+    return data
+
+
+class Alone:
+    """A batch sampler of the user's own, without a length and without end."""
+
+    def __iter__(self):
+        for number in count():
+            first = int(torch.randint(20, ()))
+            yield [(first + step) % 23 for step in range(2 + number % 3)]
+
+
+def make(kind, **options):
+    """Return a loader, and what tells the seeds of its mini-batches."""
+    data = graph(dtype=torch.float32)
+    nodes = {"data": data, "num_neighbors": [2, 2], "input_nodes": data.train_mask, "batch_size": 60}
+    labels = (torch.arange(200) > 170).long()
+    with enable_pyg_sampling():
+        if kind.startswith("neighbor"):
+            more = {
+                "neighbor": {},
+                "neighbor shuffled": {"shuffle": True},
+                "neighbor imbalanced": {"sampler": ImbalancedSampler(labels)},
+                "neighbor generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+            }[kind]
+            return NeighborLoader(**nodes, **more, **options), lambda batch: batch.input_id.tolist()
+        if kind == "link":
+            edges = {"edge_label_index": data.edge_index[:, :100], "neg_sampling": None, "shuffle": True}
+            loader = LinkNeighborLoader(data, [2], **edges, batch_size=30, **options)
+            return loader, lambda batch: batch.input_id.tolist()
+    if kind == "heterogeneous":
+        loader = NodeLoader(hetero(), AllNeighbors(), ("paper", torch.arange(30)), batch_size=8, shuffle=True, **options)
+        return loader, lambda batch: batch["paper"].input_id.tolist()
+    weights = torch.arange(23.0)
+    more = {
+        "graphs": {},
+        "graphs shuffled": {"shuffle": True},
+        "graphs weighted": {"sampler": WeightedRandomSampler(weights, 40)},
+        "graphs random": {"sampler": RandomSampler(range(23), num_samples=10)},
+        "graphs batches": {"batch_sampler": BatchSampler(RandomSampler(range(23)), 5, True), "batch_size": 1},
+        "graphs endless": {"batch_sampler": Alone(), "batch_size": 1},
+    }[kind]
+    return ListLoader(**more, **options), lambda batch: batch.y.tolist()
+
+
+KINDS = [
+    "neighbor",
+    "neighbor shuffled",
+    "neighbor imbalanced",
+    "neighbor generator",
+    "link",
+    "heterogeneous",
+    "graphs",
+    "graphs shuffled",
+    "graphs weighted",
+    "graphs random",
+    "graphs batches",
+    "graphs endless",
+]
+LAST = 5
+"""Mini-batches of an epoch at most."""
+
+
+def plain(kind, epochs=2):
+    """Return the seeds of each mini-batch of some epochs, and where torch's generator stands then."""
+    loader, seeds = make(kind)
+    torch.manual_seed(9)
+    found = [[seeds(batch) for batch in islice(loader, LAST)] for _ in range(epochs)]
+    return found, torch.rand(1).item()
+
+
+def shared(rank, kinds, **options):
+    """Return the like of a rank's slices, with what it was told of each."""
+    warnings.simplefilter("ignore")
+    results = []
+    with joined():
+        weights = [1.0, 0.0, 2.0][: dist.get_world_size()] if dist.get_world_size() > 2 else [1.0, 3.0]
+        for kind in kinds:
+            loader, seeds = make(kind, **options)
+            shares, found = [], []
+            batches = SharedBatches(loader, slicing(weights, rank), rank, num_batches=lambda: LAST, rank=rank)
+            mine = SlicedLoader(loader, batches, shares.append, Transfer(CPU) if rank else None)
+            # Ranks draw other numbers in their steps, but the same in hooks.
+            torch.manual_seed(9)
+            for _ in range(2):
+                found.append([seeds(batch) for batch in mine])
+            results.append((found, [(share.number, share.seeds, share.total) for share in shares], torch.rand(1).item()))
+            assert not batches.shares
+    return results
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(2, {}), (3, {}), (2, {"num_workers": 2}), (2, {"num_workers": 2, "persistent_workers": True})],
+    ids=str,
+)
+def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options):
+    kinds = KINDS if not options else ["neighbor imbalanced", "link", "heterogeneous", "graphs weighted"]
+    if options.get("persistent_workers"):
+        kinds = ["graphs shuffled"]
+    results = launch.run(shared_with, num_ranks, kinds, options)
+    for place, kind in enumerate(kinds):
+        expected, drawn = plain(kind)
+        ranks = [result[place] for result in results]
+        for epoch, batches in enumerate(expected):
+            for number, whole in enumerate(batches):
+                joined_again = []
+                for found, shares, _ in ranks:
+                    told, seeds, total = shares[sum(map(len, expected[:epoch])) + number]
+                    assert (told, total) == (number, len(whole)), kind
+                    joined_again += found[epoch][number][:seeds]
+                assert joined_again == whole, kind
+        if not options and "generator" not in kind and "endless" not in kind:
+            assert [after for *_, after in ranks] == [drawn] * num_ranks, kind
+
+
+def shared_with(rank, kinds, options):
+    import faulthandler, sys; faulthandler.dump_traceback_later(30, exit=True, file=open(f"/tmp/pp/tb{rank}", "w"))
+    return shared(rank, kinds, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_more_is_cut_ahead_of_torchs_loaders_than_is_said(workers):
+    furthest, source = Furthest(), ListLoader(batch_size=1, num_workers=workers)
+    loader = SlicedLoader(source, SharedBatches(source, furthest.split), furthest.handed_out, Transfer(CPU))
+    assert len(list(loader)) == len(loader) == 23
+    assert furthest.most <= 2 * workers + 3 - 1  # Lightning takes one more of loaders without a length
+
+
+def test_slices_come_in_order_also_where_the_loader_does_not_care():
+    source = ListLoader(num_workers=2, in_order=False)
+    shares = []
+    loader = SlicedLoader(source, SharedBatches(source, slicing([1, 1], 1)), shares.append)
+    assert loader.loader.in_order
+    assert not source.in_order
+    for batch in loader:
+        assert batch.num_graphs == shares[-1].seeds
+        assert batch.y[0] == 6 * shares[-1].number + shares[-1].total - shares[-1].seeds
+
+
+def test_a_resumed_epoch_has_the_order_that_it_had():
+    def epochs(loader, number):
+        found = []
+        for _ in range(number):
+            found.append([batch.y.tolist() for batch in loader])
+            loader.batches.first_batch = lambda: 0
+        return found
+
+    def begin(first=0):
+        source = ListLoader(shuffle=True)
+        batches = SharedBatches(source, slicing([1], 0), first_batch=lambda: first)
+        return batches, SlicedLoader(source, batches, lambda share: None)
+
+    torch.manual_seed(2)
+    batches, loader = begin()
+    whole = epochs(loader, 1)
+    order, torch_state = batches.order_state, torch.get_rng_state()
+    whole += epochs(loader, 1)
+    torch.manual_seed(77)
+    batches, loader = begin(first=2)
+    batches.resumed = (order, torch_state)
+    assert epochs(loader, 2) == [whole[0][2:], whole[1]]
+    # At the end of an epoch, the next one has an order of its own.
+    torch.manual_seed(78)
+    batches, loader = begin()
+    batches.resumed = (order, torch_state)
+    assert epochs(loader, 1) == whole[1:]
+
+
+def test_a_sampler_that_shares_seeds_out_by_itself_is_refused():
+    source = ListLoader(sampler=DistributedSampler(range(23), num_replicas=2, rank=0))
+    with pytest.raises(ValueError, match="DistributedSampler"):
+        SharedBatches(source, slicing([1, 1], 0), rank=0)
+    SharedBatches(source, slicing([1], 0))  # a lone trainer is a plain one
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_loaders_without_positions_are_run_whole_by_rank_0():
+    assert can_be_cut(ListLoader())
+    assert can_be_cut(ours())
+    for loader in (DataLoader(Stream(), 2), ListLoader(batch_size=None), [1, 2, 3], count()):
+        assert not can_be_cut(loader)
+    for rank in range(2):
+        shares = []
+        loader = whole_loader([4, 5, 6], shares.append, rank)
+        assert (len(loader), list(loader)) == (3, [4, 5, 6])
+        assert [(share.number, share.seeds, share.total) for share in shares] == [(n, 1 - rank, 1) for n in range(3)]
+        endless = whole_loader(Stream(), shares.append, rank)
+        assert not hasattr(endless, "__len__")
+        assert list(endless) == [0, 1, 2, 3, 4]

@@ -1,0 +1,346 @@
+"""All ranks of a node share the work out alike at every iteration, however far each of them runs ahead."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.hyscale.decisions import Decision
+from lightning_gnn.hyscale.loader import Share, split_seeds
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance, stage_row
+
+CPU = torch.device("cpu")
+TOTAL = 40
+
+
+def trainers(num_cpu, num_accelerators):
+    return Trainers.of(num_cpu, [CPU] * num_accelerators)
+
+
+class Rank:
+    """What one rank does with its balance: it cuts some mini-batches ahead, and begins with one after another."""
+
+    def __init__(self, who, number, weights, **options):
+        options = {"total": TOTAL, "drm": True, "threads": (3, 2, 4), **options}
+        self.balance = WorkBalance(who, weights, speaks=number == 0, **options)
+        self.cut, self.in_force, self.next = {}, {}, 0
+
+    def run_to(self, number, sizes):
+        """Cut mini-batches up to this one; the pipeline may hold so many."""
+        for each in range(self.next, number + 1):
+            self.cut[each] = self.balance.split(sizes(each), each)
+        self.next = max(self.next, number + 1)
+
+    def begin(self):
+        self.balance.begin()
+        balance = self.balance
+        self.in_force[balance.iteration - 1] = (list(balance.shares), balance.threads, balance.accelerator_sampling)
+
+
+def row(seeds, seconds, there=-1.0):
+    """Of a rank that needs these seconds per seed in each of its stages."""
+    if seeds == 0:
+        return [0.0, there, *[-1.0] * 4, 0.0, -1.0]
+    return [
+        float(seeds),
+        there,
+        *[seeds * seconds / 10] * 2,
+        seeds * seconds / 20,
+        -1.0,
+        seeds * seconds,
+        TOTAL * seconds,
+    ]
+
+
+def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL, begin=0):
+    """Train with pipelines of these depths; the ranks tell one another the times of the iteration before."""
+    for number in range(begin, begin + iterations):
+        for place, rank in enumerate(ranks):
+            rank.run_to(number + depths(number, place) % (ahead + 1), sizes)
+            rank.begin()
+        rows = [stage_row(None, 0.0, -1.0)] * len(ranks)
+        if number > begin:
+            cut = ranks[0].cut[number - 1]
+            rows = [row(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
+        decisions = [rank.balance.observe(rows) for rank in ranks]
+        assert all(decision == decisions[0] for decision in decisions)
+
+
+def check(ranks, iterations, sizes=lambda number: TOTAL, begin=0):
+    """The same cuts and threads on all ranks, in force at the same iteration; nothing left out, nothing twice."""
+    for number in range(begin, begin + iterations):
+        assert all(rank.cut[number] == ranks[0].cut[number] for rank in ranks)
+        assert all(rank.in_force[number] == ranks[0].in_force[number] for rank in ranks)
+        slices = ranks[0].cut[number]
+        assert [start for start, _ in slices] == [0, *(stop for _, stop in slices[:-1])]
+        assert slices[-1][1] == sizes(number)
+        assert slices == split_seeds(sizes(number), ranks[0].in_force[number][0])  # what was cut is in force
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2), st.integers(0, 3), st.integers(1, 8), st.data())
+def test_ranks_that_run_ahead_by_different_amounts_agree(num_cpu, num_accelerators, ahead, data):
+    if not num_cpu + num_accelerators >= 2:
+        num_cpu, num_accelerators = 1, 1
+    who = trainers(num_cpu, num_accelerators)
+    count = len(who.devices)
+    weights = [1 / count] * count
+    speeds = data.draw(st.lists(st.sampled_from([1e-3, 3e-3, 2e-2]), min_size=count, max_size=count))
+    turn = data.draw(st.integers(5, 40))
+    steps = data.draw(st.lists(st.integers(0, ahead), min_size=7, max_size=7))
+    last = data.draw(st.integers(1, TOTAL))
+
+    def seconds(number, place):
+        return speeds[place] if number < turn else speeds[-1 - place]  # what was slow is fast
+
+    def sizes(number):
+        return last if number % 11 == 10 else TOTAL
+
+    ranks = [Rank(who, number, weights, ahead=ahead, sampling=0.3 * bool(num_accelerators)) for number in range(count)]
+    train(ranks, 60, ahead, lambda number, place: steps[(3 * number + 5 * place) % 7], seconds, sizes)
+    check(ranks, 60, sizes)
+    logs = [list(rank.balance.manager.log) for rank in ranks]
+    assert all(log == logs[0] for log in logs)
+
+
+def test_a_slow_trainer_gets_fewer_seeds_as_soon_as_no_rank_can_have_begun_without():
+    who, ahead = trainers(2, 0), 4
+    ranks = [Rank(who, number, [0.5, 0.5], ahead=ahead) for number in range(2)]
+    train(ranks, 80, ahead, lambda number, place: ahead * place, lambda number, place: [1e-2, 2e-3][place])
+    check(ranks, 80)
+    assert ranks[0].cut[79][0][1] < 12 < 20 == ranks[0].cut[0][0][1]
+    # Decided from the times of iteration n - 1, which arrive in iteration n.
+    log = [decision for decision in ranks[0].balance.manager.log if decision.observation]
+    changes = [n for n in range(1, 80) if ranks[0].in_force[n] != ranks[0].in_force[n - 1]]
+    assert changes
+    assert changes == [n for n in (decision.observation + ahead + 1 for decision in log) if n < 80]
+
+
+def mapping(seeds, threads=(3, 2, 4), there=0.0, num_cpu=1):
+    return TaskMapping(tuple(seeds), num_cpu, threads, there)
+
+
+@st.composite
+def decision_logs(draw):
+    """Any decisions, at any observations, also in iterations that follow one another."""
+    numbers = sorted(draw(st.sets(st.integers(1, 25), max_size=8)))
+    decisions = []
+    for number in [0, *numbers]:
+        first = draw(st.integers(0, TOTAL))
+        second = draw(st.integers(0, TOTAL - first))
+        threads = draw(st.permutations([1, 3, 5]))
+        there = draw(st.sampled_from([0.0, 0.25, 1.0]))
+        decisions.append(
+            Decision(mapping((first, second, TOTAL - first - second), tuple(threads), there), "drawn", "start", number)
+        )
+    return decisions
+
+
+def write(folder, decisions):
+    path = Path(folder) / "decisions.jsonl"
+    path.write_text("".join(decision.to_json() + "\n" for decision in decisions))
+    return path
+
+
+@settings(max_examples=25)
+@given(decision_logs(), st.integers(1, 7), st.lists(st.integers(0, 7), min_size=5, max_size=5), st.integers(2, 30))
+def test_a_replay_puts_decisions_into_force_where_they_were_also_after_a_stop(decisions, ahead, steps, stop):
+    who = trainers(1, 2)
+
+    def depths(number, place):
+        return steps[(number + 2 * place) % 5]
+
+    def others(number, place):
+        return place + 1
+
+    with TemporaryDirectory() as folder:
+        path = write(folder, decisions)
+
+        def make():
+            return [Rank(who, number, [0.1, 0.4, 0.5], drm=path, ahead=ahead) for number in range(3)]
+
+        whole = make()
+        train(whole, 40, ahead, depths, lambda number, place: 1e-3)
+        check(whole, 40)
+        for number in range(40):
+            at = max(d.observation for d in decisions if d.observation == 0 or d.observation + ahead + 1 <= number)
+            expected = next(d.mapping for d in decisions if d.observation == at)
+            assert whole[0].in_force[number][0] == list(expected.seeds)
+            assert whole[0].in_force[number][1:] == (expected.threads, expected.accelerator_sampling)
+        # A run that is stopped there, and one that goes on from its state, with pipelines of another depth.
+        stopped, resumed = make(), make()
+        train(stopped, stop, ahead, depths, lambda number, place: 1e-3)
+        for old, new in zip(stopped, resumed, strict=True):
+            new.balance.load_state_dict(json.loads(json.dumps(old.balance.state_dict())))
+            new.next = stop
+        train(resumed, 40 - stop, ahead, others, lambda number, place: 1e-3, begin=stop)
+        check(resumed, 40 - stop, begin=stop)
+        for number in range(stop, 40):
+            assert resumed[0].in_force[number] == whole[0].in_force[number]
+            assert resumed[0].cut[number] == whole[0].cut[number]
+
+
+def test_what_is_recorded_is_replayed_iteration_by_iteration_also_from_a_run_that_was_resumed(tmp_path):
+    who, ahead, record = trainers(1, 1), 3, tmp_path / "folder" / "decisions.jsonl"
+
+    def seconds(number, place):
+        return [1e-2, 1e-3][(place + (number > 50)) % 2]
+
+    def begin(**options):
+        return [Rank(who, number, [0.5, 0.5], ahead=ahead, **options) for number in range(2)]
+
+    first = begin(record=record)
+    train(first, 40, ahead, lambda number, place: place, seconds)
+    second = begin(record=record)
+    for old, new in zip(first, second, strict=True):
+        new.balance.load_state_dict(json.loads(json.dumps(old.balance.state_dict())))
+        new.next = 40
+    train(second, 80, ahead, lambda number, place: place, seconds, begin=40)
+    check(second, 80, begin=40)
+    in_force = {**first[0].in_force, **second[0].in_force}
+    assert len({tuple(shares) for shares, *_ in in_force.values()}) > 2
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["observation"] for line in lines] == sorted({line["observation"] for line in lines})
+    replayed = begin(drm=record)
+    train(replayed, 120, ahead, lambda number, place: 2 * place, lambda number, place: 1.0)
+    check(replayed, 120)
+    assert replayed[0].in_force == in_force
+
+
+def test_without_a_manager_nothing_moves():
+    who = trainers(1, 1)
+    ranks = [Rank(who, number, [0.3, 0.7], drm=False) for number in range(2)]
+    train(ranks, 10, 6, lambda number, place: 3 * place, lambda number, place: 10.0**place)
+    check(ranks, 10)
+    assert ranks[0].balance.mapping is None
+    assert ranks[0].cut[9] == [(0, 12), (12, 40)]
+    assert len(ranks[0].balance.history) == 9
+    alone = WorkBalance(trainers(1, 0), [1.0], (1, 1, 1), TOTAL, True)
+    assert alone.manager is None
+
+
+def test_a_state_of_another_version_begins_anew(tmp_path):
+    who = trainers(1, 2)
+    path = write(tmp_path, [Decision(mapping((10, 10, 20)), "drawn", "start", 0)])
+    measured, replays = Rank(who, 0, [0.25, 0.25, 0.5]).balance, Rank(who, 0, [0.2, 0.4, 0.4], drm=path).balance
+    before = replays.state_dict()
+    replays.load_state_dict(measured.state_dict())  # of the other kind
+    replays.load_state_dict({"first": before["first"], "iteration": 9})  # with drm=False
+    assert replays.state_dict() == before
+    with pytest.warns(UserWarning, match="hyscale balances anew"):
+        replays.load_state_dict({"manager": {"observation": 3}, "iteration": 5})
+    assert replays.state_dict() == before
+    with pytest.raises(ValueError, match="was recorded with 3 trainers, 1 on the CPU, and 40 seeds"):
+        Rank(trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)
+    with pytest.raises(ValueError, match=r"but here are 3, 1 and 20"):
+        Rank(who, 0, [0.2, 0.4, 0.4], drm=path, total=20)
+
+
+def test_a_record_that_cannot_be_written_on_is_warned_about_once(tmp_path, recwarn):
+    record = tmp_path / "decisions.jsonl"
+    ranks = [Rank(trainers(2, 0), number, [0.5, 0.5], ahead=2, record=record) for number in range(2)]
+    record.unlink()
+    record.mkdir()
+    train(ranks, 60, 2, lambda number, place: 0, lambda number, place: [1e-2, 1e-3][place])
+    check(ranks, 60)
+    assert len(ranks[0].balance.manager.log) > 2
+    assert len([warning for warning in recwarn if "which a replay would miss" in str(warning.message)]) == 1
+    with pytest.raises(OSError, match="Is a directory"):
+        Rank(trainers(2, 0), 0, [0.5, 0.5], record=record)
+
+
+def test_threads_of_the_node_are_shared_out_by_seeds():
+    balance = Rank(trainers(2, 2), 0, [0.1, 0.1, 0.4, 0.4], drm=False, threads=(10, 5, 6)).balance
+    assert [balance.rank_threads(trainer) for trainer in range(4)] == [(1, 1, 3), (1, 1, 3), (4, 2, 1), (4, 2, 1)]
+    other = mapping((0, 0, 30, 10), (4, 4, 7), num_cpu=2)
+    assert [balance.rank_threads(trainer, other) for trainer in range(4)] == [
+        (1, 1, 3),
+        (1, 1, 3),
+        (3, 3, 1),
+        (1, 1, 1),
+    ]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (0.4, 0.5), (0.8, 1.0), (1.0, 1.0)])
+def test_accelerators_sample_their_own_until_the_share_is_met(share, expected):
+    balance = Rank(trainers(1, 2), 0, [0.2, 0.4, 0.4], drm=False, sampling=share).balance
+    assert [balance.sampled_by(trainer) for trainer in range(3)] == [
+        0.0,
+        pytest.approx(expected),
+        pytest.approx(expected),
+    ]
+    assert balance.sampled_by(1, mapping((40, 0, 0))) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.0])
+def test_times_are_those_of_the_long_run(share):
+    """With 3 ms a seed on the CPU, two threads, and 1 ms a seed there, where every mini-batch is sampled whole."""
+    balance = Rank(trainers(1, 1), 0, [0.5, 0.5], drm=False, threads=(4, 2, 1), sampling=share, total=20).balance
+    part = balance.sampled_by(1)
+    for there in (True, False):
+        if (there and not part) or (not there and part == 1):
+            continue
+        own = [10.0, 1.0, -1.0, 0.01] if there else [10.0, 0.0, 0.03, -1.0]
+        balance.begin()
+        assert balance.observe([[10.0, -1.0, 0.03, -1.0, 0.1, -1.0, 0.2, 0.3], [*own, 0.1, 0.05, 0.2, 0.4]]) is None
+        times, _ = balance.history[-1]
+        assert times.sample_cpu == pytest.approx(0.03 / 2)  # the CPU trainer's own, all of it
+        assert times.sample_accelerator == (pytest.approx(0.01 * part) if there else None)
+        assert (times.load, times.transfer, times.iteration) == (pytest.approx(0.1), 0.05, 0.4)
+        assert (times.train_cpu, times.train_accelerator, times.seeds) == ((0.2,), (0.2,), (10, 10))
+
+
+def test_trainers_without_seeds_have_no_times():
+    balance = Rank(trainers(1, 1), 0, [0.0, 1.0], drm=False).balance
+    balance.begin()
+    assert balance.observe([stage_row(None, 0.0, -1.0), row(40, 1e-3)]) is None
+    assert not balance.history  # one rank has nothing to tell yet
+    balance.observe([row(0, 1.0), row(40, 1e-3)])
+    times, _ = balance.history[-1]
+    assert (times.train_cpu, times.train_accelerator, times.seeds) == ((None,), (pytest.approx(0.04),), (0, 40))
+    assert times.sample_cpu == pytest.approx(4e-3 / 3)
+
+
+def test_the_clock_counts_a_ranks_own_work(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = StageClock(CPU)
+    assert clock.row == [-1.0] * len(STAGES)
+
+    def step(share, work, wait):
+        clock.next_iteration(share)
+        for part in work:
+            with clock.working():
+                now[0] += part
+            now[0] += wait
+
+    step(Share(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
+    assert clock.row == [-1.0] * len(STAGES)
+    step(Share(1, 0, 10, {"sample": 1.0}, sampled_there=True), [0.5], 0.25)
+    assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0, 19.0]
+    clock.pause()  # validation
+    now[0] += 100
+    step(Share(2, 5, 10), [], 0)
+    assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5, -1.0]
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+def test_seeds_are_cut_in_proportion(num_seeds, weights):
+    slices = split_seeds(num_seeds, weights)
+    assert [start for start, _ in slices] == [0, *(stop for _, stop in slices[:-1])]
+    assert slices[-1][1] == num_seeds
+    sizes = [stop - start for start, stop in slices]
+    assert min(sizes) >= 0
+    working = sum(map(bool, weights))
+    for size, weight in zip(sizes, weights, strict=True):
+        assert weight or not size
+        assert size or not weight or num_seeds < working + sum(map(bool, sizes))
+        assert abs(size - num_seeds * weight / sum(weights)) < len(weights) + 1
+    assert split_seeds(sum(weights), weights) == split_seeds(sum(weights), [7 * weight for weight in weights])
+    assert [stop - start for start, stop in split_seeds(sum(weights), weights)] == weights
