@@ -28,12 +28,6 @@ _TWO_RANKS = {
     "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
     "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
 }
-_MASKS = {
-    "activations_are_computed_again_with_the_same_dropout": (
-        ("again",),
-        "masks are drawn by row in the forward pass only",
-    )
-}
 OTHERWISE = {
     "hyscale": _TWO_RANKS
     | {
@@ -52,9 +46,7 @@ OTHERWISE = {
         "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
         "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
     },
-    "ascend_hybrid": _MASKS,
     "ascend_hybrid on two ranks": _TWO_RANKS
-    | _MASKS
     | {
         "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
         "a_histogram_of_labels": (("labels",), _OWN_ROWS),
