@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -160,6 +160,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         self._seed: int | None = None
         self._cache: BatchCache | None = None
         self._batch: ShardedBatch | None = None
+        self._dropout: drop_by_row | None = None
         self._split = "train"
         self._loss_weights: LossWeights | None = None
         self._gradients: GradientMean | None = None
@@ -342,7 +343,8 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         if number is None:
             number = next((argument for argument in args if isinstance(argument, int)), 0)  # batch_idx
         key = batch_key(self._seed, loader=_STAGES[split], batch=number)
-        with drop_by_row(key, None if self._batch is None else self._batch.graph.rows):
+        self._dropout = drop_by_row(key, None if self._batch is None else self._batch.graph.rows)
+        with self._dropout:
             yield
 
     def _share(self) -> tuple[int, int]:
@@ -354,6 +356,13 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients of the mean over all ranks' nodes, or of what the weights of ``training_step`` make."""
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        # Gradient checkpointing runs parts of the step again, with the masks that they had; by hand, it is not over.
+        with self._dropout if automatic and self._dropout is not None else nullcontext():
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self.world_size == 1:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None

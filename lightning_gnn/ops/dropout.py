@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_gnn.ops.hashing import (
     GOLDEN,
@@ -200,16 +200,16 @@ def _draw_rows(start: int, stop: int, key: np.uint64, threshold: np.uint64, keep
             keep[i, c] = mix_compiled(counter) >> _U32 >= threshold
 
 
-_active: ContextVar[drop_by_row | None] = ContextVar("drop_by_row", default=None)
-
-
 class drop_by_row(TorchFunctionMode):
     """Within this context torch's dropout draws by row number: ranks that share out the rows draw the masks of one.
 
     Every call of ``torch.nn.functional.dropout``, and so of ``torch.nn.Dropout``, has a key of its own, made from
     ``key`` and how many were called before. A tensor with ``len(rows)`` rows is taken for features of these rows;
-    another one for something that all ranks have alike, and all draw the same mask for it. Draws no number from
-    torch's generators. Of gradient checkpointing, only the forward pass lies in the context: do not combine them.
+    another one for something that all ranks have alike, and all draw the same mask for it.
+
+    A call that comes again draws the same mask again: one that finds torch's generator as an earlier one found it, to
+    which gradient checkpointing sets it back. So every call that drops draws a number from it, and the backward pass
+    belongs into the context too.
 
     Args:
         key: 64-bit integer.
@@ -221,26 +221,31 @@ class drop_by_row(TorchFunctionMode):
         self.key = key
         self.rows = rows
         self.calls = 0
+        self._found: dict[bytes, int] = {}
 
-    def next_key(self) -> int:
-        """Return the key of the next call."""
-        self.calls += 1
-        return mix((self.key + GOLDEN) ^ (self.calls * NODE_STEP))
+    def next_key(self, drops: bool = True) -> int:
+        """Return the key of the next call, or that of the call which comes again.
 
-    def __enter__(self) -> drop_by_row:
-        """Begin to draw by row number."""
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._token = _active.set(self)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Go back to torch's own dropout."""
-        _active.reset(self._token)
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        Args:
+            drops: Whether the call drops anything; no other can come again.
+        """
+        if not drops or torch.compiler.is_compiling():
+            self.calls += 1
+            number = self.calls
+        else:
+            state = torch.get_rng_state().numpy().tobytes()
+            number = self._found.setdefault(state, self.calls + 1)
+            self.calls = max(self.calls, number)
+            torch.rand((), device="cpu")
+        return mix((self.key + GOLDEN) ^ (number * NODE_STEP))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take over the calls of dropout."""
         kwargs = kwargs or {}
+        if func is Tensor.backward and args[0].numel() == 1 and len(args) < 5 and kwargs.get("inputs") is None:
+            kwargs.pop("inputs", None)
+            with self:  # a mode is off while it handles a call, but what was checkpointed runs again in this one
+                return _backward(*args, **kwargs)
         if func not in _DROPOUTS:
             return func(*args, **kwargs)
         given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
@@ -249,10 +254,21 @@ class drop_by_row(TorchFunctionMode):
         return given["input"].copy_(dropped) if given.get("inplace") or func is torch.dropout_ else dropped
 
     def _drop(self, x: Tensor, p: float, training: bool) -> Tensor:
-        key = self.next_key()
-        if not training or p == 0.0 or x.dim() == 0:
+        drops = training and p > 0.0 and x.dim() > 0
+        key = self.next_key(drops)
+        if not drops:
             return x
         return row_dropout(x, p, key, self.rows if self.rows is not None and x.size(0) == self.rows.numel() else None)
+
+
+def _backward(
+    tensor: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+) -> None:
+    """Do what ``Tensor.backward`` does, without asking modes first, which would be off while it runs."""
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _engine_run_backward((tensor,), (gradient,), retain_graph, create_graph, (), **options)
 
 
 def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) -> Tensor:
@@ -268,11 +284,13 @@ def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) ->
     Raises:
         ValueError: ``p`` is no probability.
     """
-    # A compiler cannot read context variables; where there is a mode, it sees this call of torch's.
-    context = None if torch.compiler.is_compiling() else _active.get()
+    # A compiler cannot look for modes; where there is a mode, it sees this call of torch's.
+    modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    context = next((mode for mode in reversed(modes) if isinstance(mode, drop_by_row)), None)
     if context is None:
         return F.dropout(weight, p, training)
-    key = context.next_key()
-    if not training or p == 0.0:
+    drops = training and p > 0.0
+    key = context.next_key(drops)
+    if not drops:
         return weight
     return row_dropout(weight, p, key, getattr(graph, "edge_places", None))

@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from tests.campaigns import SLICES
 from tests.full_graph.launch import observe
 from tests.hyscale.behaviour import SCENARIOS
 from tests.hyscale.behaviour.task import outcomes_of, perform
@@ -28,12 +29,6 @@ _TWO_RANKS = {
     "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
     "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
 }
-_MASKS = {
-    "activations_are_computed_again_with_the_same_dropout": (
-        ("again",),
-        "masks are drawn by row in the forward pass only",
-    )
-}
 OTHERWISE = {
     "hyscale": _TWO_RANKS
     | {
@@ -52,9 +47,7 @@ OTHERWISE = {
         "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
         "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
     },
-    "ascend_hybrid": _MASKS,
     "ascend_hybrid on two ranks": _TWO_RANKS
-    | _MASKS
     | {
         "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
         "a_histogram_of_labels": (("labels",), _OWN_ROWS),
@@ -70,24 +63,37 @@ def names_for(full):
     return [name for name, scenario in SCENARIOS.items() if scenario.full or not full]
 
 
-CASES = [(way, name) for way, (_, _, full) in WAYS.items() for name in names_for(full)]
+def cases():
+    """Yield ways and scenarios: all for hyscale, and for ascend_hybrid a slice of them in each run."""
+    for way, (strategy, _, full) in WAYS.items():
+        for place, name in enumerate(names_for(full)):
+            marks = [] if strategy == "hyscale" else [pytest.mark.campaign]
+            title = f"{way}-{name}".replace(" ", "-")
+            yield pytest.param(way, name, place % SLICES, id=title, marks=marks)
 
 
 @pytest.fixture(scope="session")
-def outcomes(tmp_path_factory):
-    """Return a function of a way, which runs all scenarios and returns by name what the ranks saw."""
+def outcomes(request, tmp_path_factory):
+    """Return a function of a way, which runs the scenarios and returns by name what the ranks saw."""
+    wanted = {}
+    for item in request.session.items:
+        if getattr(item, "originalname", "") == test_a_strategy_behaves_like_one_process.__name__:
+            given = item.callspec.params
+            for way in (WAYS[given["way"]], ALONE[WAYS[given["way"]][2]]):
+                wanted.setdefault(way, {})[given["name"]] = None
 
     @cache
     def find(way):
-        folder = once(tmp_path_factory, f"behaviour-{'-'.join(map(str, way))}", partial(run_all, way))
+        name = f"behaviour-{'-'.join(map(str, way))}"
+        folder = once(tmp_path_factory, name, partial(run_all, way, list(wanted[way])))
         return pickle.loads((folder / "outcomes.pickle").read_bytes())
 
     return find
 
 
-def run_all(way, folder):
-    """Run all scenarios, in ranks that are started anew after one that failed on some of them alone."""
-    left, found = names_for(way[2]), {}
+def run_all(way, left, folder):
+    """Run scenarios, in ranks that are started anew after one that failed on some of them alone."""
+    found = {}
     while left:
         home = folder / str(len(left))
         ended = observe(perform, way[1], left, way, str(home))
@@ -131,8 +137,8 @@ def seen(outcome):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
-def test_a_strategy_behaves_like_one_process(way, name, outcomes):
+@pytest.mark.parametrize(("way", "name", "number"), cases())
+def test_a_strategy_behaves_like_one_process(way, name, number, outcomes):
     expected = seen(outcomes(ALONE[WAYS[way][2]])[name][0])
     ranks = outcomes(WAYS[way])[name]
     otherwise, _ = OTHERWISE.get(way, {}).get(name, ((), ""))
@@ -152,4 +158,4 @@ def test_a_strategy_behaves_like_one_process(way, name, outcomes):
 
 
 def test_every_exception_is_of_a_case():
-    assert {(way, name) for way, names in OTHERWISE.items() for name in names} <= set(CASES)
+    assert {(way, name) for way, names in OTHERWISE.items() for name in names} <= {case.values[:2] for case in cases()}
