@@ -72,6 +72,8 @@ SPEEDS = (2, 4, 8)
 """How many times as fast as the CPU trainer the slowed-down or simulated accelerator is."""
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
 """Of the sweep."""
+MORE_RUNS = 4
+"""Rounds of a lone trainer besides: what the strategy may cost is smaller than the differences of a few."""
 MODULE = "benchmarks.hyscale_contestants"
 PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
 STATIC, PUBLISHED, OURS, HYBRID = (
@@ -81,7 +83,7 @@ STATIC, PUBLISHED, OURS, HYBRID = (
     "ours, + two-stage prefetch",
 )
 VARIANTS: dict[str, dict[str, Any]] = {
-    PYG: {"library": "pyg", "trainer": "plain"},
+    PYG: {"library": "pyg", "trainer": "plain", "settle": 1},
     ALONE: {"options": {"cpu_trainers": 0, "prefetch": 1}},
     ALONE_TFP: {"options": {"cpu_trainers": 0}},
     STATIC: {"options": {"drm": False, "prefetch": 1}},
@@ -124,6 +126,8 @@ def compete(
         try:
             for number, (name, own) in enumerate(contestants.items()):
                 spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
+                if spec["options"].get("drm") is False or not spec["options"].get("cpu_trainers", 1):
+                    spec["settle"] = 1  # nothing moves
                 spec["runs"] = len(kinds) * (runs + 1) - 1
                 spec["fits"] = [
                     {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
@@ -284,11 +288,12 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, q
 def disturbances(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
     """Take a core away for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
     fit = accelerator(common, notes, SPEEDS[1])
-    iterations = common["iterations"] if quick else 9 * common["iterations"]
+    sizes = {"iterations": common["iterations"] if quick else 6 * common["iterations"]}
+    sizes["batch_size"] = max(2, common["batch_size"] // 2)  # the managers count iterations, not seconds
     ways = {STATIC: {"drm": False}, PUBLISHED: {"drm": "paper"}, OURS: {}}
     contestants = {name: {"options": options, "fits": [fit], "settle": 1} for name, options in ways.items()}
     kinds = ("calm", "core", "accelerator")
-    [(rows, noted)] = compete({**common, "iterations": iterations}, contestants, max(2, runs - 2), kinds)
+    [(rows, noted)] = compete({**common, **sizes}, contestants, max(2, runs - 2), kinds)
     values = {row["name"]: row["values"] for row in rows if "values" in row}
     lost: dict[str, Any] = {}
     comparisons = []
@@ -343,7 +348,7 @@ def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, qu
         plain, ours = f"plain Trainer, {length}", f"ours, lone trainer, {length}"
         spec = {"accelerator": False, "settle": 1}
         contestants = {plain: {**spec, "trainer": "plain"}, ours: spec}
-        [(rows, _)] = compete({**common, **sizes}, contestants, 2 * runs)
+        [(rows, _)] = compete({**common, **sizes}, contestants, runs + MORE_RUNS)
         what = f"A lone trainer under the strategy, {length}"
         result["comparisons"].append(compare(rows, what, [ours], [plain], False, 0.99, by_rounds=True))
         result["rows"] += rows
