@@ -119,8 +119,8 @@ class SharedBatches:
         sampler = getattr(self.batches, "sampler", None)
         if rank is not None and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
-                f"the loader's {type(sampler).__name__} shares the seeds out among {sampler.num_replicas} processes, but "
-                "hyscale shares out every mini-batch itself: leave it out, or set num_replicas=1, rank=0"
+                f"the loader's {type(sampler).__name__} shares the seeds out among {sampler.num_replicas} processes, "
+                "but hyscale shares out every mini-batch itself: leave it out, or set num_replicas=1, rank=0"
             )
         follows = isinstance(sampler, (SequentialSampler, DistributedSampler))
         self._drawn = not (follows and type(self.batches) is BatchSampler)
@@ -203,7 +203,6 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.batches.go_on()
         made: Iterator[Any] = iter(self.loader)
         if self.transfer is not None:
             made = OrderedPipeline(made, self._moved, 1, 2)

@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import DataLoader as GraphLoader
 from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
@@ -497,7 +503,7 @@ def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options)
 
 
 def shared_with(rank, kinds, options):
-    import faulthandler, sys; faulthandler.dump_traceback_later(30, exit=True, file=open(f"/tmp/pp/tb{rank}", "w"))
+    import faulthandler; faulthandler.dump_traceback_later(30, exit=True, file=open(f"/tmp/pp/tb{rank}", "w"))
     return shared(rank, kinds, **options)
 
 
