@@ -21,6 +21,7 @@ from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.runtime.heartbeat import fails_alone
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
@@ -126,7 +127,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs; all ranks must call it, as Lightning does."""
         by_rank: list[Any] = [list(self._handed_out)] * self._world_size
-        if self._world_size > 1 and not self.deterministic:
+        if self._world_size > 1 and not self.deterministic and not fails_alone():
             torch.distributed.all_gather_object(by_rank, list(self._handed_out))
         order = None if self.deterministic else by_rank
         return {**super().state_dict(), "order": order, "plan": None if self._plan is None else self._plan.to_yaml()}

@@ -71,6 +71,7 @@ from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import GradientMean
+from lightning_gnn.runtime.heartbeat import fails_alone
 from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.ranks import WatchedRanks
@@ -242,6 +243,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._counts = self._told = self._synced = False
         self._drifted = 0.0
         self._base = 0
+        self._parameters: list[Tensor] = []
         self._known: set[int] = set()
         self._clock: StageClock | None = None
         self._own_threads = torch.get_num_threads()
@@ -549,7 +551,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
         threads = self.threads or default_threads(num_workers, self.trainers, drm is not False)
         automatic = not replays(drm) and self.shares is None and self.cpu_share == "auto"
-        state = (self._restored.pop("balance", None) or {}).get(str(self.global_rank // self.num_processes), {})
+        states = self._restored.pop("balance", None)  # of older versions, a list
+        state = states.get(str(self.global_rank // self.num_processes), {}) if isinstance(states, dict) else {}
         first, state = self._first(dataloader, wanted, total, threads, automatic, state)
         off = turned_off(self.trainers, self.drm, first[0] if automatic else None, self.accelerator_sampling)
         if off is not None and self.balance is None and not self._alone:
@@ -636,12 +639,14 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         batches = None if self.loader is None else self.loader.batches
         # What hooks draw goes on where it was, and so does the order of an epoch that has not begun.
         torch.set_rng_state(common if batches is None or batches.resumed is None else batches.resumed[1])
-        streams = self._restored.pop("random", None) or []
+        streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
         self._stream = OwnStream(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         self._buffers = SharedBuffers(module)
         self._gradients = GradientMean(self._group.size, self._group.add_up)
         self._clock = StageClock(self.root_device)
-        self._known = {id(parameter) for parameter in self._trained()}
+        self._parameters = self._trained()
+        self._group.copy_from_first(self._parameters)  # also those that only optimizers have
+        self._known = set(map(id, self._parameters))
         self._looks = _LOOKS
         if self.trainers.num_cpu and self.cpu_trainers == "numa":
             pin_to_numa_node(self.trainer_index, self.trainers.num_cpu)
@@ -665,7 +670,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self.balance.begin()
         if threads != (self.balance.threads, self.balance.shares):
             self._resize()
-        new = [parameter for parameter in self._trained() if id(parameter) not in self._known]
+        self._parameters = self._trained()
+        new = [parameter for parameter in self._parameters if id(parameter) not in self._known]
         if new:  # drawn at random, they may be others on each rank
             assert self._group is not None
             self._group.copy_from_first(new)
@@ -674,7 +680,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             self._agree()
         self._told = False
         # Gradients that are held over from an earlier mini-batch are those of all ranks, if they were then.
-        self._synced = self._synced and any(parameter.grad is not None for parameter in self._trained())
+        self._synced = self._synced and any(parameter.grad is not None for parameter in self._parameters)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -795,7 +801,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         assert module is not None
         assert self._group is not None
         assert self._gradients is not None
-        parameters = self._trained()
+        parameters = self._parameters
         automatic = module.automatic_optimization
         # The weights' sum divides the gradients, so that nobody waits in the middle of a step, if these are new.
         late = (
@@ -945,10 +951,12 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
         if self._group is not None and self.balance is not None:
-            if self._clock is not None:
+            alone = fails_alone()
+            if self._clock is not None and not alone:
                 self._agree()  # a resumed run begins with rank 0's
             stream = None if self._stream is None else self._stream.state()
-            states = self._group.objects((stream, self.balance.state_dict()))
+            state = stream, self.balance.state_dict()
+            states = [state] * self._group.size if alone else self._group.objects(state)
             batches = None if self.loader is None else self.loader.batches
             order = None
             if batches is not None and batches.order_state is not None:

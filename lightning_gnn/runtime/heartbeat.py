@@ -332,6 +332,14 @@ class Heartbeats:
         return f"rank {rank} (process {process.pid} on {process.host})"
 
 
+def fails_alone() -> bool:
+    """Whether an error is being handled, on this rank maybe alone: whoever now waits for others would wait for ever.
+
+    An interruption reaches all ranks.
+    """
+    return isinstance(sys.exc_info()[1], Exception)
+
+
 def is_communication_error(exception: BaseException) -> bool:
     """Tell whether an exception says that a rank could not be reached, which is not the fault of the one that says so.
 

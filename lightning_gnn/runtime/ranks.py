@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, meet
+from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, fails_alone, meet
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.notebook import NotebookLauncher
 
@@ -97,7 +97,7 @@ class WatchedRanks(ParallelStrategy, ABC):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the other ranks, unless one of them is lost."""
-        lost = self._heartbeats is not None and self._heartbeats.lost
+        lost = fails_alone() or (self._heartbeats is not None and self._heartbeats.lost)
         if self.world_size > 1 and dist.is_initialized() and not lost:
             index = self.root_device.index if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=None if index is None else [index])
