@@ -289,9 +289,13 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
 
 
 def find_sampling(
-    wanted: str | float, loader: Any, trainers: Trainers, present: AcceleratorSampling | None = None
+    wanted: str | float,
+    loader: Any,
+    trainers: Trainers,
+    present: AcceleratorSampling | None = None,
+    device: torch.device | None = None,
 ) -> AcceleratorSampling | None:
-    """Return what samples on the accelerators, None where nothing does.
+    """Return what samples on an accelerator, None where nothing does.
 
     Args:
         wanted: A share; 0 for none. ``"auto"`` leaves out CPUs that stand for accelerators: their sampling would take
@@ -299,6 +303,7 @@ def find_sampling(
         loader: The training loader.
         trainers: Who trains.
         present: What there is, which is kept if it serves this loader too.
+        device: The accelerator; by default the first one.
 
     Raises:
         ValueError: Triton is missing, where a share is given.
@@ -318,7 +323,7 @@ def find_sampling(
     if present is not None and present.sampler is loader.node_sampler:
         return present
     try:
-        return AcceleratorSampling(loader.node_sampler, accelerators[0])
+        return AcceleratorSampling(loader.node_sampler, device or accelerators[0])
     except (RuntimeError, ValueError) as error:
         if not automatic:
             raise

@@ -459,7 +459,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             transfer = Transfer(self.root_device, self.transfer_dtype)
         staged = isinstance(dataloader, ThreadedNodeLoader)
         wanted = wanted_sampling(self.accelerator_sampling, allowed_drm(self.drm))
-        self._sampling = find_sampling(wanted, dataloader, self.trainers, self._sampling) if staged else None
+        here = staged and accelerated  # a CPU trainer leaves accelerators alone
+        self._sampling = (
+            find_sampling(wanted, dataloader, self.trainers, self._sampling, self.root_device) if here else None
+        )
         start, stop = self._node_slice(seeds_of_iteration(dataloader))
         if self.balance is None or self.balance.total != stop - start:
             self.balance = self._begin_balance(dataloader, wanted, stop - start)
@@ -468,9 +471,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         dtype = input_dtype(self.precision_plugin)
         if staged:
             settings = PipelineSettings(self.prefetch, threads[:2], self.balance.ahead, self.stall_timeout, dtype)
-            sampling = self._sampling if accelerated else None
             self.loader = StagedLoader(
-                dataloader, batches, settings, self._arrived, transfer, sampling, self._own_sampling
+                dataloader, batches, settings, self._arrived, transfer, self._sampling, self._own_sampling
             )
         else:
             self.loader = SlicedLoader(dataloader, batches, self._arrived, transfer if self.prefetch else None, dtype)
@@ -559,7 +561,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             rank_zero_warn(off)
         weights, threads, sampled_there = first
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
-        staged = 2 * (self.prefetch + 1) + (self._sampling is not None)
+        staged = 2 * (self.prefetch + 1) + (sampled_there > 0)
         balance = WorkBalance(
             self.trainers,
             weights,

@@ -124,7 +124,9 @@ def random_state() -> dict[str, Any]:
     }
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.is_available():
-        state[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
+        backend = getattr(torch, accelerator.type)
+        if getattr(backend, "is_initialized", lambda: True)():  # else this rank has nothing to do with it
+            state[accelerator.type] = backend.get_rng_state()
     return state
 
 
