@@ -821,10 +821,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             part = part * self._factor(self._tell("training_step"))
         if not automatic:
             self._look(closure_loss)
-        loss = precision.pre_backward(closure_loss * (part * self._group.size), module)
+        loss = precision.pre_backward(closure_loss, module)
         if isinstance(part, Tensor) or part:
             with self._running("backward"), self._clock.working():
-                precision.backward(loss, module, optimizer, *args, **kwargs)
+                precision.backward(loss * (part * self._group.size), module, optimizer, *args, **kwargs)
         factor = 1.0
         if late:
             rows = self._tell("training_step")
