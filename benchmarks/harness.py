@@ -239,7 +239,7 @@ def compare(
     rounds = list(zip(sides[0]["values"], sides[1]["values"], strict=True)) if by_rounds else [(left, right)]
     ratio = _rounded(statistics.median(mine / other if higher_is_better else other / mine for mine, other in rounds))
     result |= {"ours": sides[0]["name"], "peer": sides[1]["name"], "medians": [left, right], "ratio": ratio}
-    values = [side["values"] for side in (sides if higher_is_better else reversed(sides))]
+    values = [side.get("values", []) for side in (sides if higher_is_better else reversed(sides))]
     sure = ratio_of_rounds(*values)
     return result if sure is None else {**result, "interval": [shortened(sure.low), shortened(sure.high)]}
 

@@ -4,10 +4,9 @@ Nothing is measured: ``python -m benchmarks.hyscale_paper`` runs the model on th
 II and III), sets it beside the paper's numbers, and writes a table. Where the two differ by more than a third, the
 model is run again with each of the assumptions that the paper leaves open changed, alone and by twos; the one that
 comes nearest explains the difference, if it comes to within a third: that shows what would suffice, not that it was so.
-*common* are those two under which the epoch
-times of table VI are nearest to the paper's all together. Figures 8 to 11 are drawn without numbers: what the text
-tells of them is compared. Epoch times of PaGraph, P3 and DistDGLv2 are measurements of other systems on other machines:
-they are taken over, for the speed-ups.
+*common* are those two under which the epoch times of table VI are nearest to the paper's all together. Figures 8 to 11
+are drawn without numbers: what the text tells of them is compared. Epoch times of PaGraph, P3 and DistDGLv2 are
+measurements of other systems on other machines: they are taken over, for the speed-ups.
 """
 
 from __future__ import annotations
