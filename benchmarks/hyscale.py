@@ -14,7 +14,8 @@ Parts, of which ``--parts`` chooses some; what other parts have left in the JSON
 Three-layer GraphSAGE, fanouts 15, 10 and 5. The figure is milliseconds per iteration of an epoch, the filling of the
 pipeline included, after epochs that do not count. Every contestant is a script whose ranks Lightning starts, with the
 options that users have by default: ``cpu_share="auto"``, threads, and the model. Contestants take turns, epoch by
-epoch, and ratios have 95 % intervals over these rounds.
+epoch, and ratios have 95 % intervals over these rounds. A static mapping has the threads with which a manager begins,
+so that what the manager gains is not what other threads gain: by default its CPU trainer would have all cores.
 
 With a GPU it is the accelerator, slowed down by waits. Without one the accelerator is simulated: rank 0 launches
 kernels, which holds its interpreter as launches do, and waits for them; no core does their work. Its mini-batches are
@@ -128,6 +129,8 @@ def compete(
                 spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
                 if spec["options"].get("drm") is False or not spec["options"].get("cpu_trainers", 1):
                     spec["settle"] = 1  # nothing moves
+                if spec["options"].get("drm") is False:  # begins with as many threads as a manager would
+                    spec["options"] = {"threads": [1, 1, spec["torch_threads"]], **spec["options"]}
                 spec["runs"] = len(kinds) * (runs + 1) - 1
                 spec["fits"] = [
                     {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
@@ -178,14 +181,14 @@ def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> 
     return found
 
 
-def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
     """Measure all variants with each accelerator, and set the model's predictions beside them."""
-    speeds = SPEEDS[:1] if quick else SPEEDS
+    speeds = common["speeds"]
     fits = [accelerator(common, notes, speed) for speed in speeds]
     chosen = {name: {**spec, "fits": fits} for name, spec in VARIANTS.items() if only in name}
     result: Found = {"rows": [], "comparisons": [], "figure_11": {}}
     for speed, fit, (rows, noted) in zip(speeds, fits, compete(common, chosen, runs), strict=True):
-        label = f"{speed}x the CPU trainer"
+        label = f"{speed:g}x the CPU trainer"
         add_ratios(rows, ALONE, higher_is_better=False)
         result["figure_11"][label] = predictions(common, notes, fit, rows, noted)
         what = f"Hybrid training, accelerator {label}"
@@ -235,7 +238,7 @@ def predictions(
     return found
 
 
-def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
     """Set the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
 
     Alone, each trains on the seeds that it has of an iteration when both take equally long. The accelerator's rank has
@@ -244,7 +247,7 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, q
     """
     cores = sorted(range(num_cores()))
     own = [cores[:1], cores[1:] or cores]
-    speeds = SPEEDS[:1] if quick else SPEEDS
+    speeds = common["speeds"]
     fits = [accelerator(common, notes, speed) for speed in speeds]
     split = [round(common["batch_size"] / (1 + speed)) for speed in speeds]
     iterations = common["iterations"]
@@ -260,7 +263,7 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, q
         contestants[here]["fits"].append({"batch_size": seeds})
     result: Found = {"rows": [], "comparisons": [], "iterations": iterations}
     for speed, seeds, (rows, noted) in zip(speeds, split, compete(common, contestants, runs), strict=True):
-        label = f"{speed}x the CPU trainer"
+        label = f"{speed:g}x the CPU trainer"
         values = {row["name"]: row["values"] for row in rows}
         together = [
             (common["batch_size"] - seeds) / a + seeds / c for a, c in zip(values[there], values[here], strict=True)
@@ -285,7 +288,9 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, q
     return result
 
 
-def disturbances(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+def disturbances(
+    common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False
+) -> Found:
     """Take a core away for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
     fit = accelerator(common, notes, SPEEDS[1])
     sizes = {"iterations": common["iterations"] if quick else 6 * common["iterations"]}
@@ -315,7 +320,7 @@ def disturbances(common: dict[str, Any], notes: dict[str, Any], runs: int, only:
     return {"rows": shown, "comparisons": comparisons, "time lost": lost, "decisions": decisions}
 
 
-def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
     """Try shares of the CPU trainer by hand, without a manager, and the automatic pick with and without one."""
     fit = accelerator(common, notes, SPEEDS[1])
     automatic, managed = "cpu_share='auto'", "cpu_share='auto', + DRM"
@@ -336,7 +341,7 @@ def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, q
     return {"rows": rows, "comparisons": comparisons, "picked": picked, "medians": medians}
 
 
-def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str, quick: bool) -> Found:
+def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
     """Set a lone trainer under the strategy against the plain Trainer, on long steps and on short ones."""
     batch, iterations = common["batch_size"], common["iterations"]
     lengths = {
@@ -364,8 +369,14 @@ PARTS: dict[str, Callable[..., Found]] = {
 }
 
 
+OPTIONS = {
+    "parts": f"some of {','.join(PARTS)} (default: all)",
+    "speeds": f"of the accelerators in ablation and sum (default: {','.join(map(str, SPEEDS))}, quick: {SPEEDS[0]})",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("hyscale", __doc__ or "", SIZES, argv, paths={"parts": f"some of {','.join(PARTS)} (default: all)"})
+    args = parse("hyscale", __doc__ or "", SIZES, argv, paths=OPTIONS)
     chosen = args.parts.split(",") if args.parts else list(PARTS)
     unknown = set(chosen) - set(PARTS)
     if unknown:
@@ -378,6 +389,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "fanouts": list(FANOUTS),
         "torch_threads": max(1, num_cores() - 2),
         "num_workers": 2,
+        "speeds": [float(speed) for speed in args.speeds.split(",")]
+        if args.speeds
+        else SPEEDS[: 1 if args.quick else 3],
     }
     before = json.loads(args.out.read_text()) if args.parts and args.out is not None and args.out.exists() else {}
     parts: dict[str, Found] = dict(before.get("parts", {}))
