@@ -105,23 +105,30 @@ def test_killed_with_options_of_the_trainer(name, period, number, tmp_path):
     play(chain, whole, rng, kill, PERIODS[period], steps=False)
 
 
-def hyscale(**options):
-    return HyScaleStrategy(**{"cpu_trainers": 2, "drm": False, **options})
+def train_hybrid(rank, folder, data, options, act, number):
+    """Each rank runs the whole chain; a signal reaches the last of them."""
+    rng = random.Random(f"hyscale {act.__name__} {data} {options} {number}")
+    options = {"cpu_trainers": 2, "drm": False, "stall_timeout": 60.0, **options}
+    strategy = functools.partial(HyScaleStrategy, **options)
+    chain, whole = (Chain(Path(folder) / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
+    mine = act if act is kill or rank == options["cpu_trainers"] - 1 else list
+    play(chain, whole, rng, mine, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
 
 
 @pytest.mark.slow
 @campaign
 @pytest.mark.parametrize("act", [interrupt, kill])
 @pytest.mark.parametrize(
-    ("data", "options"),
-    [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("neighbor", {"cpu_trainers": 1}), ("own sampler", {})],
-    ids=str,
+    ("data", "options"), [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("own sampler", {})], ids=str
 )
 def test_hybrid_training(data, options, act, number, tmp_path):
-    strategy = functools.partial(hyscale, **options)
-    rng = random.Random(f"hyscale {act.__name__} {data} {options} {number}")
-    chain, whole = (Chain(tmp_path / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
-    play(chain, whole, rng, act, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
+    run(train_hybrid, 2, str(tmp_path), data, options, act, number)
+
+
+@campaign
+@pytest.mark.parametrize("act", [interrupt, kill])
+def test_hybrid_training_of_a_lone_trainer(act, number, tmp_path):
+    train_hybrid(0, str(tmp_path), "neighbor", {"cpu_trainers": 1}, act, number)
 
 
 @campaign

@@ -1,207 +1,217 @@
 """What decides nothing with ``Trainer(deterministic=True)``, and what a checkpoint decides: no measurement does."""
 
-from dataclasses import replace
+import traceback
+import warnings
 from itertools import count
+from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 
 from lightning_gnn.hyscale import first_mapping, report, strategy
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import WorkBalance
+from lightning_gnn.hyscale.work_balance import STAGES, WorkBalance
 from lightning_gnn.hyscale.workload import Platform, Processor
-from tests.hyscale.models import Module, data_module, trainer
-from tests.hyscale.test_resume import SaveAt, run, same
+from tests.full_graph.launch import run
+from tests.hyscale.test_resume import SaveAt, same, train
+from tests.hyscale.training import SILENT, Plain, datamodule
+
+TRAINERS = ({"cpu_trainers": 2}, {"devices": ["cpu"]})
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    yield
-    torch.use_deterministic_algorithms(False)  # the Trainer's option is a switch of the whole process
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """Each measurement of the machine finds another one; returns how many there were."""
-    found = []
+def measure_another(found):
+    """Let each measurement of the machine find another one; they are noted in a list."""
 
     def another(trainers, *rates):
-        slow, fast = Processor(1e9, 1e9), Processor(1e9 * 2 ** (1 + len(found)), 1e9 * 2 ** (1 + len(found)))
+        slow, fast = (Processor(speed, speed) for speed in (1e8, 1e8 * (1 + len(found))))
         found.append(trainers)
-        return Platform(slow, 2, fast, trainers.num_accelerators, sampling=1e7)
+        return Platform(slow, 2, fast, trainers.num_accelerators, sampling=1e9)
 
-    for place in (first_mapping, report):
-        monkeypatch.setattr(place, "measure_platform", another)
-    return found
+    return another
 
 
-@pytest.fixture
-def unsteady(monkeypatch):
-    """In each run another trainer seems to be slow."""
-    original, run_number = WorkBalance.__init__, count()
+def unsteady():
+    """Return methods of a balance with which in each run another trainer seems to be slow."""
+    number, train_time, iteration = count(), STAGES.index("train"), STAGES.index("iteration")
+    begin, times = WorkBalance.__init__, WorkBalance._times
 
-    def begin(self, *args, **kwargs):
-        self.run = next(run_number)
-        original(self, *args, **kwargs)
+    def __init__(self, *args, **kwargs):
+        self.number = next(number)
+        begin(self, *args, **kwargs)
 
-    def times(self, batch, seconds, iteration):
-        cpu = self.trainers.num_cpu
-        own = [1e-3 * seeds * (5 if (i + self.run) % 2 else 1) for i, seeds in enumerate(batch.seeds)]
-        return replace(
-            steady(self, batch, seconds, iteration),
-            train_cpu=tuple(own[:cpu]),
-            train_accelerator=tuple(own[cpu:]),
-            iteration=0.05,
-        )
+    def _times(self, rows):
+        rows = [list(row) for row in rows]
+        for trainer, row in enumerate(rows):
+            row[train_time] = 1e-3 * row[0] * (5 if (trainer + self.number) % 2 else 1)
+            row[iteration] = 0.05
+        return times(self, rows)
 
-    steady = WorkBalance.times
-    monkeypatch.setattr(WorkBalance, "__init__", begin)
-    monkeypatch.setattr(WorkBalance, "times", times)
+    return {"__init__": __init__, "_times": _times}
 
 
-TRAINERS = [{"cpu_trainers": 2}, {"devices": ["cpu"]}, {"cpu_trainers": 2, "devices": ["cpu", "cpu"]}]
+class Here:
+    """One rank, in one scenario.
+
+    Args:
+        rank: Which.
+        folder: Where to write.
+        monkeypatch: Of this scenario.
+    """
+
+    def __init__(self, rank, folder, monkeypatch):
+        self.rank, self.folder, self.monkeypatch = rank, folder, monkeypatch
+        self.measured, self.told = [], []
+        monkeypatch.setattr(first_mapping, "measure_platform", measure_another(self.measured))
+
+    def path(self, name="middle.ckpt"):
+        return self.folder / name
+
+    def unsteady(self):
+        for name, method in unsteady().items():
+            self.monkeypatch.setattr(WorkBalance, name, method)
+
+    def train(self, strategy, at=None, **options):
+        """Train, up to a checkpoint if a batch is given; collect warnings."""
+        callbacks = () if at is None else [SaveAt(self.path(options.pop("saved", "middle.ckpt")), at)]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = train(strategy, callbacks, **{"limit_val_batches": 0, **options})[1]
+        self.told = [str(warning.message) for warning in told]
+        return found
+
+    def warned(self, of):
+        """Return the warnings that have some words, of rank 0, which speaks."""
+        return [message for message in self.told if of in message]
+
+    def times(self, number):
+        """Return the number of measurements here, as only rank 0 measures."""
+        return number * (self.rank == 0)
+
+    def changed(self, change):
+        """Return the path of a checkpoint that is changed in one rank's own copy."""
+        checkpoint = torch.load(self.path(), weights_only=True)
+        change(checkpoint["hyscale"]["balance"])
+        path = self.path(f"changed {self.rank}.ckpt")
+        torch.save(checkpoint, path)
+        return path
 
 
-@pytest.mark.usefixtures("unsteady")
-@pytest.mark.parametrize("trainers", TRAINERS, ids=str)
-@pytest.mark.parametrize("deterministic", [True, "warn"])
-def test_equal_runs_are_equal_bit_for_bit_whatever_is_measured(deterministic, trainers, measured):
-    with pytest.warns(UserWarning, match="measurements: drm=True") as told:
-        first, _ = run(HyScaleStrategy(**trainers), deterministic=deterministic)
-    second, _ = run(strategy_again := HyScaleStrategy(**trainers), deterministic=deterministic)
-    assert same(first, second)
-    assert not measured
-    assert strategy_again.drm is True
-    assert strategy_again.balance.manager is None
-    assert len(set(strategy_again.balance.weights)) == 1
-    messages = [str(warning.message) for warning in told if "measurements" in str(warning.message)]
-    assert len(messages) == 1
-    assert ("cpu_share='auto'" in messages[0]) == ("devices" in trainers)
-    assert "shares=" in messages[0]
+def equal_runs_are_equal(here):
+    here.unsteady()
+    for trainers in TRAINERS:
+        for deterministic in (True, "warn"):
+            first = here.train(HyScaleStrategy(**trainers), deterministic=deterministic, max_epochs=8)
+            messages = here.warned("measurements")
+            second = here.train(again := HyScaleStrategy(**trainers), deterministic=deterministic, max_epochs=8)
+            assert same(first, second)
+            assert again.drm is True
+            assert again.balance.manager is None
+            assert len(set(again.balance.weights)) == 1
+            assert len(messages) == here.times(1)
+            for message in messages:
+                assert "turns off what follows from measurements: drm=True" in message
+                assert ("cpu_share='auto'" in message) == ("devices" in trainers)
+                assert "shares=" in message
+    assert not here.measured
 
 
-@pytest.mark.usefixtures("unsteady", "measured")
-@pytest.mark.parametrize("trainers", TRAINERS, ids=str)
-def test_without_it_such_runs_differ(trainers):
-    first, _ = run(HyScaleStrategy(**trainers))
-    second, _ = run(HyScaleStrategy(**trainers))
-    assert not same(first, second)
+def without_it_they_differ(here):
+    here.unsteady()
+    for trainers in TRAINERS:
+        first, second = (here.train(HyScaleStrategy(**trainers), max_epochs=8) for _ in range(2))
+        assert not same(first, second)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_forecast_begins_as_the_run_would(deterministic, measured):
-    options = {"devices": ["cpu"], "drm": True, "threads": [1, 1, 1]}
-    plan = OmegaConf.create({"accelerators": [1], "nodes": [1]})
-    run_with = trainer(HyScaleStrategy(**options), deterministic=deterministic)
-    begin = report.forecast({}, plan, data_module(fanouts=[3, 2]), Module(), run_with).begin
-    assert len(measured) == 1
-    assert (begin.seeds == (10, 10)) is deterministic
+def nothing_is_said_where_nothing_is_turned_off(here):
+    for options in ({"cpu_share": 0.3}, {"shares": [0.3, 0.7]}):
+        fixed = HyScaleStrategy(devices=["cpu"], drm=False, **options)
+        here.train(fixed, deterministic=True)
+        assert fixed.balance.weights == pytest.approx([0.3, 0.7])
+        assert not here.warned("measurements")
+    assert not here.measured
 
 
-@pytest.mark.parametrize("options", [{"cpu_share": 0.3}, {"shares": [0.3, 0.7]}], ids=str)
-def test_nothing_is_said_where_nothing_is_turned_off(options, recwarn, measured):
-    fixed = HyScaleStrategy(devices=["cpu"], drm=False, **options)
-    run(fixed, deterministic=True)
-    assert fixed.balance.weights == pytest.approx([0.3, 0.7])
-    assert not [warning for warning in recwarn if "measurements" in str(warning.message)]
-    assert not measured
-
-
-@pytest.mark.usefixtures("unsteady")
-def test_recorded_decisions_are_replayed(measured, tmp_path, recwarn):
-    record = tmp_path / "decisions.jsonl"
-    whole, _ = run(HyScaleStrategy(cpu_share=0.5, devices=["cpu"], threads=[1, 1, 1], decision_log=record))
+def recorded_decisions_are_replayed(here):
+    here.unsteady()
+    record = here.path("decisions.jsonl")
+    options = {"cpu_share": 0.5, "devices": ["cpu"], "threads": [1, 1, 1], "decision_log": record}
+    whole = here.train(HyScaleStrategy(**options), max_epochs=8)
     assert len(record.read_text().splitlines()) > 1
     replaying = HyScaleStrategy(devices=["cpu"], drm=record)
-    replayed, _ = run(replaying, deterministic=True)
-    assert same(whole, replayed)
+    assert same(here.train(replaying, deterministic=True, max_epochs=8), whole)
     assert replaying.balance.manager is not None
-    assert not [warning for warning in recwarn if "measurements" in str(warning.message)]
-    assert not measured
+    assert not here.warned("measurements")
+    assert not here.measured
 
 
-@pytest.mark.parametrize("trainers", TRAINERS[1:], ids=str)
-def test_a_measured_mapping_goes_on_after_a_kill(trainers, measured, tmp_path):
+def a_measured_mapping_goes_on(here):
     """Twice: what the resumed run writes is as good as what it read."""
-
-    def automatic():
-        return HyScaleStrategy(**{"drm": False, **trainers})
-
-    whole, _ = run(automatic())
-    measured.clear()
-    paths = [tmp_path / "first.ckpt", tmp_path / "second.ckpt"]
-    run(automatic(), [SaveAt(paths[0], 2, stop=True)])
-    assert len(measured) == 1
-    run(automatic(), [SaveAt(paths[1], 5, stop=True)], ckpt_path=paths[0])
-    found = automatic()
-    resumed, _ = run(found, ckpt_path=paths[1])
-    assert len(measured) == 1
+    found = [HyScaleStrategy(devices=["cpu"], drm=False) for _ in range(5)]
+    whole = here.train(found[0])
+    here.measured.clear()
+    here.train(found[1], 2, saved="first.ckpt")
+    assert len(here.measured) == here.times(1)
+    here.train(found[2], 5, saved="second.ckpt", path=here.path("first.ckpt"))
+    resumed = here.train(found[3], path=here.path("second.ckpt"))
+    assert len(here.measured) == here.times(1)
     assert same(resumed, whole)
-    measured.append("another machine")
-    fresh = automatic()
-    run(fresh)
-    assert fresh.balance.weights != found.balance.weights  # as the resumed run would have measured
+    here.measured.append("another machine")
+    here.train(found[4])
+    assert found[4].balance.weights != found[3].balance.weights, (
+        found[4].balance.weights,
+        found[0].balance.weights,
+    )  # as the resumed run would have measured
 
 
-@pytest.mark.usefixtures("unsteady")
-@pytest.mark.parametrize("trainers", TRAINERS, ids=str)
-def test_a_deterministic_run_goes_on_bit_for_bit(trainers, measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    whole, _ = run(HyScaleStrategy(**trainers), deterministic=True)
-    run(HyScaleStrategy(**trainers), [SaveAt(path, 4, stop=True)], deterministic=True)
-    resumed, _ = run(HyScaleStrategy(**trainers), ckpt_path=path, deterministic=True)
-    assert same(resumed, whole)
-    assert not measured
+def a_deterministic_run_goes_on(here):
+    here.unsteady()
+    for trainers in TRAINERS:
+        whole = here.train(HyScaleStrategy(**trainers), deterministic=True)
+        here.train(HyScaleStrategy(**trainers), 5, deterministic=True)
+        assert same(here.train(HyScaleStrategy(**trainers), path=here.path(), deterministic=True), whole)
+    assert not here.measured
 
 
-def test_a_balanced_run_goes_on_without_measuring(measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    run(HyScaleStrategy(devices=["cpu"]), [SaveAt(path, 6, stop=True)])
+def a_balanced_run_goes_on_without_measuring(here):
+    here.train(HyScaleStrategy(devices=["cpu"]), 6)
     balanced = HyScaleStrategy(devices=["cpu"])
-    run(balanced, ckpt_path=path)
-    assert balanced.balance.manager._number > 8
-    assert len(measured) == 1
+    here.train(balanced, path=here.path())
+    assert balanced.balance.manager._number == 11  # of 12 iterations, the last one's times are never told
+    assert len(here.measured) == here.times(1)
 
 
-def test_a_deterministic_run_goes_on_with_what_another_had_measured(measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    before = HyScaleStrategy(devices=["cpu"], drm=False)
-    run(before, [SaveAt(path, 2, stop=True)])
-    after = HyScaleStrategy(devices=["cpu"])
-    with pytest.warns(UserWarning, match="measurements: drm=True"):
-        run(after, ckpt_path=path, deterministic=True)
+def a_deterministic_run_goes_on_with_what_another_had_measured(here):
+    before, after = HyScaleStrategy(devices=["cpu"], drm=False), HyScaleStrategy(devices=["cpu"])
+    here.train(before, 2)
+    here.train(after, path=here.path(), deterministic=True)
+    assert len(here.warned("measurements: drm=True")) == here.times(1)
     assert after.balance.weights == before.balance.weights
     assert after.balance.threads == before.balance.threads
     assert len(set(before.balance.weights)) == 2
 
 
-def test_options_given_by_hand_win_over_a_checkpoint(measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    run(HyScaleStrategy(devices=["cpu"], drm=False), [SaveAt(path, 2, stop=True)])
+def options_given_by_hand_win(here):
+    here.train(HyScaleStrategy(devices=["cpu"], drm=False), 2)
     by_hand = HyScaleStrategy(cpu_share=0.3, devices=["cpu"], drm=False, threads=[1, 1, 1])
-    run(by_hand, ckpt_path=path)
+    here.train(by_hand, path=here.path())
     assert by_hand.balance.weights == pytest.approx([0.3, 0.7])
     assert by_hand.balance.threads == (1, 1, 1)
-    threads_by_hand = HyScaleStrategy(devices=["cpu"], drm=False, threads=[1, 1, 1])
-    run(threads_by_hand, ckpt_path=path)
-    assert threads_by_hand.balance.threads == (1, 1, 1)
-    assert len(measured) == 1
+    threads = HyScaleStrategy(devices=["cpu"], drm=False, threads=[1, 1, 1])
+    here.train(threads, path=here.path())
+    assert threads.balance.threads == (1, 1, 1)
+    assert len(here.measured) == here.times(1)
 
 
-def test_threads_of_a_larger_machine_are_left_out(measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    before = HyScaleStrategy(devices=["cpu"], drm=False)
-    run(before, [SaveAt(path, 2, stop=True)])
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["hyscale"]["balance"][0]["first"]["threads"] = [40, 40, 40]
-    torch.save(checkpoint, path)
-    after = HyScaleStrategy(devices=["cpu"], drm=False)
-    run(after, ckpt_path=path)
+def threads_of_a_larger_machine_are_left_out(here):
+    before, after = (HyScaleStrategy(devices=["cpu"], drm=False) for _ in range(2))
+    here.train(before, 2)
+    here.train(after, path=here.changed(lambda balance: balance["0"]["first"].update(threads=[40, 40, 40])))
     assert sum(after.balance.threads) < 40
     assert after.balance.weights == before.balance.weights
-    assert len(measured) == 1
+    assert len(here.measured) == here.times(1)
 
 
 def of_other_trainers(state):
@@ -209,69 +219,126 @@ def of_other_trainers(state):
 
 
 def of_another_batch_size(state):
-    state["total"] = 21
+    state["total"] = 51
 
 
 def of_another_version(state):
     del state["threads"]
 
 
-@pytest.mark.parametrize("change", [of_other_trainers, of_another_batch_size, of_another_version])
-@pytest.mark.parametrize("drm", [False, True])
-def test_a_mapping_that_does_not_fit_is_measured_anew(drm, change, measured, tmp_path):
-    path = tmp_path / "middle.ckpt"
-    run(HyScaleStrategy(devices=["cpu"], drm=drm), [SaveAt(path, 2, stop=True)])
-    checkpoint = torch.load(path, weights_only=True)
-    change(checkpoint["hyscale"]["balance"][0]["first"])
-    torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="hyscale balances anew") as told:
-        run(HyScaleStrategy(devices=["cpu"], drm=drm), ckpt_path=path)
-    assert len([warning for warning in told if "hyscale balances anew" in str(warning.message)]) == 1
-    assert len(measured) == 2
+def a_mapping_that_does_not_fit_is_measured_anew(here):
+    for drm in (False, True):
+        here.train(HyScaleStrategy(devices=["cpu"], drm=drm), 2)
+        for change in (of_other_trainers, of_another_batch_size, of_another_version):
+            here.measured.clear()
+            path = here.changed(lambda balance, change=change: change(balance["0"]["first"]))
+            here.train(HyScaleStrategy(devices=["cpu"], drm=drm), path=path)
+            assert len(here.warned("hyscale balances anew")) == here.times(1)
+            assert len(here.measured) == here.times(1)
 
 
-def test_nothing_is_balanced_anew_where_options_say_all(tmp_path, recwarn):
-    path = tmp_path / "middle.ckpt"
-    run(HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False), [SaveAt(path, 2, stop=True)])
-    run(HyScaleStrategy(2, cpu_share=0.5, devices=["cpu"], drm=False), ckpt_path=path)
-    assert not [warning for warning in recwarn if "anew" in str(warning.message)]
+def a_checkpoint_without_a_mapping_is_measured_anew(here):
+    here.train(HyScaleStrategy(devices=["cpu"], drm=False), 2)
+    path = here.changed(lambda balance: balance.clear())
+    here.train(HyScaleStrategy(devices=["cpu"], drm=False), path=path)
+    assert len(here.measured) == here.times(2)
+    assert not here.warned("anew")
 
 
-def test_a_checkpoint_from_before_has_no_mapping(measured, tmp_path, recwarn):
-    path = tmp_path / "middle.ckpt"
-    run(HyScaleStrategy(devices=["cpu"], drm=False), [SaveAt(path, 2, stop=True)])
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["hyscale"]["balance"] = [{}]
-    torch.save(checkpoint, path)
-    run(HyScaleStrategy(devices=["cpu"], drm=False), ckpt_path=path)
-    assert len(measured) == 2
-    assert not [warning for warning in recwarn if "anew" in str(warning.message)]
+def nothing_is_balanced_anew_where_options_say_all(here):
+    here.train(HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False), 2)
+    here.train(HyScaleStrategy(2, shares=[0.3, 0.7], drm=False), path=here.path())
+    assert not here.warned("anew")
 
 
-def test_sampling_on_accelerators_goes_on_too(monkeypatch, tmp_path):
+def sampling_on_accelerators_goes_on_too(here):
     """Here the CPU stands for one; what is measured for it is told by hand."""
     rates = iter([1e6, 3e6])
-    monkeypatch.setattr(first_mapping, "first_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
+    here.monkeypatch.setattr(first_mapping, "first_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
 
     def there(wanted, loader, trainers, present=None):
-        return None if wanted == 0.0 else AcceleratorSampling(loader.node_sampler, trainers.devices, trainers.num_cpu)
+        return None if wanted == 0.0 else AcceleratorSampling(loader.node_sampler, torch.device("cpu"))
 
-    monkeypatch.setattr(strategy, "find_sampling", there)
-    path = tmp_path / "middle.ckpt"
-    options = {"cpu_share": 0.5, "devices": ["cpu"], "drm": False}
-    before, after, fixed = (HyScaleStrategy(**options) for _ in range(3))
-    run(before, [SaveAt(path, 2, stop=True)])
-    run(after, ckpt_path=path)
+    here.monkeypatch.setattr(strategy, "find_sampling", there)
+    before, after, fixed = (HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False) for _ in range(3))
+    here.train(before, 2)
+    here.train(after, path=here.path())
     assert before.balance.accelerator_sampling == after.balance.accelerator_sampling == 0.5
-    run(fixed, deterministic=True)
+    here.train(fixed, deterministic=True)
     assert fixed.balance.accelerator_sampling == 0.0
-    assert next(rates) == 3e6  # nobody measured a second time
+    assert next(rates) == (3e6 if here.rank == 0 else 1e6)  # nobody measured a second time
 
 
-def test_one_fit_says_it_once_and_the_next_one_again(measured):
-    again = trainer(HyScaleStrategy(devices=["cpu"]), max_epochs=1, deterministic=True)
+def one_fit_says_it_once_and_the_next_one_again(here):
+    again = pl.Trainer(**SILENT, strategy=HyScaleStrategy(devices=["cpu"]), max_epochs=1, deterministic=True)
     for epochs in (1, 2):
         again.fit_loop.max_epochs = epochs
-        with pytest.warns(UserWarning, match="measurements: drm=True"):
-            again.fit(Module().double(), datamodule=data_module(fanouts=[3, 2]))
-    assert not measured
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            again.fit(Plain(), datamodule())
+        assert sum("measurements: drm=True" in str(warning.message) for warning in told) == here.times(1)
+    assert again.current_epoch == 2
+    assert not here.measured
+
+
+SCENARIOS = (
+    equal_runs_are_equal,
+    without_it_they_differ,
+    nothing_is_said_where_nothing_is_turned_off,
+    recorded_decisions_are_replayed,
+    a_measured_mapping_goes_on,
+    a_deterministic_run_goes_on,
+    a_balanced_run_goes_on_without_measuring,
+    a_deterministic_run_goes_on_with_what_another_had_measured,
+    options_given_by_hand_win,
+    threads_of_a_larger_machine_are_left_out,
+    a_mapping_that_does_not_fit_is_measured_anew,
+    a_checkpoint_without_a_mapping_is_measured_anew,
+    nothing_is_balanced_anew_where_options_say_all,
+    sampling_on_accelerators_goes_on_too,
+    one_fit_says_it_once_and_the_next_one_again,
+)
+
+
+def play(rank, folder):
+    """Go through all scenarios; return what went wrong in each."""
+    errors = {}
+    for scenario in SCENARIOS:
+        path = Path(folder, scenario.__name__)
+        path.mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            try:
+                scenario(Here(rank, path, monkeypatch))
+            except Exception:
+                errors[scenario.__name__] = traceback.format_exc()
+        torch.use_deterministic_algorithms(False)  # the Trainer's option is a switch of the whole process
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Of one start of two ranks."""
+    return run(play, 2, str(tmp_path_factory.mktemp("repeat")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_on_two_ranks(scenario, errors):
+    for found in errors:
+        assert scenario.__name__ not in found, found[scenario.__name__]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_forecast_begins_as_the_run_would(deterministic, monkeypatch):
+    measured = []
+    for place in (first_mapping, report):
+        monkeypatch.setattr(place, "measure_platform", measure_another(measured))
+    plan = OmegaConf.create({"accelerators": [1], "nodes": [1]})
+    options = {"devices": ["cpu"], "drm": True, "threads": [1, 1, 1]}
+    run_with = pl.Trainer(**SILENT, strategy=HyScaleStrategy(**options), deterministic=deterministic)
+    try:
+        begin = report.forecast({}, plan, datamodule([3], batch_size=20), Plain(), run_with).begin
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(measured) == 1
+    assert (begin.seeds == (10, 10)) is deterministic

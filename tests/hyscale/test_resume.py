@@ -5,6 +5,8 @@ import random
 import re
 import signal
 import threading
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,18 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn.hyscale.decisions import Decision
+from lightning_gnn.hyscale.decisions import Decision, read_decisions
+from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping
 from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.hyscale.work_balance import STAGES, WorkBalance
 from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph.launch import observe, run
@@ -183,3 +190,197 @@ def goes_on(tmp_path_factory):
 def test_orders_that_are_drawn_go_on(order, batch, goes_on):
     """Also in a process whose random streams began elsewhere."""
     assert [found[order, batch] for found in goes_on] == [[True, True]] * 2
+
+
+# -- what was decided
+
+
+def unlevel(monkeypatch):
+    """Let trainer 0 seem three times as fast as trainer 1."""
+    times, train_time, iteration = WorkBalance._times, STAGES.index("train"), STAGES.index("iteration")
+
+    def _times(self, rows):
+        rows = [list(row) for row in rows]
+        for row, seconds in zip(rows, (0.001, 0.003), strict=True):
+            row[train_time], row[iteration] = seconds * row[0], 0.05
+        return times(self, rows)
+
+    monkeypatch.setattr(WorkBalance, "_times", _times)
+
+
+def train_and_warn(*arguments, **options):
+    """Train; return the strategy, the end, and the warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        return *train(*arguments, **options), [str(warning.message) for warning in told]
+
+
+def recorded(rank, folder):
+    """Record decisions, replay them, go on with a replay after each of them, and record where nothing can be."""
+    record, options = Path(folder, "log", "decisions.jsonl"), {"devices": ["cpu"], "threads": [1, 1, 1]}
+    strategy, whole = train(HyScaleStrategy(1, 0.5, decision_log=record, **options), max_epochs=10)
+    decisions = read_decisions(record.read_text().splitlines())
+    assert len(strategy.balance.history) == 39  # of 40 iterations, the last one's times are never told
+    assert all(entry.seeds for entry, _ in strategy.balance.history)
+    mapping = strategy.balance.mapping
+    assert mapping.total == 50
+    assert mapping.seeds[0] > mapping.seeds[1] > 0
+    assert len(decisions) >= 2
+    assert all(decision.explanation for decision in decisions)
+    assert decisions[0].mapping.seeds == (25, 25)
+    replays = [train(HyScaleStrategy(1, devices=["cpu"], drm=record), max_epochs=10)[1]]
+    for place, decision in enumerate(decisions[1:3]):
+        path = Path(folder, f"{place}.ckpt")
+        at = decision.observation  # while iterations that were shared out before the decision are under way
+        train(HyScaleStrategy(1, devices=["cpu"], drm=record), [SaveAt(path, at)], max_epochs=10)
+        replays.append(train(HyScaleStrategy(1, devices=["cpu"], drm=record), path=path, max_epochs=10)[1])
+    assert all(same(final, whole) for final in replays)
+    broken = Path(folder, "broken.jsonl")
+
+    class Removes(pl.Callback):
+        def on_train_start(self, trainer, module):
+            if rank == 0:
+                broken.unlink()
+                broken.mkdir()
+
+    strategy, _, told = train_and_warn(
+        HyScaleStrategy(1, 0.5, decision_log=broken, **options), [Removes()], max_epochs=10
+    )
+    said = [line for line in told if "broken.jsonl ends before observation" in line and "replay would miss" in line]
+    assert len(said) == (rank == 0)
+    assert len(strategy.balance.history) == 39
+
+
+def balanced(num_ranks=2, **options):
+    return HyScaleStrategy(num_ranks, **{"drm": True, "threads": [1, 1, 1], **options})
+
+
+def sampling_there(share):
+    return HyScaleStrategy(1, 0.5, devices=["cpu"], threads=[1, 1, 1], accelerator_sampling=share)
+
+
+def of_other_threads(state):
+    state["mapping"]["threads"] = [9, 9, 9]
+
+
+def of_another_version(state):
+    state["history"] = [[state["mapping"], {}]]  # as it once was
+    del state["iterations"]
+
+
+def continued(rank, folder):
+    """Go on with a manager's state, or begin anew where it does not fit."""
+    path = Path(folder, "middle.ckpt")
+    train(balanced(), [SaveAt(path, 6)])
+    strategy, _ = train(balanced(), path=path)
+    assert strategy.balance.manager._number == 11
+    for change in (of_other_threads, of_another_version):
+        checkpoint = torch.load(path, weights_only=True)
+        change(checkpoint["hyscale"]["balance"]["0"]["manager"])
+        changed = Path(folder, f"changed {rank}.ckpt")
+        torch.save(checkpoint, changed)
+        strategy, _, told = train_and_warn(balanced(), path=changed)
+        assert sum("hyscale balances anew" in line for line in told) == (rank == 0)
+        assert strategy.balance.threads == strategy.balance.mapping.threads == (1, 1, 1)
+        assert strategy.balance.manager._number <= 5
+    other = HyScaleStrategy(1, devices=["cpu"], threads=[1, 1, 1])
+    train(other, path=path)  # with other trainers it begins anew
+    assert other.balance.manager._number <= 5
+    # A share of 0 could not grow, and one for accelerators that no longer sample would be kept for ever.
+    for before, after in ((0.0, 0.4), (0.4, 0.0), (0.2, 0.4)):
+        train(sampling_there(before), [SaveAt(path, 6)])
+        strategy, _ = train(sampling_there(after), path=path)
+        balance = strategy.balance
+        if before and after:
+            assert balance.manager._number == 11
+            continue
+        assert balance.mapping.accelerator_sampling == balance.accelerator_sampling == after
+        assert balance.manager._number <= 5
+        assert bool(after) == any(times.sample_accelerator for times, _ in balance.history)
+
+
+class Skips(Dropping):
+    def training_step(self, batch, index):
+        return None if index == 1 else super().training_step(batch, index)
+
+
+def measured(rank, folder):
+    """Measure every stage; skip losses, accumulate; train twice with one Trainer."""
+    strategy, _ = train(hybrid(shares=[0.5, 0.5], cpu_trainers=1, devices=["cpu"], transfer_dtype="int8"))
+    times = [entry for entry, _ in strategy.balance.history]
+    assert len(times) == 11
+    for entry in times:
+        assert min(entry.sample_cpu, entry.load, entry.transfer) > 0
+        assert len(entry.train_cpu) == len(entry.train_accelerator) == 1
+        assert entry.seeds == (25, 25)
+    strategy, _ = train(balanced(), kind=Skips, accumulate_grad_batches=2)
+    assert len(strategy.balance.history) == 11
+    module = Plain()
+    both = pl.Trainer(**SILENT, strategy=hybrid(), max_epochs=1)
+    for epochs in (1, 2):
+        both.fit_loop.max_epochs = epochs
+        both.fit(module, datamodule())
+    assert both.current_epoch == 2
+    assert both.global_step == 8
+
+
+def one_after_the_other(rank, folder):
+    """Go through them; return what went wrong in each."""
+    errors = {}
+    for scenario in (recorded, continued, measured):
+        path = Path(folder, scenario.__name__)
+        path.mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            unlevel(monkeypatch)
+            try:
+                scenario(rank, path)
+            except Exception:
+                errors[scenario.__name__] = traceback.format_exc()
+    return errors
+
+
+@pytest.mark.slow
+def test_decisions_go_on(tmp_path):
+    for errors in run(one_after_the_other, 2, str(tmp_path)):
+        assert not errors, "\n".join(errors.values())
+
+
+# -- files
+
+
+def leave_a_checkpoint(rank, path):
+    return train(hybrid(), [SaveAt(path, 6)])[1]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_without_the_strategy(tmp_path):
+    path = tmp_path / "middle.ckpt"
+    ours, _ = run(leave_a_checkpoint, 2, str(path))
+    loaded = Dropping()
+    loaded.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    assert all(torch.equal(value, ours[name]) for name, value in state(loaded).items())
+    trained, plain = train("auto", path=path)
+    assert trained.lightning_module.trainer.global_step == 12
+    assert not same(plain, ours)
+
+
+def test_checkpoints_are_written_whole_with_loaders_of_any_kind():
+    own = TorchCheckpointIO()
+    assert type(hybrid().checkpoint_io) is SafeCheckpointIO
+    assert hybrid(checkpoint_io=own).checkpoint_io is own
+
+
+def test_the_first_mapping_is_the_performance_models():
+    """By measurements of this machine, of which only the kind of the answer is known."""
+    data = datamodule([3, 2], batch_size=20)
+    loader, trainers = data.train_dataloader(), Trainers.of(1, [torch.device("cpu")] * 2)
+    mapping = first_mapping(trainers, loader, Plain(), 20, (1, 2, 3))
+    assert mapping.total == 20
+    assert len(mapping.seeds) == 3
+    assert sum(mapping.threads) == 6
+    workload, edges_per_s = describe_workload(loader, Plain(), 20)
+    assert workload.widths == (6, 3, 3)
+    assert workload.measured.vertices[-1] == 20
+    assert workload.measured.edges == tuple(map(float, sorted(workload.measured.edges, reverse=True)))
+    assert edges_per_s > 0
+    assert first_mapping(Trainers.of(2, []), loader, Plain(), 20, (1, 1, 1)) is None
