@@ -551,8 +551,8 @@ def test_a_resumed_epoch_has_the_order_that_it_had():
     batches, loader = begin(first=2)
     batches.resumed = (order, torch_state)
     assert epochs(loader, 2) == [whole[0][2:], whole[1]]
-    # At the end of an epoch, the next one has an order of its own.
-    torch.manual_seed(78)
+    # At the end of an epoch, the next one has an order of its own, drawn from where torch's generator stood.
+    torch.set_rng_state(torch_state)
     batches, loader = begin()
     batches.resumed = (order, torch_state)
     assert epochs(loader, 1) == whole[1:]
