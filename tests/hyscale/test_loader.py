@@ -209,6 +209,18 @@ def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
     assert number == 39
 
 
+def test_one_less_is_cut_ahead_of_loaders_without_a_length():
+    """Lightning takes one more of these before a step."""
+    sampler, furthest, data = NeighborSampler(graph(), [2]), Furthest(), graph()
+    loader = ThreadedNodeLoader(data, sampler, torch.arange(23), batch_sampler=Alone(), seed=3, rank=0)
+    batches = SharedBatches(loader, furthest.split, num_batches=lambda: 30)
+    made = StagedLoader(loader, batches, PipelineSettings(2, (9, 9), 4), furthest.handed_out)
+    assert len(list(made)) == 30
+    assert 0 < furthest.most <= 3
+    with pytest.raises(TypeError):
+        len(made)
+
+
 def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
     loader = staged(ours(batch_size=10))
     first = next(iter(loader))
