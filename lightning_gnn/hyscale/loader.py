@@ -326,6 +326,8 @@ class StagedLoader:
         self._finishes = loader.finishes
         if loader.in_training_thread:
             settings.prefetch = 0
+        if not hasattr(loader.batch_sampler, "__len__"):
+            settings.ahead = max(1, settings.ahead - 1)  # Lightning takes one more of loaders without a length
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -3,18 +3,32 @@
 from math import inf
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn import CSCGraph
+from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import options
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import Trainers, default_threads, num_cores, seeds_of_iteration
 from lightning_gnn.hyscale.report import forecast, stages
-from tests.hyscale.models import Module, data_module, fit, graph, hybrid, trainer
+from tests.full_graph import launch
+from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
 
 CPU = torch.device("cpu")
+
+
+def loader_of():
+    return loader_on(graph())
+
+
+def loader_on(data):
+    return NeighborDataModule(data, num_neighbors=[3, 2], batch_size=20, seed=0).train_dataloader()
+
+
+def trainer(strategy):
+    return pl.Trainer(strategy=strategy, **SILENT)
 
 
 @pytest.mark.slow
@@ -26,7 +40,7 @@ def test_a_machine_without_accelerators_is_measured():
     assert platform.sampling == 1e6
     assert 0 < platform.core_bandwidth <= platform.cpu.memory_bandwidth
     assert torch.get_num_threads() == threads
-    workload, _ = describe_workload(data_module(fanouts=[3, 2]).train_dataloader(), Module(), 20)
+    workload, _ = describe_workload(loader_of(), Plain(), 20)
     mapping = PerformanceModel(platform, workload).best_mapping(2)
     assert sum(mapping.seeds) == 20
     assert len(mapping.seeds) == 2
@@ -34,17 +48,17 @@ def test_a_machine_without_accelerators_is_measured():
 
 @pytest.mark.parametrize(("dtype", "row"), [(None, 6 * 8), ("float16", 6 * 2), ("int8", 6 + 4)])
 def test_what_features_are_on_their_way_is_in_the_workload(dtype, row):
-    loader = data_module(fanouts=[3, 2]).train_dataloader()
-    workload, _ = describe_workload(loader, Module(), 20, dtype)
+    loader = loader_of()
+    workload, _ = describe_workload(loader, Plain(), 20, dtype)
     assert workload.transferred_row_bytes == row
     assert workload.row_bytes == 6 * 8
-    assert first_mapping(Trainers.of(1, [CPU]), loader, Module(), 20, (1, 1, 1), transfer_dtype=dtype).total == 20
+    assert first_mapping(Trainers.of(1, [CPU]), loader, Plain(), 20, (1, 1, 1), transfer_dtype=dtype).total == 20
 
 
 def test_features_that_are_no_fractions_travel_as_they_are():
     data = graph()
     data.x = torch.ones(data.num_nodes, 6, dtype=torch.int64)
-    workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20, "int8")
+    workload, _ = describe_workload(loader_on(data), Plain(), 20, "int8")
     assert workload.transferred_row_bytes == workload.row_bytes == 48
 
 
@@ -54,21 +68,21 @@ def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
     data.graph = CSCGraph.from_data(data)
     del data.edge_index
     assert data.num_edges == 0
-    workload, _ = describe_workload(data_module(fanouts=[3, 2], data=data).train_dataloader(), Module(), 20)
+    workload, _ = describe_workload(loader_on(data), Plain(), 20)
     assert workload.num_edges == edges > 0
 
 
-ACCELERATOR = {"accelerator.flops": 1e12, "accelerator.memory_bandwidth": 1e11, "pcie_bandwidth": 1e6}
+ACCELERATOR = {"accelerator.flops": 1e12, "accelerator.memory_bandwidth": 1e11, "pcie_bandwidth": 1e9}
 SCALING = OmegaConf.create({"accelerators": [1, 2], "nodes": [1]})
 
 
 def test_a_plan_for_one_core_and_features_in_fewer_bits():
     found = []
     for dtype in (None, "int8"):
-        data, run = data_module(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype))
-        found.append(forecast({"cores": 1, **ACCELERATOR}, SCALING, data, Module(), run))
+        data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype))
+        found.append(forecast({"cores": 1, **ACCELERATOR}, SCALING, data, Plain(), run))
     rows = [{name: (seconds, bound) for name, seconds, bound in stages(each.model, each.best)} for each in found]
-    assert [each.best.total for each in found] == [81, 81]
+    assert [each.best.total for each in found] == [200, 200]
     assert all(len(each.scaling) == 2 for each in found)
     assert all(row["CPU cores"][1] == "3 threads take turns on 1" for row in rows)
     assert "features as int8" in rows[1]["Data Transfer"][1]
@@ -78,7 +92,7 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits():
 
 
 def test_a_plan_for_a_machine_without_accelerators():
-    found = forecast({}, SCALING, data_module(), Module(), trainer(hybrid(2)))
+    found = forecast({}, SCALING, datamodule(batch_size=20), Plain(), trainer(hybrid(2)))
     assert found.model.platform.num_accelerators == 0
     assert not found.scaling
     assert sum(found.best.seeds) == 20
@@ -88,7 +102,7 @@ def test_a_plan_for_a_machine_without_accelerators():
 @pytest.mark.parametrize(
     ("cores", "workers", "trains", "expected"),
     [
-        (8, 4, True, (2, 2, 2)),
+        (8, 4, True, (2, 2, 4)),
         (8, 64, True, (4, 3, 1)),
         (8, 64, False, (4, 4, 1)),
         (4, 0, True, (1, 1, 2)),
@@ -98,22 +112,35 @@ def test_a_plan_for_a_machine_without_accelerators():
 )
 def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expected, monkeypatch):
     monkeypatch.setattr(options, "num_cores", lambda: cores)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert default_threads(workers, trains, True) == expected
+    assert default_threads(workers, Trainers.of(int(trains), [CPU]), True) == expected
     assert sum(expected[: 2 + trains]) <= max(cores, 3)
-    assert default_threads(workers, trains, False)[:2] == (max(1, (workers + 1) // 2), max(1, workers // 2))
+    unbalanced = default_threads(workers, Trainers.of(int(trains), [CPU]), False)
+    assert unbalanced == (max(1, (workers + 1) // 2), max(1, workers // 2), cores if trains else 1)
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [(20, 20), (1000, 81)])
+@pytest.mark.parametrize(("batch_size", "expected"), [(20, 20), (1000, 200)])
 def test_seeds_of_an_iteration(batch_size, expected):
-    loader = data_module(batch_size=batch_size).train_dataloader()
-    assert len(loader.dataset) == 81
+    loader = datamodule(batch_size=batch_size).train_dataloader()
+    assert len(loader.dataset) == 200
     assert seeds_of_iteration(loader) == expected
 
 
-@pytest.mark.parametrize(("seeds", "trainers"), [(1, 2), (1, 5), (2, 3)])
-def test_batches_smaller_than_the_trainers(seeds, trainers):
-    strategy = hybrid(trainers, drm=True, threads=[1, 1, 1])
-    steps, _ = fit(Module(), strategy, data_module(batch_size=seeds), max_epochs=1)
-    assert len(steps.gradients) == -(-81 // seeds)
-    assert strategy.balance.mapping.total == seeds
+def eleven(batch_size):
+    return NeighborDataModule(graph(), torch.arange(11), num_neighbors=[-1], batch_size=batch_size, seed=0)
+
+
+def few_seeds(rank, seeds, num_ranks):
+    strategy = hybrid(num_ranks, drm=True, shares=None, threads=[1, 1, 1], accelerator_sampling=0.0)
+    module = Plain()
+    trained = fit(module, strategy, eleven(seeds), epochs=1)
+    return trained.global_step, strategy.balance.total, state(module)
+
+
+@pytest.mark.parametrize(("seeds", "num_ranks"), [(1, 2), (2, 3)])
+def test_batches_smaller_than_the_trainers(seeds, num_ranks):
+    module = Plain()
+    fit(module, data=eleven(seeds), epochs=1)
+    for steps, total, weights in launch.run(few_seeds, num_ranks, seeds, num_ranks):
+        assert (steps, total) == (-(-11 // seeds), seeds)
+        for name, value in state(module).items():
+            assert torch.allclose(weights[name], value, rtol=1e-12, atol=1e-14), name

@@ -1,29 +1,64 @@
 """The CPU trains together with a device that is another one, simulated."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.accelerators import simulated_npu
+from tests.full_graph import launch
+from tests.hyscale.training import Plain, datamodule, fit, state
 
 
-@pytest.mark.slow
-def test_the_cpu_and_a_simulated_npu():
-    """In a process of its own: the backend is renamed for good."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "tests/hyscale/on_simulated_npu.py",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+class BothKinds(Plain):
+    """Counts its seeds, and logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def training_step(self, batch, index):
+        self.seen += batch.batch_size
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True, on_step=False, batch_size=batch.batch_size)
+        return loss
+
+
+def train(rank, options):
+    """Train a simulated NPU, which is rank 0, with CPU ranks."""
+    simulated_npu.install()
+    strategy = HyScaleStrategy(**{"drm": False, **options})
+    module = BothKinds()
+    trainer = fit(module, strategy, datamodule(batch_size=60), accelerator="npu", devices=1)
+    weights = {name: value.cpu() for name, value in state(module).items()}
+    transfers = [times.transfer for times, _ in strategy.balance.history]
+    return (
+        str(strategy.root_device),
+        weights,
+        float(trainer.callback_metrics["loss"]),
+        strategy.trainers.names,
+        transfers,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"cpu_share": 0.3}),
+        (3, {"cpu_trainers": 2, "cpu_share": 0.5, "prefetch": 1}),
+        (2, {"shares": [1.0, 0.0], "prefetch": 0}),
+        (2, {"cpu_share": "auto", "drm": True, "threads": [1, 1, 1]}),
+    ],
+    ids=str,
+)
+def test_they_train_as_one(num_ranks, options):
+    module = BothKinds()
+    trainer = fit(module, data=datamodule(batch_size=60))
+    for rank, (device, weights, loss, names, transfers) in enumerate(launch.run(train, num_ranks, options)):
+        assert device == ("cpu" if rank else "npu:0")
+        assert names == [*(f"{cpu} (CPU)" for cpu in range(num_ranks - 1)), f"{num_ranks - 1} (npu:0)"]
+        assert loss == pytest.approx(float(trainer.callback_metrics["loss"]), rel=1e-12)
+        for name, value in state(module).items():
+            assert torch.allclose(weights[name], value, rtol=1e-11, atol=1e-13), name
+        assert len(transfers) == 7
+        if options.get("prefetch", 2) and "drm" not in options:
+            assert all(seconds > 0 for seconds in transfers)
