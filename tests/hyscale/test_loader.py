@@ -417,7 +417,9 @@ def make(kind, **options):
             loader = LinkNeighborLoader(data, [2], **edges, batch_size=30, **options)
             return loader, lambda batch: batch.input_id.tolist()
     if kind == "heterogeneous":
-        loader = NodeLoader(hetero(), AllNeighbors(), ("paper", torch.arange(30)), batch_size=8, shuffle=True, **options)
+        loader = NodeLoader(
+            hetero(), AllNeighbors(), ("paper", torch.arange(30)), batch_size=8, shuffle=True, **options
+        )
         return loader, lambda batch: batch["paper"].input_id.tolist()
     weights = torch.arange(23.0)
     more = {
@@ -472,7 +474,9 @@ def shared(rank, kinds, **options):
             torch.manual_seed(9)
             for _ in range(2):
                 found.append([seeds(batch) for batch in mine])
-            results.append((found, [(share.number, share.seeds, share.total) for share in shares], torch.rand(1).item()))
+            results.append(
+                (found, [(share.number, share.seeds, share.total) for share in shares], torch.rand(1).item())
+            )
             assert not batches.shares
     return results
 
@@ -503,7 +507,9 @@ def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options)
 
 
 def shared_with(rank, kinds, options):
-    import faulthandler; faulthandler.dump_traceback_later(30, exit=True, file=open(f"/tmp/pp/tb{rank}", "w"))
+    import faulthandler
+
+    faulthandler.dump_traceback_later(30, exit=True, file=open(f"/tmp/pp/tb{rank}", "w"))
     return shared(rank, kinds, **options)
 
 
