@@ -17,6 +17,7 @@ ALONE = {False: ("auto", 1, False), True: ("auto", 1, True)}
 """What all is compared with: mini-batches, and full graphs."""
 WAYS = {
     "hyscale": ("hyscale", 2, False),
+    "hyscale alone": ("hyscale", 1, False),
     "ascend_hybrid": ("ascend_hybrid", 1, True),
     "ascend_hybrid on two ranks": ("ascend_hybrid", 2, True),
 }
@@ -29,24 +30,22 @@ _TWO_RANKS = {
     "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
     "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
 }
+_REFUSED = {
+    "a_batch_size_is_found": (
+        "not supported with distributed strategies",
+        "Lightning refuses it under all of DDP's kind",
+    ),
+    "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
+}
 OTHERWISE = {
     "hyscale": _TWO_RANKS
+    | _REFUSED
     | {
-        "a_mean_without_a_batch_size": (
-            ("each", "metrics", "logged"),
-            "it counts by seeds, Lightning by sampled nodes",
-        ),
-        "batch_normalisation": (
-            ("weights", "metrics", "running"),
-            "as under DDP, statistics are of a rank's mini-batch",
-        ),
-        "a_batch_size_is_found": (
-            "not supported with distributed strategies",
-            "Lightning refuses it on several devices",
-        ),
-        "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
+        "a_mean_without_a_batch_size": (("each", "metrics", "logged"), "it counts seeds, Lightning sampled nodes"),
+        "batch_normalisation": (("weights", "metrics", "running"), "as under DDP, statistics are of a rank's seeds"),
         "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
     },
+    "hyscale alone": _REFUSED,
     "ascend_hybrid on two ranks": _TWO_RANKS
     | {
         "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
@@ -64,10 +63,10 @@ def names_for(full):
 
 
 def cases():
-    """Yield ways and scenarios: all for hyscale, and for ascend_hybrid a slice of them in each run."""
-    for way, (strategy, _, full) in WAYS.items():
+    """Yield ways and scenarios: all for two trainers of hyscale, and of the other ways a slice in each run."""
+    for way, (_, _, full) in WAYS.items():
         for place, name in enumerate(names_for(full)):
-            marks = [] if strategy == "hyscale" else [pytest.mark.campaign]
+            marks = [] if way == "hyscale" else [pytest.mark.campaign]
             title = f"{way}-{name}".replace(" ", "-")
             yield pytest.param(way, name, place % SLICES, id=title, marks=marks)
 

@@ -7,7 +7,8 @@ from pytorch_lightning.callbacks import BackboneFinetuning, GradientAccumulation
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario, weights
+from lightning_gnn import NeighborDataModule
+from tests.hyscale.behaviour.task import CLASSES, Task, graph, of_split, scenario, weights
 
 
 @scenario
@@ -440,6 +441,24 @@ def weights_with_clipping_and_accumulation(run):
     return run.fit(returning(make), accumulate_grad_batches=3, gradient_clip_val=0.02)
 
 
+@scenario(full=False)
+def a_mean_of_nothing_on_one_rank(run):
+    """The first half of each mini-batch has no label: where it is alone, the loss is NaN, and its weight 0."""
+    data = graph()
+    nodes = data.train_mask.nonzero().flatten()
+    data.y[nodes[torch.arange(len(nodes)) % 10 < 6]] = 2
+    options = {"num_neighbors": [-1, -1], "batch_size": 10, "shuffle": False}
+
+    def make(module, batch, batch_idx):
+        y = of_split(batch.y, batch, "train")
+        loss = F.cross_entropy(of_split(module(batch), batch, "train"), y, ignore_index=2)
+        return {"loss": loss, "weight": (y != 2).sum()}
+
+    out = run.fit(returning(make), NeighborDataModule(data, **options), limit_val_batches=0)
+    assert not bool(out["weights"].isnan().any())
+    return out
+
+
 @scenario
 def a_loss_that_is_no_mean(run):
     def make(module, batch, batch_idx):
@@ -646,3 +665,28 @@ def layer_normalisation(run):
             return self.net(self.norm(batch.x), batch.edge_index)
 
     return run.fit(Normed())
+
+
+def embedded(run, make, sparse):
+    """Train with one vector per node, of which a step needs a few."""
+
+    class Embedded(With):
+        def __init__(self):
+            super().__init__(make)
+            self.vectors = nn.Embedding(60, CLASSES, sparse=sparse, dtype=torch.float64)
+
+        def forward(self, batch):
+            nodes = batch.n_id if "n_id" in batch else torch.arange(60)
+            return super().forward(batch) + self.vectors(nodes)
+
+    return run.fit(Embedded())
+
+
+@scenario
+def vectors_of_nodes(run):
+    return embedded(run, lambda module: torch.optim.Adagrad(module.parameters(), 0.1), sparse=False)
+
+
+@scenario
+def vectors_of_nodes_with_sparse_gradients(run):
+    return embedded(run, lambda module: torch.optim.SGD(module.parameters(), 0.1), sparse=True)

@@ -390,3 +390,38 @@ def the_parameters_of_the_trainer_are_read_by_the_module(run):
             return super().training_step(batch, batch_idx)
 
     return {**run.fit(Reading()), "seen": seen}
+
+
+@scenario
+def what_hooks_draw_at_random_is_alike(run):
+    class Noisy(Task):
+        alike = ()
+
+        def on_train_epoch_start(self):
+            self.compare(torch.rand(3))
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.compare(torch.randn(3))
+
+        def compare(self, drawn):
+            self.alike = (*self.alike, bool((self.all_gather(drawn) == drawn).all()))
+
+    module = Noisy()
+    run.fit(module)
+    return {"alike": module.alike}
+
+
+@scenario
+def names_that_are_logged_in_some_steps(run):
+    class Sometimes(Task):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            y = of_split(batch.y, batch, "train")
+            if batch_idx == 1:
+                self.tell("now", loss, batch, "train", on_step=False, on_epoch=True)
+            for kind in range(CLASSES):
+                count = float((y == kind).sum())
+                self.log(f"of_kind_{kind}", count, reduce_fx="sum", on_step=False, on_epoch=True)
+            return loss
+
+    return run.fit(Sometimes())
