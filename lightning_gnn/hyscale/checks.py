@@ -18,13 +18,12 @@ from lightning_gnn.nn.full_batch import FullBatch
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_training(loader: Any, module: pl.LightningModule, alone: bool = False) -> None:
+def check_training(loader: Any, module: pl.LightningModule) -> None:
     """Refuse loaders and modules that cannot be shared out.
 
     Args:
         loader: Of training.
         module: What is trained.
-        alone: Whether there is one trainer, which has everything.
 
     Raises:
         TypeError: The loader's mini-batches are not made of positions in a dataset, or ``training_step`` fetches
@@ -36,8 +35,6 @@ def check_training(loader: Any, module: pl.LightningModule, alone: bool = False)
             f"hyscale over a {type(loader).__name__}: both plan the use of the same cores and of the same bus; train "
             f"with NeighborDataModule, or choose another strategy"
         )
-    if alone:
-        return
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
         raise TypeError(

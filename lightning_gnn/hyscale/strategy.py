@@ -416,9 +416,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         assert module is not None
         assert self.trainers is not None
         if self._sets_up_training:
-            check_training(dataloader, module, alone=self._alone)
-            if self._alone and not self.trainers.num_accelerators:
+            # A lone trainer shares nothing; what cannot be prefetched in stages either is left as it is.
+            if self._alone and (not self.trainers.num_accelerators or not can_be_cut(dataloader)):
                 return dataloader
+            check_training(dataloader, module)
             return self._training_loader(dataloader)
         if self._alone:
             return dataloader
@@ -633,10 +634,10 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def on_train_start(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
-            raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         if self._alone:
             return
+        if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
+            raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         assert self._group is not None
         assert self.trainers is not None
         self._own_threads = torch.get_num_threads()

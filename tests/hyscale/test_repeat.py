@@ -256,7 +256,7 @@ def sampling_on_accelerators_goes_on_too(here):
     rates = iter([1e6, 3e6])
     here.monkeypatch.setattr(first_mapping, "first_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
 
-    def there(wanted, loader, trainers, present=None):
+    def there(wanted, loader, trainers, present=None, device=None):
         return None if wanted == 0.0 else AcceleratorSampling(loader.node_sampler, torch.device("cpu"))
 
     here.monkeypatch.setattr(strategy, "find_sampling", there)
