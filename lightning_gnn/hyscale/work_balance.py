@@ -287,7 +287,8 @@ class WorkBalance:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: what was planned comes into force when it would have."""
-        self.iteration = int(state.get("iteration", 0))
+        if self.manager is None:
+            self.iteration = int(state.get("iteration", 0))
         if self.manager is None or "manager" not in state:
             return
         if state.get("kind") != type(self.manager).__name__:

@@ -221,8 +221,6 @@ def test_without_a_manager_nothing_moves():
     assert ranks[0].balance.mapping is None
     assert ranks[0].cut[9] == [(0, 12), (12, 40)]
     assert len(ranks[0].balance.history) == 9
-    alone = WorkBalance(trainers(1, 0), [1.0], (1, 1, 1), TOTAL, True)
-    assert alone.manager is None
 
 
 def test_a_state_of_another_version_begins_anew(tmp_path):
