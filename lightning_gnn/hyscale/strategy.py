@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,7 +45,7 @@ from lightning_gnn.hyscale.loader import (
     split_seeds,
     whole_loader,
 )
-from lightning_gnn.hyscale.numa import allowed_cores, divided, keep_to, numa_cores
+from lightning_gnn.hyscale.numa import pin_to_numa_node
 from lightning_gnn.hyscale.options import (
     Trainers,
     allowed_drm,
@@ -248,7 +247,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._known: set[int] = set()
         self._clock: StageClock | None = None
         self._own_threads = torch.get_num_threads()
-        self._cores: list[int] = []
         self._restored: dict[str, Any] = {}
         super().__init__(
             accelerator=accelerator,
@@ -654,11 +652,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._group.copy_from_first(self._parameters)  # also those that only optimizers have
         self._known = set(map(id, self._parameters))
         self._looks = _LOOKS
-        cores = self._group.objects(sorted(allowed_cores()))
-        node = self.global_rank - self.local_rank
-        # A launcher that has given ranks cores of their own has divided them already.
-        alike = all(each == cores[node] for each in cores[node : node + self.num_processes])
-        self._cores = cores[node] if alike and os.environ.get("LGNN_PIN") == "1" else []
+        if self.trainers.num_cpu and self.cpu_trainers == "numa":
+            pin_to_numa_node(self.trainer_index, self.trainers.num_cpu)
         self._resize()
 
     def _resize(self) -> None:
@@ -669,25 +664,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self.loader.resize((sampling, loading))
         if torch.get_num_threads() != training:
             torch.set_num_threads(training)
-        self._keep_to_cores()
-
-    def _keep_to_cores(self) -> None:
-        """Keep this rank on cores of its own, those of one NUMA node where each CPU trainer has one."""
-        assert self.trainers is not None
-        assert self.balance is not None
-        trainers, mine = self.trainers, self.trainer_index
-        nodes = [sorted(cores) for cores in numa_cores()] if self._cores else []
-        if len(nodes) != trainers.num_cpu or self.cpu_trainers != "numa":
-            nodes = [[core for cores in nodes for core in cores]]
-        groups: list[list[int]] = [[] for _ in nodes]
-        for trainer in range(len(trainers.devices)):
-            groups[(trainer if trainer < trainers.num_cpu else trainer - trainers.num_cpu) % len(nodes)].append(trainer)
-        if any(len(cores) < len(group) for cores, group in zip(nodes, groups, strict=True)):
-            return
-        for cores, group in zip(nodes, groups, strict=True):
-            if mine in group:
-                wanted = [self.balance.wanted_cores(trainer) for trainer in group]
-                keep_to(divided(cores, wanted)[group.index(mine)])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Put into force what was decided for this iteration."""
@@ -968,8 +944,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         """End all threads of the pipeline, and take back the number of torch's."""
         if self._clock is not None:
             torch.set_num_threads(self._own_threads)
-            if self._cores:
-                keep_to(self._cores)
         self._clock = None
         hanging = [] if self.loader is None else self.loader.close()
         if hanging:

@@ -230,12 +230,6 @@ class WorkBalance:
         own = max(1, training // max(1, self.trainers.num_cpu)) if trainer < self.trainers.num_cpu else 1
         return max(1, round(sampling * share)), max(1, round(loading * share)), own
 
-    def wanted_cores(self, trainer: int) -> float:
-        """Return for how many cores a trainer has work: a launching thread or its training, and its mini-batches."""
-        sampling, loading, training = self.threads
-        own = training / self.trainers.num_cpu if trainer < self.trainers.num_cpu else 1.0
-        return own + (sampling + loading) * self.shares[trainer] / sum(self.shares)
-
     def sampled_by(self, trainer: int, mapping: TaskMapping | None = None) -> float:
         """Return the part of an accelerator's own sampling that it does, to meet its share of all sampling."""
         shares = self.shares if mapping is None else mapping.seeds
