@@ -1,6 +1,6 @@
 """Models, layers and LightningModules: GCN, GraphSAGE, GAT, NodeClassifier, LinkPredictor; exact inference.
 
-Reading order: ``nn/conv.py`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
+Reading order: ``nn/conv`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
 trimmed exactly), ``nn/classifier.py`` (training), ``nn/link.py``, ``nn/full_batch.py`` (the whole graph as one batch),
 ``nn/inference.py`` (outputs for all nodes), ``nn/layer_files.py`` (outputs that do not fit into memory).
 """

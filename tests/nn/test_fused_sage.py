@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import conv as pyg
 
-from lightning_gnn.nn import GraphSAGE, SAGEConv, conv
+from lightning_gnn.nn import GraphSAGE, SAGEConv
+from lightning_gnn.nn.conv import fused
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from tests.ops.test_aggregate_update import gradients, hub_batch, normal
 
@@ -18,18 +19,18 @@ def calls(monkeypatch):
         seen.append(arguments)
         return aggregate_update(*arguments)
 
-    monkeypatch.setattr(conv, "aggregate_update", counted)
-    monkeypatch.setattr(conv, "UNFUSED_UP_TO", 0)
+    monkeypatch.setattr(fused, "aggregate_update", counted)
+    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
     return seen
 
 
 def test_small_batches_take_pygs_path(calls, monkeypatch):
     edges = torch.zeros(2, 10, dtype=torch.int64)
     x = torch.ones(3, 5)
-    monkeypatch.setattr(conv, "UNFUSED_UP_TO", 50)
+    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 50)
     SAGEConv(5, 2)(x, edges)
     assert not calls
-    monkeypatch.setattr(conv, "UNFUSED_UP_TO", 49)
+    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 49)
     SAGEConv(5, 2)(x, edges)
     assert len(calls) == 1
 

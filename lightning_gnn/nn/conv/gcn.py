@@ -1,0 +1,83 @@
+"""The graph convolutional layer, on PyG's ``edge_index`` or a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import conv as pyg
+from torch_geometric.typing import OptTensor
+
+from lightning_gnn.nn.conv.graph import Graph, aggregates_first, check_inputs, is_graph, with_self_loops
+from lightning_gnn.ops.aggregate.definition import aggregate
+
+
+class GCNConv(pyg.GCNConv):  # type: ignore[misc]
+    """PyG's ``GCNConv`` (arXiv:1609.02907), whose ``edge_index`` may also be a graph.
+
+    With a graph it computes ``(A X) W`` or ``A (X W)``, whichever costs less, and takes ``edge_weight`` ``[E]`` in the
+    order of the ``edge_index`` that the graph was made from. Constructor, parameters and results are PyG's.
+
+    Raises:
+        ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
+            ``flow="target_to_source"``, or an explainer.
+    """
+
+    takes_graph = True
+    # PyG reads these from the source of a class that it finds by its bare name, which here is ours instead of its own.
+    propagate_type = {"x": Tensor, "edge_weight": OptTensor}  # noqa: RUF012
+    _cached_weight: tuple[Graph, Tensor] | None = None
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, and forget the normalisation that ``cached=True`` keeps."""
+        super().reset_parameters()
+        self._cached_weight = None
+
+    def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """Return ``[N, out_channels]`` for ``x`` ``[N, in_channels]``."""
+        if not is_graph(edge_index):
+            out: Tensor = super().forward(x, edge_index, edge_weight)
+            return out
+        reduce = check_inputs(self, edge_index, x, edge_weight)
+        graph, weight = self._weighted(edge_index, edge_weight, x)
+        first = aggregates_first(graph, self.lin, x, reduce, default=False)
+        x = aggregate(graph, x, _cast(weight, x), reduce) if first else self.lin(x)
+        x = self.lin(x) if first else aggregate(graph, x, _cast(weight, x), reduce)
+        return x if self.bias is None else x + self.bias
+
+    def _weighted(self, graph: Any, edge_weight: Tensor | None, x: Tensor) -> tuple[Any, Tensor | None]:
+        if not self.normalize:
+            return graph, None if edge_weight is None else graph.edge_order(edge_weight)
+        looped = with_self_loops(graph) if self.add_self_loops else graph
+        if self._cached_weight is not None and self._cached_weight[0] is graph:
+            return looped, self._cached_weight[1]
+        weight = _gcn_weight(graph, edge_weight, self.improved, self.add_self_loops, x.dtype)
+        if self.cached and edge_weight is not None:  # without weights the graph keeps them itself
+            self._cached_weight = (graph, weight)
+        return looped, weight
+
+
+def _gcn_weight(
+    graph: Graph, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the normalisation, which is the same in each layer and epoch as long as the weights are constant."""
+    keeps = edge_weight is None or not (edge_weight.requires_grad or edge_weight.is_inference())
+    if not keeps:
+        return graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
+    with torch.inference_mode(False):  # what is kept must be good for training too
+        if edge_weight is None:
+            return graph.gcn_weight(None, improved, add_self_loops, dtype=dtype)
+        cache = getattr(graph, "cache", {})
+        key = f"gcn_weight of edge_weight, improved={improved}, add_self_loops={add_self_loops}"
+        owner, version, weight = cache.get(key, (lambda: None, None, None))
+        if owner() is not edge_weight or version != edge_weight._version:
+            weight = graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
+            cache[key] = (ref(edge_weight), edge_weight._version, weight)
+        found: Tensor = weight
+        return found
+
+
+def _cast(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    return weight if weight is None or weight.dtype == x.dtype else weight.to(x.dtype)
