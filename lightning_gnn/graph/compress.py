@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
-from lightning_gnn.graph.build import Limits, Order, Redundancy, build_directions, choose_limits, measure_redundancy
+from lightning_gnn.graph.build import (
+    Limits,
+    Order,
+    Redundancy,
+    Wanted,
+    build_directions,
+    choose_limits,
+    measure_redundancy,
+)
 from lightning_gnn.graph.chunks import Chunks, check_places
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph, check_csc
 from lightning_gnn.graph.hybrid_plan import PlanSettings
@@ -127,7 +135,7 @@ class CompressedGraph:
         cls,
         graph: CSCGraph,
         num_chunks: int | Literal["auto"] = "auto",
-        order: Order = "locality",
+        order: Wanted = "locality",
         *,
         num_columns_hint: int = 64,
         element_size: int = 4,
@@ -176,7 +184,7 @@ class CompressedGraph:
         num_sources: int,
         edge_ids: Tensor | None = None,
         num_chunks: int | Literal["auto"] = "auto",
-        order: Order = "locality",
+        order: Wanted = "locality",
         *,
         num_columns_hint: int = 64,
         element_size: int = 4,
@@ -213,13 +221,13 @@ class CompressedGraph:
         cls,
         graph: CSCGraph,
         num_sources: int,
-        order: Order,
+        order: Wanted,
         limits: Limits,
         settings: PlanSettings | None,
         progress: Progress | None,
     ) -> CompressedGraph:
-        if order not in ("locality", "natural"):
-            raise ValueError(f"order must be 'locality' or 'natural', but is {order!r}")
+        if order not in ("auto", "locality", "natural"):
+            raise ValueError(f"order must be 'auto', 'locality' or 'natural', but is {order!r}")
         if max(num_sources, graph.num_nodes) > INT32_MAX:
             raise ValueError(
                 f"a compressed graph has at most {INT32_MAX} vertices on a side; partition the graph first"
