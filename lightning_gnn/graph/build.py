@@ -221,8 +221,8 @@ def _direction(
             chosen, chosen_order = local, "locality"
         if order == "auto":
             _log.info(
-                "compressed graph, %s: %s order of the vertices, for a CPU: 64 columns are predicted to take %.3g ms of a "
-                "core in the natural order, %.3g ms in the locality-aware one",
+                "compressed graph, %s: %s order of the vertices, for a CPU: 64 columns are predicted to take %.3g ms "
+                "of a core in the natural order, %.3g ms in the locality-aware one",
                 *(name, chosen_order, before, after),
             )
         elif chosen_order == NATURAL:

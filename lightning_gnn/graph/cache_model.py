@@ -18,9 +18,9 @@ PIECE_BYTES = 256
 """Of a source that is read at a time: a slice of 64 columns of float32."""
 POPULAR, LAST = 1024, 3072
 """Sources in a level-2 cache of 1 MB: those that are read most, and those that were read last."""
-SHARED_BYTES = 32 << 20
-"""Of the cache behind it."""
-HIT, NEAR_MISS, FAR_MISS, SCATTERED_ROW = 7.0, 3.0, 15.0, 20.0
+SHARED_BYTES = 16 << 20
+"""What is had of the cache behind it, which others share."""
+HIT, NEAR_MISS, FAR_MISS, SCATTERED_ROW = 3.5, 10.0, 30.0, 20.0
 """Nanoseconds of an entry; more for a source in the shared cache, or in memory; and of a row that is written out of
 turn."""
 GAIN = 0.9
@@ -47,8 +47,8 @@ def least_cost(offsets: _Array, num_rows: int) -> float:
 
 
 def _milliseconds(offsets: _Array, misses: int, scattered: int) -> float:
-    fits = (offsets.size - 1) * PIECE_BYTES <= SHARED_BYTES
-    miss = NEAR_MISS if fits else FAR_MISS
+    far = max(0.0, 1 - SHARED_BYTES / (offsets.size * PIECE_BYTES))  # the part of the sources that is in memory alone
+    miss = NEAR_MISS + far * (FAR_MISS - NEAR_MISS)
     return float(offsets[-1] * HIT + misses * miss + scattered * SCATTERED_ROW) * 1e-6
 
 

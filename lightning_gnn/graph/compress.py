@@ -149,7 +149,8 @@ class CompressedGraph:
             graph: The topology.
             num_chunks: Chunks per direction, each of floor or ceil of V / k vertices; or ``"auto"``, as few as fit the
                 local memory.
-            order: ``"locality"`` (algorithm 2), unless the natural order loads fewer rows, or ``"natural"``.
+            order: ``"locality"`` (algorithm 2), unless the natural order loads fewer rows; ``"natural"``; ``"auto"``,
+                what takes a CPU less time by a model of its caches, :mod:`lightning_gnn.graph.cache_model`.
             num_columns_hint: Width of the feature slices that a chunk is to be sized for.
             element_size: Bytes of a feature.
             local_bytes: Local memory of a worker: the level-2 cache of a core, the L1 buffer of a cube unit. A chunk
@@ -200,7 +201,7 @@ class CompressedGraph:
             num_sources: Number of sources.
             edge_ids: Place of each edge in the user's order, integer ``[num_edges]``, or None.
             num_chunks: Chunks per direction, or ``"auto"``: as few as fit the local memory.
-            order: ``"locality"``, unless the natural order loads fewer rows, or ``"natural"``.
+            order: ``"locality"``, unless the natural order loads fewer rows, ``"natural"`` or ``"auto"``.
             num_columns_hint: Width of the feature slices that a chunk is to be sized for.
             element_size: Bytes of a feature.
             local_bytes: Local memory of a worker, of which a chunk takes at most half; :meth:`from_graph` tells more.
