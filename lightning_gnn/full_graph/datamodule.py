@@ -35,7 +35,9 @@ class FullGraphDataModule(ResumableDataModule):
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
     which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
-    ``"ascend_hybrid"``, which shares out the graph.
+    ``"ascend_hybrid"``, which shares out the graph. A first layer that sums or averages its neighbours' features does
+    so once for all epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or
+    ``.data`` unseen), and keeps the result, as large as ``x``.
 
     Args:
         data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
