@@ -225,7 +225,8 @@ class BatchCache:
         planned = copy.copy(batch)
         planned.edge_index = batch.edge_index.replace_settings(self.settings)
         moved: Data = move_data_to_device(planned, self.device)
-        keep_constant(moved.edge_index, moved.get("x"))
+        if moved.get("inference") is None:  # else memory may be what is short
+            keep_constant(moved.edge_index, moved.get("x"))
         return moved
 
     def _shard(self, batch: Data) -> ShardedBatch:

@@ -131,7 +131,8 @@ class FullGraphDataModule(ResumableDataModule):
             self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
             self.summary = summary(redundancy)
             rank_zero_info(self.summary)
-            keep_constant(self.graph, data.get("x"))
+            if settings is None:  # else memory may be what is short
+                keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
         elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
             data = data.clone()
