@@ -6,7 +6,7 @@ trimmed exactly), ``nn/classifier.py`` (training), ``nn/link.py``, ``nn/full_bat
 """
 
 from lightning_gnn.nn.classifier import GNNModule, NodeClassifier
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, SAGEConv
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.link import LinkPredictor
 from lightning_gnn.nn.models import GAT, GCN, GraphSAGE
@@ -16,6 +16,7 @@ __all__ = [
     "GCN",
     "FullInference",
     "GATConv",
+    "GATv2Conv",
     "GCNConv",
     "GNNModule",
     "GraphSAGE",
