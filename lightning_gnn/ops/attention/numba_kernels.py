@@ -209,8 +209,8 @@ def values_backward(
 ) -> None:  # fmt: skip
     """Write the gradient of the values of a tile of sources, ``out`` ``[num_sources * num_columns]``.
 
-    Rows are sources here, and entries and what belongs to them are in their order. ``grad`` is that of the weighted sums
-    of all targets, ``[num_targets * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
+    Rows are sources here, and entries and what belongs to them are in their order. ``grad`` is that of the weighted
+    sums of all targets, ``[num_targets * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
     """
     zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
     end_entry, each, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
