@@ -113,12 +113,14 @@ def test_small_batches_take_pygs_path(calls, monkeypatch, layer):
     assert len(calls) == 1
 
 
-def doubled(base):
-    class Doubled(base):
-        def message(self, x_j, alpha):
-            return 2 * super().message(x_j, alpha)
+class DoubledGAT(GATConv):
+    def message(self, x_j, alpha):
+        return 2 * super().message(x_j, alpha)
 
-    return Doubled
+
+class DoubledGATv2(GATv2Conv):
+    def message(self, x_j, alpha):
+        return 2 * super().message(x_j, alpha)
 
 
 class Cast(torch.nn.Linear):
@@ -137,7 +139,7 @@ def test_whatever_is_out_of_the_ordinary_takes_pygs_path(calls, pair):
         "mean": conv(6, 4, aggr="mean"),
         "module": conv(6, 4, aggr=base(1, 1, aggr="sum").aggr_module),
         "edge features": conv(6, 4, edge_dim=3),
-        "message": doubled(conv)(6, 4),
+        "message": (DoubledGAT if conv is GATConv else DoubledGATv2)(6, 4),
         "hook": conv(6, 4),
         "edge hook": conv(6, 4),
         "message hook": conv(6, 4),
