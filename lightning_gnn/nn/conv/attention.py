@@ -1,0 +1,166 @@
+"""When a GAT or GATv2 layer on an ``edge_index`` runs as one operator of this package instead of PyG's several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+
+from lightning_gnn.nn.conv.graph import REDUCE
+from lightning_gnn.ops.attention.definition import attend, with_self_loops
+from lightning_gnn.ops.dropout import row_dropout
+
+UNFUSED_UP_TO = 1 << 16
+"""Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
+_MESSAGE_HOOKS = tuple(
+    f"_{step}_forward{when}_hooks"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("_pre", "")
+)
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GATHER = 16
+"""Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
+_SCORE = 3
+"""The same for what a head does with a number that was read."""
+
+
+def fuses_attention(
+    layer: Any, base: type[MessagePassing], source: Any, target: Any, edge_index: Any, lins: list[Any]
+) -> bool:
+    """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner.
+
+    Args:
+        layer: A ``GATConv`` or ``GATv2Conv``, or of a class derived from it.
+        base: PyG's class.
+        source: What it got as features of the sources.
+        target: What it got as features of the targets.
+        edge_index: What it got as edges.
+        lins: Its linear layers for sources and targets.
+    """
+    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
+    tensors = (source, target, edge_index)
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
+        return False
+    if not source.is_cpu or torch.is_autocast_enabled("cpu") or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    if layer.edge_dim is not None or layer.explain or layer.flow != "source_to_target":
+        return False
+    if layer.node_dim != 0 or layer.decomposed_layers != 1:
+        return False
+    if not isinstance(layer.aggr, str) or REDUCE.get(layer.aggr) != "sum":
+        return False
+    if any(getattr(type(layer), name) is not getattr(base, name) for name in _STEPS):
+        return False
+    if any(type(lin) is not Linear or nn.parameter.is_lazy(lin.weight) for lin in lins):
+        return False
+    hooked = any(getattr(module, hooks) for module in (*lins, layer.aggr_module) for hooks in _MODULE_HOOKS)
+    if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
+        return False
+    # Shapes and dtypes that do not fit are PyG's to complain about.
+    weights = [lin.weight for lin in lins]
+    fits = all(tensor.dim() == 2 and tensor.is_cpu for tensor in (*tensors, *weights))
+    fits = fits and source.dtype in _FUSED_DTYPES
+    fits = fits and all(tensor.dtype == source.dtype for tensor in (target, *weights))
+    fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[1].size(1)
+    fits = fits and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
+    return fits and edge_index.size(1) * weights[0].size(0) > UNFUSED_UP_TO
+
+
+def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor, lins: list[Any]) -> Tensor:
+    """Return what ``GATConv`` returns for a pair of features.
+
+    Args:
+        layer: A ``GATConv``.
+        source: ``[num_sources, in]``.
+        target: ``[num_targets, in of the targets]``.
+        edge_index: ``[2, E]``.
+        lins: Its linear layers for sources and targets.
+    """
+    edges, factor = _edges(layer, source, target, edge_index)
+    heads, slope = layer.heads, layer.negative_slope
+    weight, by_target = lins[0].weight, lins[1].weight
+    # A score needs the product of a node's features with a vector, not that with the weight.
+    scores = target @ _through(layer.att_dst, by_target).t()
+    if aggregates_first(source, edges, weight, heads):
+        out = attend(edges, source, _through(layer.att_src, weight), scores, weight, factor, slope)
+    else:
+        out = attend(edges, F.linear(source, weight), layer.att_src.squeeze(0), scores, None, factor, slope)
+    return _finish(layer, out, target)
+
+
+def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Return what ``GATv2Conv`` returns for a pair of features.
+
+    Args:
+        layer: A ``GATv2Conv``.
+        source: ``[num_sources, in]``.
+        target: ``[num_targets, in of the targets]``.
+        edge_index: ``[2, E]``.
+    """
+    edges, factor = _edges(layer, source, target, edge_index)
+    left = F.linear(source, layer.lin_l.weight, layer.lin_l.bias)
+    same = target is source and layer.lin_r is layer.lin_l
+    right = left if same else F.linear(target, layer.lin_r.weight, layer.lin_r.bias)
+    out = attend(edges, left, layer.att.squeeze(0), right, None, factor, layer.negative_slope, dynamic=True)
+    return _finish(layer, out, target)
+
+
+def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads: int) -> bool:
+    """Say whether it costs less to aggregate the features for each head and multiply than the other way round.
+
+    Args:
+        source: ``[num_sources, in]``.
+        edges: Sorted by target.
+        weight: ``[heads * out, in]``.
+        heads: How many.
+    """
+    wide, narrow, num_edges = weight.size(1), weight.size(0), edges[1].numel()
+    grad = torch.is_grad_enabled()
+    wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)
+    products = wide * narrow * (1 + wants + wants_x)
+    passes = 1 + wants
+    before = num_edges * passes * wide * (_GATHER + heads * _SCORE) + (edges[0].numel() - 1) * (
+        wide * narrow * (1 + 2 * wants)
+    )
+    after = num_edges * passes * narrow * (_GATHER + _SCORE) + source.size(0) * products
+    if wants_x:
+        before += num_edges * heads * wide * _GATHER
+    if wants:
+        after += num_edges * narrow * _GATHER
+    return before < after
+
+
+def _through(att: Tensor, weight: Tensor) -> Tensor:
+    """Return the vector of each head that gives ``att · (weight x)`` as its product with x, ``[heads, in]``."""
+    by_head = weight.unflatten(0, (att.size(1), -1))
+    return (by_head * att.squeeze(0).unsqueeze(2)).sum(1)
+
+
+def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+    if layer.add_self_loops:
+        edges = with_self_loops(edges, source.size(0))
+    if not layer.training or layer.dropout == 0.0:
+        return edges, None
+    # A key from torch's generator: the mask is the same for any number of threads, and when a checkpoint runs again.
+    key = int(torch.randint(-(2**63), 2**63 - 1, ()))
+    return edges, row_dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout, key)
+
+
+def _finish(layer: Any, out: Tensor, target: Tensor) -> Tensor:
+    if not layer.concat:
+        out = out.unflatten(1, (layer.heads, -1)).mean(1)
+    if layer.res is not None:
+        out = out + layer.res(target)
+    return out if layer.bias is None else out + layer.bias
