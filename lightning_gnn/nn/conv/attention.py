@@ -7,72 +7,38 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch_geometric.nn.conv import MessagePassing
-from torch_geometric.nn.dense.linear import Linear
 
-from lightning_gnn.nn.conv.graph import REDUCE
+from lightning_gnn.nn.conv.fused import FUSED_DTYPES, obstacle, runs_here
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import row_dropout
 
 UNFUSED_UP_TO = 1 << 16
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
-_FUSED_DTYPES = (torch.float32, torch.float64)
-_STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
-_MESSAGE_HOOKS = tuple(
-    f"_{step}_forward{when}_hooks"
-    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
-    for when in ("_pre", "")
-)
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GATHER = 16
 """Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
 _SCORE = 3
 """The same for what a head does with a number that was read."""
 
 
-def fuses_attention(
-    layer: Any, base: type[MessagePassing], source: Any, target: Any, edge_index: Any, lins: list[Any]
-) -> bool:
+def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
     """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner.
 
     Args:
         layer: A ``GATConv`` or ``GATv2Conv``, or of a class derived from it.
-        base: PyG's class.
         source: What it got as features of the sources.
         target: What it got as features of the targets.
         edge_index: What it got as edges.
-        lins: Its linear layers for sources and targets.
     """
-    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
     tensors = (source, target, edge_index)
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
-        return False
-    if not source.is_cpu or torch.is_autocast_enabled("cpu") or _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    if layer.edge_dim is not None or layer.explain or layer.flow != "source_to_target":
-        return False
-    if layer.node_dim != 0 or layer.decomposed_layers != 1:
-        return False
-    if not isinstance(layer.aggr, str) or REDUCE.get(layer.aggr) != "sum":
-        return False
-    if any(getattr(type(layer), name) is not getattr(base, name) for name in _STEPS):
-        return False
-    if any(type(lin) is not Linear or nn.parameter.is_lazy(lin.weight) for lin in lins):
-        return False
-    hooked = any(getattr(module, hooks) for module in (*lins, layer.aggr_module) for hooks in _MODULE_HOOKS)
-    if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
+    if not runs_here(tensors) or obstacle(layer) is not None:
         return False
     # Shapes and dtypes that do not fit are PyG's to complain about.
-    weights = [lin.weight for lin in lins]
-    fits = all(tensor.dim() == 2 and tensor.is_cpu for tensor in (*tensors, *weights))
-    fits = fits and source.dtype in _FUSED_DTYPES
+    weights = [lin.weight for lin in layer.fused.products(layer).values()]
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or source.dtype not in FUSED_DTYPES:
+        return False
+    fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
     fits = fits and all(tensor.dtype == source.dtype for tensor in (target, *weights))
-    fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[1].size(1)
+    fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[-1].size(1)
     fits = fits and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
     return fits and edge_index.size(1) * weights[0].size(0) > UNFUSED_UP_TO
 

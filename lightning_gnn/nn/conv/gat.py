@@ -9,10 +9,17 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
 from lightning_gnn.nn.conv.attention import fused_gat, fuses_attention
+from lightning_gnn.nn.conv.fused import Fused
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+
+
+def _products(layer: Any) -> dict[str, Any]:
+    if layer.lin is not None:
+        return {"lin": layer.lin}
+    return {"lin_src": layer.lin_src, "lin_dst": layer.lin_dst}
 
 
 class GATConv(pyg.GATConv):  # type: ignore[misc]
@@ -32,6 +39,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
 
     propagate_type = {"x": OptPairTensor, "alpha": Tensor}  # noqa: RUF012
     edge_updater_type = {"alpha": OptPairTensor, "edge_attr": OptTensor}  # noqa: RUF012
+    fused = Fused(pyg.GATConv, "scores, softmax, sums and product", ("sum",), _products, node_dim=0)
 
     @property
     def takes_graph(self) -> bool:
@@ -50,8 +58,8 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
-            lins = [self.lin_src, self.lin_dst] if self.lin is None else [self.lin, self.lin]
-            if plain and fuses_attention(self, pyg.GATConv, source, target, edge_index, lins):
+            if plain and fuses_attention(self, source, target, edge_index):
+                lins = [self.lin_src, self.lin_dst] if self.lin is None else [self.lin, self.lin]
                 return fused_gat(self, source, target, edge_index, lins)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         if self.edge_dim is not None:

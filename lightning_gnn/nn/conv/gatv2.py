@@ -9,6 +9,11 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptTensor, PairTensor
 
 from lightning_gnn.nn.conv.attention import fused_gatv2, fuses_attention
+from lightning_gnn.nn.conv.fused import Fused
+
+
+def _products(layer: Any) -> dict[str, Any]:
+    return {"lin_l": layer.lin_l, "lin_r": layer.lin_r}
 
 
 class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
@@ -21,6 +26,7 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
 
     propagate_type = {"x": PairTensor, "alpha": Tensor}  # noqa: RUF012
     edge_updater_type = {"x": PairTensor, "edge_attr": OptTensor}  # noqa: RUF012
+    fused = Fused(pyg.GATv2Conv, "scores, softmax and sums", ("sum",), _products, node_dim=0)
 
     def forward(
         self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, return_attention_weights: bool | None = None
@@ -28,6 +34,6 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         """Return ``[num_targets, heads * out_channels]``, without ``concat`` ``[num_targets, out_channels]``."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and return_attention_weights is None
-        if plain and fuses_attention(self, pyg.GATv2Conv, source, target, edge_index, [self.lin_l, self.lin_r]):
+        if plain and fuses_attention(self, source, target, edge_index):
             return fused_gatv2(self, source, target, edge_index)
         return super().forward(x, edge_index, edge_attr, return_attention_weights)
