@@ -408,3 +408,55 @@ def _exp_span(typingctx: Any, x: Any, begin: Any, end: Any) -> tuple[Any, Callab
 prefetch: Any = intrinsic(_prefetch)
 copy_bytes: Any = intrinsic(_copy_bytes)
 exp_span: Any = intrinsic(_exp_span)
+
+
+def _stream_bytes(
+    typingctx: Any, target: Any, target_at: Any, source: Any, source_at: Any, count: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Do what ``copy_bytes`` does past the caches, into which what is written is not read first.
+
+    For what is larger than the caches. Other threads may see it after a ``fence``.
+
+    Args:
+        typingctx: Numba's, not given by callers.
+        target: A C-contiguous uint8 array.
+        target_at: Where to write; its address is a multiple of 16.
+        source: A C-contiguous uint8 array that does not overlap.
+        source_at: Where to read.
+        count: How many bytes, a multiple of 16.
+    """
+    chunk = ir.VectorType(_I32, 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        to = _element(context, builder, kinds[0], args[0], args[1], kinds[1])
+        origin = _element(context, builder, kinds[2], args[2], args[3], kinds[3])
+        size = context.cast(builder, args[4], kinds[4], types.intp)
+        hint = builder.module.add_metadata([_I32(1)])
+        with cgutils.for_range_slice(builder, _I64(0), size, _I64(16), intp=_I64) as (at, _):
+            value = builder.load(builder.bitcast(builder.gep(origin, [at]), chunk.as_pointer()))
+            value.align = 1
+            written = builder.store(value, builder.bitcast(builder.gep(to, [at]), chunk.as_pointer()))
+            written.align = 16
+            written.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(target, target_at, source, source_at, count), codegen
+
+
+def _fence(typingctx: Any) -> tuple[Any, Callable[..., Any]]:
+    """Let other threads see what was written by ``stream_bytes`` before what is written after.
+
+    Args:
+        typingctx: Numba's, not given by callers.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+stream_bytes: Any = intrinsic(_stream_bytes)
+fence: Any = intrinsic(_fence)

@@ -12,8 +12,12 @@ from torch import Tensor
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import gather_torch
-from lightning_gnn.ops.intrinsics import copy_bytes
+from lightning_gnn.ops.intrinsics import copy_bytes, fence, stream_bytes
 from lightning_gnn.ops.library import library
+
+_LARGE = 1 << 22
+"""Bytes from which on rows are written past the caches, which they would only fill up."""
+_WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @torch.library.impl(library, "gather_rows", "CPU")
@@ -50,12 +54,29 @@ def _gather_cpu(
     elif threading.current_thread() is threading.main_thread() or not table.is_contiguous():
         torch.index_select(table, 0, index, out=out)
     else:
-        row_bytes = table[0].numel() * table.element_size()
-        _copy_rows(_as_bytes(table), index.contiguous().numpy(), _as_bytes(out), row_bytes)
+        _copy(table, index.contiguous().numpy(), out)
+
+
+def _copy(table: Tensor, index: np.ndarray, out: Tensor) -> None:
+    row_bytes = table[0].numel() * table.element_size()
+    source, target = _as_bytes(table), _as_bytes(out)
+    if row_bytes in _WORDS:
+        take(source.view(_WORDS[row_bytes]), index, target.view(_WORDS[row_bytes]))
+    elif row_bytes % 16 == 0 and target.size >= _LARGE and target.ctypes.data % 16 == 0:
+        _stream_rows(source, index, target, row_bytes)
+    else:
+        _copy_rows(source, index, target, row_bytes)
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+@numba.njit(nogil=True, cache=True)
+def take(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """Write ``table[index]``, without checks; ``out`` may be ``index`` itself."""
+    for i in range(index.size):
+        out[i] = table[index[i]]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -64,6 +85,13 @@ def _copy_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes:
         # Bytes, so that one compiled loop serves every dtype. Rows are long enough for the memory to keep up: a
         # prefetch gains nothing here.
         copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
+
+
+@numba.njit(nogil=True, cache=True)
+def _stream_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes: int) -> None:
+    for i in range(index.size):
+        stream_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
+    fence()
 
 
 @numba.njit(nogil=True, cache=True)
