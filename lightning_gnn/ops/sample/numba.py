@@ -19,11 +19,12 @@ from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
 from lightning_gnn.ops.sample.relabel import (
+    FAR,
     FIRST_SLOTS,
     LAST_STAMP,
+    begin_reading,
     enter_all,
     enter_hashed,
-    read_sources,
     relabel_by_hash,
     relabel_by_table,
     relabel_trees,
@@ -31,8 +32,8 @@ from lightning_gnn.ops.sample.relabel import (
 
 TABLE_LIMIT = 1 << 29
 """Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabelled by hashing."""
-_BLOCK = 512
-"""About how many edges are in each stage."""
+_BLOCK = 128
+"""About how many edges are picked before as many are relabelled."""
 _FIRST_BITS = 20
 
 
@@ -191,27 +192,34 @@ def _expand(
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
     """Sample one hop; return the hash table, its stamp, how many nodes it holds, and the counts of nodes and edges."""
     k, t, tree_slots, current = high, low, slots, np.int64(-1)
-    # Edges before p2 are picked, of these those before p1 read, of these those before p0 relabelled; t1 and t0 are the
-    # targets whose edges begin there.
-    p0 = p1 = p2 = m
-    t0 = t1 = t
-    while t < high or p0 < p2:
-        next_t, next_p = t, p2
+    # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.
+    done, picked, t0 = m, m, t
+    while t < high or done < picked:
         if t < high:
-            next_t, next_p = pick_edges(
-                indptr, indices, node, tree, t, high, fanout, replace, disjoint, key, first_tree, edge, ends, p2, _BLOCK,
+            t, picked = pick_edges(
+                indptr, node, tree, t, high, fanout, replace, disjoint, key, first_tree, edge, ends, picked, _BLOCK,
                 lanes,
             )  # fmt: skip
-        read_sources(indices, edge, row, p1, p2, table, slots, hashing, disjoint)
+        if done == m:
+            if t < high and picked - m < FAR:
+                continue
+            begin_reading(indices, edge, row, m, picked)
+        # What is asked for far ahead is picked by then.
+        limit = picked - FAR if t < high else picked
         if disjoint:
+            first = t0
+            while t0 < t and ends[t0] <= limit:
+                t0 += 1
             slots, tree_slots, stamp, used, current, k = relabel_trees(
-                slots, tree_slots, stamp, used, current, node, tree, k, row, ends, t0, t1, p0, hop, begins, fanout
-            )
+                slots, tree_slots, stamp, used, current, node, tree, k, indices, edge, row, ends, first, t0, done,
+                picked, hop, begins, fanout,
+            )  # fmt: skip
+            done = ends[t0 - 1] if t0 > low else m
         elif hashing:
-            slots, used, k = relabel_by_hash(slots, stamp, used, node, k, row, p0, p1)
+            slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
+            done = limit
         else:
-            k = relabel_by_table(table, own, bits, node, k, row, p0, p1)
-        p0, p1, p2 = p1, p2, next_p
-        t0, t1, t = t1, t, next_t
+            k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
+            done = limit
     begins[hop + 1, current + 1 :] = k
-    return slots, stamp, used, k, p2
+    return slots, stamp, used, k, picked

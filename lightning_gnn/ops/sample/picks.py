@@ -1,6 +1,6 @@
 """Picking in-edges on the CPU, compiled: what a node picks follows from its degree and the key alone.
 
-Neither ``indices`` nor the table of nodes is looked at here; the places in ``indices`` that will be read are asked for.
+Neither ``indices`` nor the table of nodes is looked at here.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 
 @numba.njit(nogil=True, cache=True)
 def pick_edges(
-    indptr: np.ndarray, indices: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
+    indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
     replace: bool, disjoint: bool, key: Word, first_tree: Word, edge: np.ndarray, ends: np.ndarray, m: int, room: int,
     scratch: Any,
 ) -> tuple[int, int]:  # fmt: skip
@@ -55,7 +55,6 @@ def pick_edges(
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
-        indices: ``[num_edges]``, not read.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
         t: The first node.
@@ -84,8 +83,6 @@ def pick_edges(
         degree = indptr[v + 1] - begin
         if fanout < 0 or (degree <= fanout and not replace):
             # All in-edges, in CSC order; nothing is drawn.
-            prefetch(indices, begin)
-            prefetch(indices, begin + degree)
             for j in range(degree):
                 edge[m + j] = begin + j
             m += degree
@@ -101,18 +98,18 @@ def pick_edges(
                 places[lane] = m
                 lane += 1
                 if lane == LANES:
-                    _draw(scratch, lane, fanout, replace, indices, edge)
+                    _draw(scratch, lane, fanout, replace, edge)
                     lane = 0
             m += fanout
         ends[t] = m
         t += 1
     if lane:
-        _draw(scratch, lane, fanout, replace, indices, edge)
+        _draw(scratch, lane, fanout, replace, edge)
     return t, m
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(scratch: Any, lanes: int, fanout: int, replace: bool, indices: np.ndarray, edge: np.ndarray) -> None:
+def _draw(scratch: Any, lanes: int, fanout: int, replace: bool, edge: np.ndarray) -> None:
     """Write the picks of rows that have gathered."""
     state, degrees, begins, places, drawn = scratch
     picks = drawn[2]
@@ -120,9 +117,7 @@ def _draw(scratch: Any, lanes: int, fanout: int, replace: bool, indices: np.ndar
     for lane in range(lanes):
         begin, place = begins[lane], places[lane]
         for j in range(fanout):
-            e = begin + np.int64(picks[LANES * j + lane])
-            edge[place + j] = e
-            prefetch(indices, e)
+            edge[place + j] = begin + np.int64(picks[LANES * j + lane])
 
 
 @numba.njit(nogil=True, cache=True)

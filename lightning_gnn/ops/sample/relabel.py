@@ -15,6 +15,10 @@ import numpy as np
 
 from lightning_gnn.ops.intrinsics import prefetch
 
+NEAR = 16
+"""How many edges ahead their entries are asked for."""
+FAR = 48
+"""How many edges ahead ``indices`` is asked for, which says where these entries are."""
 FIRST_SLOTS = 1 << 11
 LARGEST_GUESS = 1 << 16
 """Slots that a tree gets before it is seen to need more."""
@@ -39,45 +43,38 @@ def enter_all(table: np.ndarray, own: int, node: np.ndarray, count: int) -> None
         table[node[t]] = own | t
 
 
+@numba.njit(nogil=True, cache=True, inline="always")
+def _place(slots: np.ndarray, u: int) -> int:
+    return ((u * _FIBONACCI) >> 32) & (slots.size - 1)
+
+
 @numba.njit(nogil=True, cache=True)
-def read_sources(
-    indices: np.ndarray, edge: np.ndarray, row: np.ndarray, begin: int, end: int, table: np.ndarray, slots: np.ndarray,
-    hashing: bool, disjoint: bool,
-) -> None:  # fmt: skip
-    """Write the global ids of the sources of edges ``[begin, end)`` into ``row``, and ask for their entries.
+def begin_reading(indices: np.ndarray, edge: np.ndarray, row: np.ndarray, begin: int, stop: int) -> None:
+    """Do for the first edges of a hop what relabelling does for those far ahead.
 
     Args:
         indices: int32 or int64 ``[num_edges]``.
         edge: int64.
         row: int64.
         begin: The first edge.
-        end: One past the last edge.
-        table: Of all nodes.
-        slots: Of the nodes of the mini-batch.
-        hashing: These will be looked up there.
-        disjoint: Their entries are in the cache already.
+        stop: One past the last edge that is picked.
     """
-    if disjoint:
-        for q in range(begin, end):
-            row[q] = indices[edge[q]]
-    elif hashing:
-        mask = slots.size - 1
-        for q in range(begin, end):
-            u = np.int64(indices[edge[q]])
-            row[q] = u
-            prefetch(slots, ((u * _FIBONACCI) >> 32) & mask)
-    else:
-        for q in range(begin, end):
-            u = np.int64(indices[edge[q]])
-            row[q] = u
-            prefetch(table, u)
+    for q in range(begin, min(begin + FAR, stop)):
+        prefetch(indices, edge[q])
+    for q in range(begin, min(begin + NEAR, stop)):
+        row[q] = indices[edge[q]]
 
 
 @numba.njit(nogil=True, cache=True)
 def relabel_by_table(
-    table: np.ndarray, own: int, bits: int, node: np.ndarray, k: int, row: np.ndarray, begin: int, end: int
-) -> int:
-    """Turn the global ids ``row[begin:end]`` into local ones; new nodes get the next, from k on.
+    table: np.ndarray, own: int, bits: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
+    row: np.ndarray, begin: int, end: int, stop: int,
+) -> int:  # fmt: skip
+    """Write the local ids of the sources of the edges ``[begin, end)``; new nodes get the next, from k on.
+
+    Two memory accesses follow each other, to ``indices`` and to the table. Each is asked for long before its turn, in
+    three stages of a pipeline: ask for ``indices`` of a pick far ahead, read those of a nearer one into ``row`` and ask
+    for its entry in the table, relabel.
 
     Args:
         table: uint32 ``[num_nodes]``.
@@ -85,15 +82,24 @@ def relabel_by_table(
         bits: Of a local id.
         node: Global ids of the nodes, int64, with room for one more than there will be.
         k: How many there are.
-        row: int64.
+        indices: int32 or int64 ``[num_edges]``.
+        edge: int64.
+        row: int64; the next ``NEAR`` numbers are global ids.
         begin: The first edge.
         end: One past the last edge.
+        stop: One past the last edge that is picked.
 
     Returns:
         How many nodes there are then.
     """
     limit = 1 << bits
     for q in range(begin, end):
+        if q + FAR < stop:
+            prefetch(indices, edge[q + FAR])
+        if q + NEAR < stop:
+            near = np.int64(indices[edge[q + NEAR]])
+            row[q + NEAR] = near
+            prefetch(table, near)
         # Whether a node is new is hard to foretell: nothing branches on it, all is written either way.
         u = row[q]
         local = np.int64(table[u]) ^ own
@@ -115,7 +121,7 @@ def _word(stamp: int, u: int, local: int) -> int:
 def _probe(slots: np.ndarray, stamp: int, node: np.ndarray, u: int) -> int:
     """Find the slot of a node, or the empty one where it belongs; one with another stamp is empty."""
     mask = slots.size - 1
-    at = ((u * _FIBONACCI) >> 32) & mask
+    at = _place(slots, u)
     wanted = _word(stamp, u, 0) >> 32
     while (slots[at] >> 48) == stamp and ((slots[at] >> 32) != wanted or node[slots[at] & _LOCAL] != u):
         at = (at + 1) & mask
@@ -153,8 +159,9 @@ def enter_hashed(
 
 @numba.njit(nogil=True, cache=True)
 def relabel_by_hash(
-    slots: np.ndarray, stamp: int, used: int, node: np.ndarray, k: int, row: np.ndarray, begin: int, end: int
-) -> tuple[np.ndarray, int, int]:
+    slots: np.ndarray, stamp: int, used: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
+    row: np.ndarray, begin: int, end: int, stop: int,
+) -> tuple[np.ndarray, int, int]:  # fmt: skip
     """Do what :func:`relabel_by_table` does with a hash table.
 
     Args:
@@ -163,14 +170,23 @@ def relabel_by_hash(
         used: How many nodes it holds.
         node: As there.
         k: As there.
+        indices: As there.
+        edge: As there.
         row: As there.
         begin: As there.
         end: As there.
+        stop: As there.
 
     Returns:
         The hash table, larger if need be, how many nodes it holds, and how many nodes there are.
     """
     for q in range(begin, end):
+        if q + FAR < stop:
+            prefetch(indices, edge[q + FAR])
+        if q + NEAR < stop:
+            near = np.int64(indices[edge[q + NEAR]])
+            row[q + NEAR] = near
+            prefetch(slots, _place(slots, near))
         u = row[q]
         at = _probe(slots, stamp, node, u)
         if (slots[at] >> 48) == stamp:
@@ -189,8 +205,8 @@ def relabel_by_hash(
 @numba.njit(nogil=True, cache=True)
 def relabel_trees(
     table: np.ndarray, slots: np.ndarray, stamp: int, used: int, current: int, node: np.ndarray, tree: np.ndarray,
-    k: int, row: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int, hop: int, begins: np.ndarray,
-    fanout: int,
+    k: int, indices: np.ndarray, edge: np.ndarray, row: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int,
+    stop: int, hop: int, begins: np.ndarray, fanout: int,
 ) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:  # fmt: skip
     """Do the same for the edges of the targets ``[low, high)`` of a disjoint sample, tree by tree.
 
@@ -203,11 +219,14 @@ def relabel_trees(
         node: As there.
         tree: The tree of each node, int64, with as much room.
         k: As there.
+        indices: As there.
+        edge: As there.
         row: As there.
         ends: Ends of the targets' edges.
         low: The first target.
         high: One past the last target.
         begin: The first edge.
+        stop: As there.
         hop: Which one.
         begins: int64 ``[hops + 1, trees + 1]``: the first node of a tree among those that a hop found (seeds: hop 0).
         fanout: Below zero means all.
@@ -238,7 +257,9 @@ def relabel_trees(
             for level in range(hop + 1):
                 slots, used = enter_hashed(slots, stamp, used, node, begins[level, root], begins[level, root + 1])
         before = k
-        slots, used, k = relabel_by_hash(slots, stamp, used, node, k, row, begin, ends[t])
+        slots, used, k = relabel_by_hash(
+            slots, stamp, used, node, k, indices, edge, row, begin, ends[t], stop
+        )
         tree[before:k] = root
         begin = ends[t]
         if slots.size > table.size:
