@@ -33,9 +33,8 @@ AGAINST = "folder of another checkout of this package, say of the commit before,
 def other_checkout(spec: dict[str, Any], gate: Gate) -> None:
     """Sample in a process whose package is another checkout's."""
     sys.path.insert(0, spec["path"])
-    from benchmarks import sampling_contestants  # of this checkout: it has been looked up already
-
     import lightning_gnn
+    from benchmarks import sampling_contestants  # of this checkout: it has been looked up already
 
     found = Path(str(lightning_gnn.__file__)).resolve()
     if not found.is_relative_to(Path(spec["path"]).resolve()):

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.ops.gather.numba import take
 from lightning_gnn.ops.intrinsics import prefetch
 from lightning_gnn.ops.sample import picks, relabel
 from lightning_gnn.ops.sample.numba import write_targets
 
+PHASES = ("picks", "reads of indices and relabelling", "targets", "whole")
 _ALL = 2**62
 _BITS = 20
 
@@ -33,12 +35,6 @@ def _read(table: np.ndarray, index: np.ndarray, ahead: int) -> int:
         prefetch(table, index[i + ahead])
         total += table[index[i]]
     return total
-
-
-@numba.njit(nogil=True, cache=True)
-def _take(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
-    for i in range(index.size):
-        out[i] = table[index[i]]
 
 
 def random_read(table: np.ndarray, reads: int = 1 << 20) -> float:
@@ -63,9 +59,9 @@ def nanoseconds_per_edge(graph: CSCGraph, seeds: Tensor, fanouts: list[int], run
     out = sample_neighbors(graph, seeds, fanouts, 7)
     m, n = out.edge.numel(), out.node.numel()
     node, row, edge = np.empty(n + m + 1, np.int64), np.empty(m, np.int64), np.empty(m, np.int64)
-    ends, tree, slots = np.empty(n, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64)
+    ends, tree, col = np.empty(n, np.int64), np.empty(0, np.int64), np.empty(m, np.int64)
     table, scratch = np.zeros(graph.num_nodes, np.uint32), picks.lane_scratch()
-    spent: dict[str, float] = dict.fromkeys(("picks", "reads of indices", "relabelling", "targets", "whole"), np.inf)
+    spent: dict[str, float] = dict.fromkeys(PHASES, np.inf)
     expanded = 0
     for stamp in range(1, runs + 2):
         costs = dict.fromkeys(spent, 0.0)
@@ -81,25 +77,26 @@ def nanoseconds_per_edge(graph: CSCGraph, seeds: Tensor, fanouts: list[int], run
         relabel.enter_all(table, stamp << _BITS, node, k)
         for fanout in fanouts:
             _, end = clocked(
-                "picks", picks.pick_edges, indptr, indices, node, tree, low, k, fanout, False, False, key,
+                "picks", picks.pick_edges, indptr, node, tree, low, k, fanout, False, False, key,
                 np.uint64(0), edge, ends, at, _ALL, scratch,
             )  # fmt: skip
-            clocked("reads of indices", relabel.read_sources, indices, edge, row, at, end, table, slots, False, False)
+            clocked("reads of indices and relabelling", relabel.begin_reading, indices, edge, row, at, end)
             low, expanded = k, k
             k = clocked(
-                "relabelling", relabel.relabel_by_table, table, stamp << _BITS, _BITS, node, k, row, at, end
+                "reads of indices and relabelling", relabel.relabel_by_table, table, stamp << _BITS, _BITS, node, k,
+                indices, edge, row, at, end, end,
             )  # fmt: skip
             at = end
-        col = np.empty(m, np.int64) if stamp == 1 else col
         clocked("targets", write_targets, ends, expanded, col)
         clocked("whole", sample_neighbors, graph, seeds, fanouts, 7)
-        assert at == m and k == n and np.array_equal(row, out.edge_index[0].numpy())
+        assert (at, k) == (m, n)
+        assert np.array_equal(row, out.edge_index[0].numpy())
         if stamp > 1:
             spent = {name: min(spent[name], seconds) for name, seconds in costs.items()}
     result = {name: seconds / m * 1e9 for name, seconds in spent.items()}
     # What else a mini-batch of PyG's needs of an edge, or a fused layer.
     edge_ids = np.random.default_rng(0).permutation(graph.num_edges).astype(indices.dtype)
-    result["edge ids of a graph in no order"] = _seconds(lambda: _take(edge_ids, edge, row)) / m * 1e9
+    result["edge ids of a graph in no order"] = _seconds(lambda: take(edge_ids, edge, row)) / m * 1e9
     by_target = torch.ops.lightning_gnn.edges_by_target
     result["CSC of the mini-batch"] = _seconds(lambda: by_target(out.edge_index, n, n, None)) / m * 1e9
     reads = {"indices": random_read(indices), "table": random_read(table), "indptr": random_read(indptr)}

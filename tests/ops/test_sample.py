@@ -82,9 +82,7 @@ def test_many_rows_of_all_degrees(fanout, replace, disjoint):
     assert_equal(sample_neighbors(graph, seeds, [fanout, 1, -1], 3, **options), expected)
 
 
-@given(
-    keys, st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=16), st.integers(1, 64), st.booleans(), st.data()
-)
+@given(keys, st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=16), st.integers(1, 64), st.booleans(), st.data())
 def test_lanes_draw_what_a_shuffle_of_any_length_does(key, degrees, fanout, replace, data):
     # A shuffle of which only the touched positions are kept: degrees go up to 2^32 - 1.
     degrees = [degree if replace else max(degree, fanout + data.draw(st.integers(1, 3))) for degree in degrees]

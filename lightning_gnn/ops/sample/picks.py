@@ -73,7 +73,7 @@ def pick_edges(
     Returns:
         The node and the position to go on with.
     """
-    state, degrees, begins, places, drawn = scratch
+    state, degrees, begins, places, _ = scratch
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:

@@ -8,8 +8,6 @@ that is as small as a tree and stays in the cache: the edges of a hop come tree 
 earlier hops found of it is entered again.
 """
 
-from typing import Any
-
 import numba
 import numpy as np
 
@@ -257,9 +255,7 @@ def relabel_trees(
             for level in range(hop + 1):
                 slots, used = enter_hashed(slots, stamp, used, node, begins[level, root], begins[level, root + 1])
         before = k
-        slots, used, k = relabel_by_hash(
-            slots, stamp, used, node, k, indices, edge, row, begin, ends[t], stop
-        )
+        slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, begin, ends[t], stop)
         tree[before:k] = root
         begin = ends[t]
         if slots.size > table.size:
