@@ -82,10 +82,16 @@ def test_accuracies_of_features_in_fewer_bits_are_compared_seed_by_seed(load):
 
 
 def test_sampling_reports_what_a_thread_keeps(load):
-    sampling = load("sampling")
-    indptr, indices = sampling.power_law_graph(500, 4000, seed=0)
-    graph = sampling.CSCGraph.from_csc(indptr, indices.int())
-    assert sampling.extra_memory(graph, [torch.arange(16)])["table_bytes_per_node_and_thread"] == 8
+    contestants = load("sampling_contestants")
+    kept = contestants.extra_memory(contestants.make_graph(500, 4000), [torch.arange(16)], [15, 10, 5])
+    assert kept["table_bytes_per_node_and_thread"] == 4
+
+
+def test_phases_of_sampling_are_those_of_the_sampler(load):
+    # It raises unless its phases, one after another, give what the sampler gives.
+    graph = load("sampling_contestants").make_graph(500, 4000)
+    spent = load("sampling_phases").nanoseconds_per_edge(graph, torch.arange(16), [15, 10, 5], runs=1)
+    assert all(cost > 0 for cost in spent.values())
 
 
 def test_quick_run_writes_no_file(load):
