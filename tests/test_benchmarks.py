@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn.collective.dispatcher import initial_ratio
 
@@ -233,15 +234,36 @@ def test_the_aggregation_benchmark_reports_loads_and_the_cost_of_the_partition(l
     assert cost["rows_loaded"] <= cost["natural_rows_loaded"]
 
 
-def test_the_sweeps_of_full_graph_training_are_drawn(load, tmp_path):
-    benchmark = load("full_graph")
-    rows = [
-        {"name": f"{library}, GCN, PubMed, hidden {hidden}", "median": 1.0}
-        for library in benchmark.LIBRARIES["GCN"]
-        for hidden in (32, 64)
-    ]
-    benchmark.draw({"against hidden size": rows}, tmp_path / "sweeps.png")
-    assert (tmp_path / "sweeps.png").stat().st_size > 1000
+@pytest.fixture
+def float64():
+    """Make torch's default float64."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(previous)
+
+
+@pytest.mark.parametrize("model", ["GCN", "GAT"])
+def test_peers_of_full_graph_training_compute_the_same(model, load, float64):
+    peers = load("full_graph_peers")
+    data = peers.make_graph("PubMed", 100)
+    outputs = {}
+    for name in filter(peers.installed, peers.PEERS[model]):
+        torch.manual_seed(0)
+        peer = peers.make_peer(model, name, data.num_features, 8, 2, 3, dropout=0.0).double()
+        x = data.x.double().requires_grad_()
+        out = peer(x, data.edge_index)
+        out.square().sum().backward()
+        outputs[name] = out.detach(), x.grad, *(parameter.grad for parameter in peer.parameters())
+    assert len(outputs) >= 2
+    expected = outputs["PyG, edge_index"]
+    kind = {"GCN": GCN, "GAT": GAT}[model]
+    torch.manual_seed(0)
+    plain = kind(data.num_features, 8, 2, 3, dropout=0.0).double()
+    torch.testing.assert_close(plain(data.x.double(), data.edge_index), expected[0], rtol=1e-10, atol=1e-10)
+    for name, values in outputs.items():
+        for value, wanted in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=name)
 
 
 HYSCALE_NOTES = {

@@ -21,6 +21,7 @@ from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.conv import check_takes_graph
+from lightning_gnn.nn.conv.graph import keep_constant
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, summary
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false
@@ -34,13 +35,16 @@ class FullGraphDataModule(ResumableDataModule):
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
     which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
-    ``"ascend_hybrid"``, which shares out the graph.
+    ``"ascend_hybrid"``, which shares out the graph. A first layer that sums or averages its neighbours' features does
+    so once for all epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or
+    ``.data`` unseen), and keeps the result, as large as ``x``.
 
     Args:
         data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
         num_chunks: Chunks to cut the vertices into, or ``"auto"``: as many as make a chunk fit the local memory.
         order: ``"locality"``: vertices that share in-neighbours lie in one chunk (algorithm 2); ``"natural"``: as they
-            are numbered.
+            are numbered; ``"auto"``: the former where there is an accelerator, and else the one that takes a CPU less
+            time by a model of its caches (:mod:`lightning_gnn.graph.cache_model`). A log line says which, and why.
         cache_dir: Where compressed graphs of a million edges and more are kept; by default the user's cache directory.
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
             where outputs do not fit into memory; by default as in training.
@@ -76,7 +80,7 @@ class FullGraphDataModule(ResumableDataModule):
         self,
         data: Data,
         num_chunks: int | str = "auto",
-        order: str = "locality",
+        order: str = "auto",
         cache_dir: str | Path | None = None,
         inference: str | FullInference | None = None,
         compress: bool = True,
@@ -127,6 +131,7 @@ class FullGraphDataModule(ResumableDataModule):
             self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
             self.summary = summary(redundancy)
             rank_zero_info(self.summary)
+            keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
         elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
             data = data.clone()
