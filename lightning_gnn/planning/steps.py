@@ -15,11 +15,6 @@ import pytorch_lightning as pl
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
-try:
-    from torch.autograd.profiler_legacy import profile  # Kineto writes to the standard error stream
-except ImportError:
-    from torch.autograd.profiler import profile
-
 WARM_UP, TIMED = 2, 6
 """Steps that do not count, and those that do; one more is taken apart."""
 _BUDGET = 6.0
@@ -129,7 +124,7 @@ class _Clock(pl.Callback):
         """Start the clock, or the profile."""
         late = bool(self.inside) and time.perf_counter() - self._begun > _BUDGET
         if late or batch_idx >= WARM_UP + TIMED:
-            self._profile = profile(record_shapes=True)
+            self._profile = _profiler()
             self._profile.__enter__()
         elif batch_idx > WARM_UP:
             self.outside.append(time.perf_counter() - self._end)
@@ -146,6 +141,12 @@ class _Clock(pl.Callback):
             self._profile = None
         elif batch_idx >= WARM_UP:
             self.inside.append(self._end - self._start)
+
+
+def _profiler() -> Any:
+    """Return torch's old profiler while there is one: the new one's library writes to the standard error stream."""
+    legacy: Any = getattr(torch.autograd, "profiler_legacy", torch.autograd.profiler)
+    return legacy.profile(record_shapes=True)
 
 
 def take_apart(events: Sequence[FunctionEvent], seconds: float) -> tuple[dict[str, float], float]:
