@@ -34,6 +34,7 @@ KINDS = {
     "topology": "sorted edges of data folders",
     "graphs": "compressed graphs",
     "plans": "plans of collective batching",
+    "limits": "what this machine can do at the most",
     "inference": "layer outputs of interrupted inference",
     "datasets": "data sets processed from read-only files",
     "checks": "files whose ids were checked",
