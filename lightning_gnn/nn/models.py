@@ -12,6 +12,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv.known import KnownAggregation
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
@@ -87,20 +88,28 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         batch_size: int | None = None,
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
-        seeds alone.
+        seeds alone. With ``x_aggregated`` ``[N, in_channels]``, what the first layer's aggregation comes to for each
+        row of ``x``, the first layer reads no edges: a mini-batch needs a hop less.
 
         Raises:
-            ValueError: ``x`` has not ``in_channels`` columns.
+            ValueError: ``x`` has not ``in_channels`` columns; ``x_aggregated`` has another shape, or meets input
+                dropout or ``jk``.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
         nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
+        if x_aggregated is not None:
+            self._check_aggregated(x, x_aggregated)
+            if nodes is None or edges is None or not trims_exactly(self, len(edges) + 1):
+                nodes, edges = ([size] + [0] * (self.num_layers - 1) for size in (x.size(0), edge_index.size(1)))
+            return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges, x_aggregated)
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
@@ -114,25 +123,29 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
 
         PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
         hop, which nobody reads: nearly all rows of the first layer.
         """
-        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
+        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + (x_aggregated is None)])])
         last = self.num_layers - 1
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             hops = self.num_layers - i
             edges = sum(num_edges[:hops])
-            x = self._bipartite(
-                conv,
-                x,
-                sum(num_nodes[:hops]),
-                edge_index[:, :edges],
-                None if edge_weight is None else edge_weight[:edges],
-                None if edge_attr is None else edge_attr[:edges],
-            )
+            if i == 0 and x_aggregated is not None:
+                x = conv(x, KnownAggregation(x_aggregated[: x.size(0)]))
+            else:
+                x = self._bipartite(
+                    conv,
+                    x,
+                    sum(num_nodes[:hops]),
+                    edge_index[:, :edges],
+                    None if edge_weight is None else edge_weight[:edges],
+                    None if edge_attr is None else edge_attr[:edges],
+                )
             if i == last and self.jk_mode is None:
                 break
             if self.act is not None and self.act_first:
@@ -142,6 +155,16 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
                 x = self.act(x)
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
+
+    def _check_aggregated(self, x: Tensor, x_aggregated: Tensor) -> None:
+        if x_aggregated.shape != x.shape:
+            raise ValueError(f"x_aggregated is {list(x_aggregated.shape)}, but must be {list(x.shape)} as x is")
+        if self.training and getattr(self.input_dropout, "p", 0.0):
+            raise ValueError("x_aggregated holds all features, but input_dropout drops some; give input_dropout=0")
+        if self.jk_mode not in (None, "last"):
+            raise ValueError(
+                f"jk={self.jk_mode!r} joins the outputs of all layers, which x_aggregated has not; use jk=None"
+            )
 
     def _bipartite(
         self,
@@ -185,13 +208,14 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         conv = self.convs[0]
         if conv.cached:
             raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
         if conv.normalize:
             edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
-        return super()._trimmed(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+        return super()._trimmed(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges, x_aggregated)
 
     def _bipartite(
         self,

@@ -33,6 +33,7 @@ from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, i
 KINDS = {
     "topology": "sorted edges of data folders",
     "graphs": "compressed graphs",
+    "first_layer": "aggregated features for first layers",
     "plans": "plans of collective batching",
     "inference": "layer outputs of interrupted inference",
     "datasets": "data sets processed from read-only files",
