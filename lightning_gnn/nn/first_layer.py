@@ -56,7 +56,7 @@ def static_aggregation(model: nn.Module) -> StaticAggregation:
     """Return what the first layer of a model aggregates, if no parameter and no random number has a part in it.
 
     Args:
-        model: A ``GraphSAGE`` or ``GCN`` of :mod:`lightning_gnn.nn`.
+        model: A ``GraphSAGE`` of :mod:`lightning_gnn.nn`, or a ``GCN`` that has one layer or does not normalise.
 
     Raises:
         ValueError: Says why the aggregation cannot be computed once, or cannot be handed to this model.
@@ -65,8 +65,8 @@ def static_aggregation(model: nn.Module) -> StaticAggregation:
     name = type(model).__name__
     if not isinstance(model, _InputDropoutGNN):
         raise ValueError(
-            f"{name} takes no precomputed first layer; use GraphSAGE or GCN of lightning_gnn.nn, or in a module of "
-            f"your own precompute={' or '.join(map(repr, NAMED))}, whose result is batch.x_aggregated"
+            f"{name} takes no precomputed first layer; use GraphSAGE of lightning_gnn.nn, or in a module of your "
+            f"own precompute={' or '.join(map(repr, NAMED))}, whose result is batch.x_aggregated"
         )
     if not isinstance(model.input_dropout, nn.Identity) and getattr(model.input_dropout, "p", None) != 0:
         raise ValueError(
@@ -76,12 +76,23 @@ def static_aggregation(model: nn.Module) -> StaticAggregation:
     if model.jk_mode not in (None, "last"):
         raise ValueError(f"{name}(jk={model.jk_mode!r}) joins the outputs of all layers; use jk=None or 'last'")
     try:
-        return _of_layer(model.convs[0])
+        found = aggregation_of_layer(model.convs[0])
     except ValueError as error:
         raise ValueError(f"the first layer of {name}: {error}") from None
+    if found.normalize and model.num_layers > 1:
+        raise ValueError(
+            f"{name} normalises its further layers by the degrees in the mini-batch, which with a hop less lacks the "
+            "in-edges of the outermost nodes, and accuracy with them; use GraphSAGE, or GCN(normalize=False)"
+        )
+    return found
 
 
-def _of_layer(conv: Any) -> StaticAggregation:
+def aggregation_of_layer(conv: Any) -> StaticAggregation:
+    """Return what a layer aggregates.
+
+    Raises:
+        ValueError: As for :func:`static_aggregation`.
+    """
     name = type(conv).__name__
     if isinstance(conv, (pyg.GATConv, pyg.GATv2Conv, GATConv)):
         raise ValueError(f"{name} weighs neighbours by attention, which changes as it is trained")

@@ -12,7 +12,7 @@ from torch_geometric.nn import conv as pyg
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.nn import GAT, GCN, GraphSAGE
 from lightning_gnn.nn.aggregated_features import aggregated_features
-from lightning_gnn.nn.first_layer import NAMED, StaticAggregation, static_aggregation
+from lightning_gnn.nn.first_layer import NAMED, StaticAggregation, aggregation_of_layer, static_aggregation
 from lightning_gnn.ops import sample_neighbors
 
 MODELS = {
@@ -79,7 +79,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, layers, weighte
     model = MODELS[name](num_layers=layers).double()
     weighted = weighted and isinstance(model, GCN)
     graph, edge_index, x, weight, out, weights = case(weighted, [4, 3][: layers - 1] or [0])
-    aggregated = aggregated_features(graph, x, static_aggregation(model), weight)
+    aggregated = aggregated_features(graph, x, aggregation_of_layer(model.convs[0]), weight)
     arguments = (x[out.node], out.edge_index) if weights is None else (x[out.node], out.edge_index, weights)
     more = {"x_aggregated": aggregated[out.node]}
     if "lazy" in name:
@@ -153,6 +153,7 @@ def with_first(model, conv):
         (lambda: GraphSAGE(6, 8, 2, project=True), "project"),
         (lambda: GraphSAGE(6, 8, 2, flow="target_to_source"), "flow"),
         (lambda: GCN(6, 8, 2, aggr="max"), "aggr='max'"),
+        (lambda: GCN(6, 8, 2), "degrees in the mini-batch"),
         (hooked_messages, "hooks"),
         (lambda: replaced(GCN(6, 8, 2), "lin", nn.Linear(6, 8)), "lin"),
         (lambda: with_first(GraphSAGE(6, 8, 2), OwnLayer(6, 8)), "OwnLayer is unknown"),
@@ -166,7 +167,7 @@ def test_what_cannot_be_computed_once_is_refused_with_the_reason(make, message):
 def test_the_aggregation_is_that_of_the_first_layer():
     assert static_aggregation(GraphSAGE(6, 8, 2)) == NAMED["mean"]
     assert static_aggregation(SimpleNamespace(_orig_mod=GraphSAGE(6, 8, 2, aggr="max"))) == NAMED["max"]
-    assert static_aggregation(GCN(6, 8, 2)) == NAMED["gcn"]
+    assert static_aggregation(GCN(6, 8, 1)) == NAMED["gcn"]
     assert static_aggregation(GCN(6, 8, 2, normalize=False)) == StaticAggregation("sum", weighted=True)
     assert {str(how) for how in NAMED.values()} == {
         "mean of the in-neighbours' features",
