@@ -9,7 +9,7 @@ from torch import nn
 from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.models import _InputDropoutGNN
 from lightning_gnn.ops.aggregate.definition import Reduce
@@ -56,7 +56,7 @@ def static_aggregation(model: nn.Module) -> StaticAggregation:
     """Return what the first layer of a model aggregates, if no parameter and no random number has a part in it.
 
     Args:
-        model: A ``GraphSAGE`` of :mod:`lightning_gnn.nn`, or a ``GCN`` that has one layer or does not normalise.
+        model: A ``GraphSAGE`` or ``GIN`` of :mod:`lightning_gnn.nn`, or a ``GCN`` of one layer or not normalised.
 
     Raises:
         ValueError: Says why the aggregation cannot be computed once, or cannot be handed to this model.
@@ -65,8 +65,8 @@ def static_aggregation(model: nn.Module) -> StaticAggregation:
     name = type(model).__name__
     if not isinstance(model, _InputDropoutGNN):
         raise ValueError(
-            f"{name} takes no precomputed first layer; use GraphSAGE of lightning_gnn.nn, or in a module of your "
-            f"own precompute={' or '.join(map(repr, NAMED))}, whose result is batch.x_aggregated"
+            f"{name} takes no precomputed first layer; use GraphSAGE or GIN of lightning_gnn.nn, or in a module of "
+            f"your own precompute={' or '.join(map(repr, NAMED))}, whose result is batch.x_aggregated"
         )
     if not isinstance(model.input_dropout, nn.Identity) and getattr(model.input_dropout, "p", None) != 0:
         raise ValueError(
@@ -96,8 +96,8 @@ def aggregation_of_layer(conv: Any) -> StaticAggregation:
     name = type(conv).__name__
     if isinstance(conv, (pyg.GATConv, pyg.GATv2Conv, GATConv)):
         raise ValueError(f"{name} weighs neighbours by attention, which changes as it is trained")
-    if type(conv) not in (SAGEConv, GCNConv):
-        raise ValueError(f"{name} is unknown here; only SAGEConv and GCNConv of lightning_gnn.nn can take its result")
+    if type(conv) not in (SAGEConv, GCNConv, GINConv):
+        raise ValueError(f"{name} is not SAGEConv, GCNConv or GINConv of lightning_gnn.nn, which can take its result")
     hooks = [f"_{step}_forward{when}_hooks" for step in _HOOKED for when in ("_pre", "")]
     if any(getattr(conv, hook, None) for hook in hooks) or any(step in vars(conv) for step in _STEPS):
         raise ValueError(f"{name} has hooks on its messages, which would not be called")
@@ -106,9 +106,9 @@ def aggregation_of_layer(conv: Any) -> StaticAggregation:
     reduce = REDUCE.get(conv.aggr) if isinstance(conv.aggr, str) else None
     if reduce is None:
         raise ValueError(f"{name}(aggr={conv.aggr!r}) is not supported; use one of {', '.join(REDUCE)}")
-    if isinstance(conv, SAGEConv):
-        if conv.project:
-            raise ValueError(f"{name}(project=True) aggregates features that trained weights project")
+    if getattr(conv, "project", False):
+        raise ValueError(f"{name}(project=True) aggregates features that trained weights project")
+    if not isinstance(conv, GCNConv):
         return StaticAggregation(reduce)
     if reduce != "sum":
         raise ValueError(f"{name}(aggr={conv.aggr!r}) is not supported; use aggr='add'")

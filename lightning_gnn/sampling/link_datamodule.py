@@ -58,8 +58,8 @@ class LinkDataModule(MiniBatchDataModule):
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
         precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
-            ``GraphSAGE`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours of every
-            node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
+            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
+            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
             ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
             ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or

@@ -10,7 +10,7 @@ from torch_geometric.nn import GraphSAGE as PyGGraphSAGE
 from torch_geometric.nn import conv as pyg
 
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.nn import GAT, GCN, GraphSAGE
+from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE
 from lightning_gnn.nn.aggregated_features import aggregated_features
 from lightning_gnn.nn.first_layer import NAMED, StaticAggregation, aggregation_of_layer, static_aggregation
 from lightning_gnn.ops import sample_neighbors
@@ -24,6 +24,8 @@ MODELS = {
     "SAGE jk last": lambda **kwargs: GraphSAGE(6, 8, out_channels=3, jk="last", **kwargs),
     "SAGE narrow": lambda **kwargs: GraphSAGE(6, 2, out_channels=3, **kwargs),
     "SAGE lazy": lambda **kwargs: GraphSAGE(-1, 8, out_channels=3, **kwargs),
+    "GIN": lambda **kwargs: GIN(6, 8, out_channels=3, train_eps=True, norm=None, **kwargs),
+    "GIN mean": lambda **kwargs: GIN(6, 8, out_channels=3, aggr="mean", norm=None, **kwargs),
     "GCN": lambda **kwargs: GCN(6, 8, out_channels=3, **kwargs),
     "GCN narrow": lambda **kwargs: GCN(6, 2, out_channels=3, **kwargs),
     "GCN without loops": lambda **kwargs: GCN(6, 8, out_channels=3, add_self_loops=False, **kwargs),
@@ -34,7 +36,7 @@ MODELS = {
 
 def plain_layer(conv):
     """Return PyG's own layer with the same parameters."""
-    kind = pyg.SAGEConv if isinstance(conv, pyg.SAGEConv) else pyg.GCNConv
+    kind = next(kind for kind in (pyg.SAGEConv, pyg.GCNConv, pyg.GINConv) if isinstance(conv, kind))
     other = copy.copy(conv)
     other.__class__ = kind
     return other
@@ -156,7 +158,7 @@ def with_first(model, conv):
         (lambda: GCN(6, 8, 2), "degrees in the mini-batch"),
         (hooked_messages, "hooks"),
         (lambda: replaced(GCN(6, 8, 2), "lin", nn.Linear(6, 8)), "lin"),
-        (lambda: with_first(GraphSAGE(6, 8, 2), OwnLayer(6, 8)), "OwnLayer is unknown"),
+        (lambda: with_first(GraphSAGE(6, 8, 2), OwnLayer(6, 8)), "OwnLayer is not SAGEConv"),
     ],
 )
 def test_what_cannot_be_computed_once_is_refused_with_the_reason(make, message):

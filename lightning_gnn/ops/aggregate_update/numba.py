@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference  # noqa: F401  defines the operators
-from lightning_gnn.ops.intrinsics import WIDTHS
+from lightning_gnn.ops.dropout import drawn, relu_drop_rows
+from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.worker_threads import run_all
 
@@ -42,6 +43,8 @@ def aggregate_update(
     mean: bool,
     aggregate_first: bool,
     keep: bool,
+    p: float | None = None,
+    key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
     dtype = x.dtype
@@ -61,6 +64,7 @@ def aggregate_update(
                 _product(tile, weight, plus, out[start:stop])
                 if by_self is not None:
                     out[start:stop].addmm_(x[start:stop], by_self.t())
+                _activate(out[start:stop], start, p, key)
 
     else:
         products = huge_pages(x.new_empty((x.size(0), weight.size(0))))
@@ -77,6 +81,7 @@ def aggregate_update(
                     tile.addmm_(x[start:stop], by_self.t())
                 if plus is not None:
                     tile.add_(plus)
+                _activate(tile, start, p, key)
 
         _share_out(multiply, np.arange(x.size(0) + 1), x)
     _share_out(update, rows.work, x)
@@ -94,6 +99,8 @@ def aggregate_update_backward(
     mean: bool,
     aggregate_first: bool,
     wanted: list[bool],
+    activated: Tensor | None = None,
+    p: float = 0.0,
 ) -> list[Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
     dtype = x.dtype
@@ -113,10 +120,18 @@ def aggregate_update_backward(
     sent = _Parts(weight, {"weight": wants_weight and aggregate_first, "self": wants_self, "bias": wants_bias})
     got = _Parts(weight, {"weight": wants_weight and not aggregate_first})
 
+    activated = None if activated is None else wide(activated)
+    # The gradient before ReLU and dropout: tile by tile, whole only where it is read again after.
+    whole = torch.empty_like(grad) if activated is not None and received and not aggregate_first else None
+
     def send(first: int, last: int) -> None:
         part = sent.of(first)
+        buffer = None if activated is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
         for start, stop in _tiles(first, last, x):
             tile, to = grad[start:stop], table[start:stop]
+            if activated is not None:
+                before = whole[start:stop] if whole is not None else buffer[: stop - start]  # type: ignore[index]
+                tile = _deactivate(tile, activated[start:stop], p, before)
             if received and aggregate_first:
                 torch.mm(tile, weight, out=to)
                 if own and by_self is not None:
@@ -132,6 +147,8 @@ def aggregate_update_backward(
 
     if received or any(sent.wanted.values()):
         _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
+    if whole is not None:
+        grad, table = whole, table if mean else whole
     grad_x = huge_pages(x.new_empty((num_sources, x.size(1)))) if wants_x else x.new_empty(0)
     if received:
         rows = _SortedEdges(
@@ -177,10 +194,7 @@ class _SortedEdges:
 
     def sums(self, x: Tensor, start: int, stop: int, out: Tensor) -> None:
         """Write the sums of rows ``[start, stop)``; ``x`` and ``out`` are contiguous."""
-        num_columns = x.size(1)
-        blocks = kernels.blocks_of((0, num_columns), num_columns, 0 if self.weight is None else 1, WIDTHS, True, 0)[0][
-            0
-        ]
+        num_columns, blocks = x.size(1), self._blocks(x, WIDTHS)
         indptr, degrees = self.indptr[start : stop + 1], self.degrees[start:stop]
         source, target = x.view(-1).numpy(), out.view(-1).numpy()
         weight, stride = (source, 0) if self.weight is None else (self.weight, 1)
@@ -188,6 +202,26 @@ class _SortedEdges:
             source, blocks, indptr, self.indices, weight, stride, self.places, degrees, 0, stop - start, target,
             num_columns,
         )  # fmt: skip
+
+    def maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
+        """Write the maxima of rows ``[start, stop)``, -inf without edges, and how many edges attain each."""
+        source = x.view(-1).numpy()
+        kernels.max_rows(
+            source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, self.places,
+            0, stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
+        )  # fmt: skip
+
+    def routed(self, grad: Tensor, best: Tensor, x: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """Write the sums of the gradients of those maxima that rows ``[start, stop)`` of ``x`` attain."""
+        own = x[start:stop].view(-1).numpy()
+        kernels.route_rows(
+            grad.view(-1).numpy(), best.view(-1).numpy(), self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1],
+            self.indices, own, 0, self.places, self.places, 0, stop - start, own, out.view(-1).numpy(), x.size(1),
+        )  # fmt: skip
+
+    def _blocks(self, x: Tensor, widths: tuple[int, ...]) -> np.ndarray:
+        heads = 0 if self.weight is None else 1
+        return kernels.blocks_of((0, x.size(1)), x.size(1), heads, widths, True, 0)[0][0]
 
 
 class _Parts:
@@ -224,6 +258,21 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _activate(tile: Tensor, first_row: int, p: float | None, key: int) -> None:
+    """Apply ReLU and dropout to rows of the result, if wanted."""
+    if p == 0.0:
+        tile.relu_()
+    elif p is not None:
+        rows = tile.numpy()
+        relu_drop_rows(first_row, *drawn(p, key), rows, rows.dtype.type(1.0 / (1.0 - p)))
+
+
+def _deactivate(grad: Tensor, activated: Tensor, p: float, out: Tensor) -> Tensor:
+    """Write the gradient before ReLU and dropout."""
+    torch.ops.aten.threshold_backward.grad_input(grad, activated, 0, grad_input=out)
+    return out.mul_(1.0 / (1.0 - p)) if p else out
 
 
 def _tile_rows(x: Tensor) -> int:
