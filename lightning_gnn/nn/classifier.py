@@ -70,7 +70,8 @@ class GNNModule(pl.LightningModule):
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
-        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. A warning tells, once, where
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
+        any, replaces the aggregation of the first layer. A warning tells, once, where
         mini-batches have another number of hops than the model has layers.
 
         Raises:
@@ -88,6 +89,13 @@ class GNNModule(pl.LightningModule):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
             if takes and batch.get(name) is not None:
                 extra[name] = batch[name]
+        if batch.get("x_aggregated") is not None:
+            if "x_aggregated" not in self._forward_arguments:
+                raise ValueError(
+                    f"the batch has x_aggregated, which {type(self.model).__name__}.forward does not take; use a model "
+                    "of lightning_gnn.nn, or leave precompute out of the DataModule"
+                )
+            extra["x_aggregated"] = batch.x_aggregated
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
@@ -114,16 +122,20 @@ class GNNModule(pl.LightningModule):
             return
         self._checked.add("hops")
         hops, layers = batch.get("num_sampled_edges"), num_layers(self.model)
-        if not isinstance(hops, (list, tuple)) or layers is None or len(hops) == layers:
+        if not isinstance(hops, (list, tuple)) or layers is None:
+            return
+        known = batch.get("x_aggregated") is not None  # for want of which there would be a hop more
+        count = len(hops) + known
+        if count == layers or (known and layers == 1):
             return
         effect = (
             "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
-            if len(hops) < layers
+            if count < layers
             else "what is sampled beyond the layers changes nothing"
         )
         rank_zero_warn(
-            f"the model has {layers} layers, but its mini-batches have {len(hops)} "
-            f"hop{'s' if len(hops) != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
+            f"the model has {layers} layers, but its mini-batches have {count} "
+            f"hop{'s' if count != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
 
     def _tell_unfused(self, batch: Data) -> None:
@@ -166,7 +178,8 @@ class GNNModule(pl.LightningModule):
             return False
         if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
             return False
-        return trims_exactly(getattr(self.model, "_orig_mod", self.model), len(batch.num_sampled_edges))
+        hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
+        return trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
 
     def configure_optimizers(self) -> Any:
         """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.

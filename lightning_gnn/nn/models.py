@@ -15,6 +15,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
+from lightning_gnn.nn.conv.known import KnownAggregation
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
@@ -112,20 +113,28 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         batch_size: int | None = None,
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
-        seeds alone.
+        seeds alone. With ``x_aggregated`` ``[N, in_channels]``, what the first layer's aggregation comes to for each
+        row of ``x``, the first layer reads no edges: a mini-batch needs a hop less.
 
         Raises:
-            ValueError: ``x`` has not ``in_channels`` columns.
+            ValueError: ``x`` has not ``in_channels`` columns; ``x_aggregated`` has another shape, or meets input
+                dropout or ``jk``.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
         nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
+        if x_aggregated is not None:
+            self._check_aggregated(x, x_aggregated)
+            if nodes is None or edges is None or not trims_exactly(self, len(edges) + 1):
+                nodes, edges = ([size] + [0] * (self.num_layers - 1) for size in (x.size(0), edge_index.size(1)))
+            return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges, x_aggregated)
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
@@ -139,6 +148,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
 
@@ -146,10 +156,13 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         hop, which nobody reads: nearly all rows of the first layer.
         """
         parts = self._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
-        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
+        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + (x_aggregated is None)])])
         for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
             last = i == self.num_layers - 1 and self.jk_mode is None
-            x, complete = self._layer(conv, x, part, None if last else norm)
+            if i == 0 and x_aggregated is not None:
+                x, complete = conv(x, KnownAggregation(x_aggregated[: x.size(0)])), False
+            else:
+                x, complete = self._layer(conv, x, part, None if last else norm)
             if last:
                 break
             if complete:
@@ -161,6 +174,16 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
                 x = self.act(x)
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
+
+    def _check_aggregated(self, x: Tensor, x_aggregated: Tensor) -> None:
+        if x_aggregated.shape != x.shape:
+            raise ValueError(f"x_aggregated is {list(x_aggregated.shape)}, but must be {list(x.shape)} as x is")
+        if self.training and getattr(self.input_dropout, "p", 0.0):
+            raise ValueError("x_aggregated holds all features, but input_dropout drops some; give input_dropout=0")
+        if self.jk_mode not in (None, "last"):
+            raise ValueError(
+                f"jk={self.jk_mode!r} joins the outputs of all layers, which x_aggregated has not; use jk=None"
+            )
 
     def _parts(
         self,

@@ -46,6 +46,11 @@ class NeighborDataModule(MiniBatchDataModule):
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+        precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
+            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
+            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
+            ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
+            ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
             ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
@@ -94,13 +99,14 @@ class NeighborDataModule(MiniBatchDataModule):
         check_features: bool = True,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
+        precompute: str | None = None,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
-        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
+        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features, precompute)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
         for stage, nodes in zip(LOADER_IDS, given, strict=True):
@@ -132,7 +138,7 @@ class NeighborDataModule(MiniBatchDataModule):
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
         return ThreadedNodeLoader(
-            self.data,
+            self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
             input_nodes=self._nodes[stage],
             **self.loader_arguments(stage, self._count(stage)),
