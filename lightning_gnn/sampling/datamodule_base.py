@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
@@ -85,7 +86,14 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = 0
 
     def _take_graph(
-        self, data: Any, sampler: Any, num_neighbors: Any, replace: bool, disjoint: bool, check_features: bool
+        self,
+        data: Any,
+        sampler: Any,
+        num_neighbors: Any,
+        replace: bool,
+        disjoint: bool,
+        check_features: bool,
+        feature_dtype: torch.dtype | str | None = None,
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
         true_or_false(replace, "replace")
@@ -98,7 +106,7 @@ class MiniBatchDataModule(ResumableDataModule):
         else:
             sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
         check_edge_data(data)
-        self.data = data
+        self.data = with_feature_dtype(data, feature_dtype, check_features)
         self.graph_sampler = sampler
         self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
