@@ -9,14 +9,15 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn.conv import check_takes_graph, is_graph
+from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
+from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.inference import infer
 from lightning_gnn.nn.models import num_layers, trims_exactly
 
@@ -83,6 +84,7 @@ class GNNModule(pl.LightningModule):
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
         self._compare_hops(batch)
         x = self._widened(batch.x)
+        self._tell_unfused(batch)
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
@@ -132,6 +134,17 @@ class GNNModule(pl.LightningModule):
             f"the model has {layers} layers, but its mini-batches have {len(hops)} "
             f"hop{'s' if len(hops) != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
+
+    def _tell_unfused(self, batch: Data) -> None:
+        """Say, once, which layers run as PyG's operators on mini-batches on the CPU, and why."""
+        if "fused" in self._checked or not self.training or self._trainer is None:
+            return
+        self._checked.add("fused")
+        if batch.get("num_sampled_edges") is None or not isinstance(batch.edge_index, Tensor):
+            return
+        if batch.x.device.type in FUSED_ON and (reasons := unfused_layers(self.model)):
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {told}")
 
     def _progress_shown(self) -> Any:
         """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.

@@ -1,7 +1,8 @@
-"""GCN, GraphSAGE and GAT: PyG's own models, with dropout on the input features and exact trimming."""
+"""GCN, GraphSAGE, GIN and GAT: PyG's own models, with dropout on the input features and exact trimming."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,13 @@ from torch import Tensor, nn
 from torch_geometric.nn import models as pyg
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GCNConv, GINConv, SAGEConv
+from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
+from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
@@ -47,6 +52,25 @@ def num_layers(model: nn.Module) -> int | None:
     return layers if sum(isinstance(module, MessagePassing) for module in model.modules()) == layers else None
 
 
+@dataclass
+class _Part:
+    """What one layer reads of a trimmed mini-batch, besides its sources.
+
+    Args:
+        num_targets: How many of the sources, the first ones, are its targets.
+        edge_index: ``[2, E]``.
+        edge_weight: ``[E]``, or None.
+        edge_attr: ``[E, …]``, or None.
+        sorted_edges: Weighted edges by target in place of those above, for a layer that is fused, or None.
+    """
+
+    num_targets: int
+    edge_index: Tensor
+    edge_weight: Tensor | None = None
+    edge_attr: Tensor | None = None
+    sorted_edges: list[Tensor] | None = None
+
+
 class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
     """A PyG ``BasicGNN`` that drops input features and checks its arguments.
 
@@ -75,7 +99,8 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         if isinstance(in_channels, int) and in_channels < 1 and in_channels != -1:
             raise ValueError(f"in_channels must be at least 1, or -1 to infer it, got {in_channels}")
         super().__init__(in_channels, hidden_channels, num_layers, out_channels, dropout, **kwargs)
-        self.input_dropout = nn.Dropout(input_dropout)
+        self.dropout = Dropout(dropout)
+        self.input_dropout = Dropout(input_dropout)
 
     def forward(
         self,
@@ -120,21 +145,15 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
         hop, which nobody reads: nearly all rows of the first layer.
         """
+        parts = self._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
         x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
-        last = self.num_layers - 1
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            hops = self.num_layers - i
-            edges = sum(num_edges[:hops])
-            x = self._bipartite(
-                conv,
-                x,
-                sum(num_nodes[:hops]),
-                edge_index[:, :edges],
-                None if edge_weight is None else edge_weight[:edges],
-                None if edge_attr is None else edge_attr[:edges],
-            )
-            if i == last and self.jk_mode is None:
+        for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
+            last = i == self.num_layers - 1 and self.jk_mode is None
+            x, complete = self._layer(conv, x, part, None if last else norm)
+            if last:
                 break
+            if complete:
+                continue
             if self.act is not None and self.act_first:
                 x = self.act(x)
             x = norm(x)
@@ -143,19 +162,39 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
 
-    def _bipartite(
+    def _parts(
         self,
-        conv: MessagePassing,
         x: Tensor,
-        num_targets: int,
         edge_index: Tensor,
         edge_weight: Tensor | None,
         edge_attr: Tensor | None,
-    ) -> Tensor:
-        """Apply one layer to ``x`` ``[num_sources, F]``, whose first ``num_targets`` rows are the targets."""
-        extra: dict[str, Any] = {"edge_attr": edge_attr} if self.supports_edge_attr else {}
-        out: Tensor = conv((x, x[:num_targets]), edge_index, **extra)
-        return out
+        num_nodes: list[int],
+        num_edges: list[int],
+    ) -> list[_Part]:
+        """Cut a mini-batch for the layers, the outermost first."""
+        parts = []
+        for hops in range(self.num_layers, 0, -1):
+            edges = slice(sum(num_edges[:hops]))
+            weight = None if edge_weight is None else edge_weight[edges]
+            attr = None if edge_attr is None else edge_attr[edges]
+            parts.append(_Part(sum(num_nodes[:hops]), edge_index[:, edges], weight, attr))
+        return parts
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        """Apply one layer to ``x`` ``[num_sources, F]``.
+
+        Args:
+            conv: The layer.
+            x: Features of the sources, of the targets first.
+            part: The rest of what it reads.
+            norm: What comes after the layer, before activation and dropout; None if nothing of these does.
+
+        Returns:
+            The result, and whether ``norm``, activation and dropout have been applied to it already.
+        """
+        extra: dict[str, Any] = {"edge_attr": part.edge_attr} if self.supports_edge_attr else {}
+        out: Tensor = conv((x, x[: part.num_targets]), part.edge_index, **extra)
+        return out, False
 
 
 class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
@@ -177,7 +216,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         """Build one layer, which also takes a compressed graph."""
         return GCNConv(in_channels, out_channels, **kwargs)
 
-    def _trimmed(
+    def _parts(
         self,
         x: Tensor,
         edge_index: Tensor,
@@ -185,27 +224,40 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
-    ) -> Tensor:
+    ) -> list[_Part]:
         conv = self.convs[0]
         if conv.cached:
             raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
+        if self._fuses(x, edge_index, edge_weight):
+            targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
+            edges = conv.sorted_edges(edge_index, edge_weight, x.size(0), targets[0], x.dtype)
+            cut = [first_rows(edges, count) for count in targets]
+            # A layer has no more sources than the one before has targets; what reads others is PyG's to complain about.
+            sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
+            if all(_reads_below(part, count) for part, count in zip(cut, sources, strict=False)):
+                return [_Part(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
         if conv.normalize:
             edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
-        return super()._trimmed(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+        return super()._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
 
-    def _bipartite(
-        self,
-        conv: MessagePassing,
-        x: Tensor,
-        num_targets: int,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        edge_attr: Tensor | None,
-    ) -> Tensor:
+    def _fuses(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
+        """Say whether all layers run as one operator each; the normalisation is theirs together."""
+        first, *others = self.convs
+        if not all(type(conv) is GCNConv and _same_norm(conv, first) for conv in self.convs):
+            return False
+        if not fuses(first, x, x, edge_index, edge_weight):
+            return False
+        return all(obstacle(conv) is None and conv.lin.weight.dtype == x.dtype for conv in others)
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
         # GCNConv.forward without its normalisation, which would see the trimmed edges only.
+        if part.sorted_edges is not None:
+            then = None if norm is None else relu_dropout(conv, norm, self.act, self.dropout, x)
+            return conv.run_fused(x, part.sorted_edges, then), then is not None
         x = conv.lin(x)
-        x = conv.propagate(edge_index, x=x, edge_weight=edge_weight, size=(x.size(0), num_targets))
-        return x if conv.bias is None else x + conv.bias
+        size = (x.size(0), part.num_targets)
+        x = conv.propagate(part.edge_index, x=x, edge_weight=part.edge_weight, size=size)
+        return x if conv.bias is None else x + conv.bias, False
 
     def _normalize(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: list[int], num_edges: list[int]
@@ -237,6 +289,15 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         )
 
 
+def _same_norm(conv: GCNConv, other: GCNConv) -> bool:
+    names = ("normalize", "improved", "add_self_loops", "cached")
+    return all(getattr(conv, name) == getattr(other, name) for name in names)
+
+
+def _reads_below(edges: list[Tensor], num_sources: int) -> bool:
+    return edges[1].numel() == 0 or int(edges[1].max()) < num_sources
+
+
 class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
@@ -250,6 +311,30 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
         """Build one layer, which also takes a compressed graph."""
         return SAGEConv(in_channels, out_channels, **kwargs)
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        target = x[: part.num_targets]
+        if norm is not None and type(conv) is SAGEConv and fuses(conv, x, target, part.edge_index):
+            then = relu_dropout(conv, norm, self.act, self.dropout, x)
+            if then is not None:
+                return conv.run_fused(x, target, part.edge_index, then), True
+        return super()._layer(conv, x, part, norm)
+
+
+class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
+    """Graph isomorphism network (Xu, Hu, Leskovec and Jegelka, ICLR 2019, arXiv:1810.00826).
+
+    Takes ``torch_geometric.nn.models.GIN``'s arguments, and ``input_dropout``, the probability of dropping an input
+    feature. Parameter names are those of PyG's class.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> MessagePassing:
+        """Build one layer, which also takes a compressed graph."""
+        options = {name: getattr(self, name) for name in ("act", "act_first", "norm", "norm_kwargs")}
+        return GINConv(MLP([in_channels, out_channels, out_channels], **options), **kwargs)
 
 
 class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
