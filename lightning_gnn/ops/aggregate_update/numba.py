@@ -206,7 +206,7 @@ class _SortedEdges:
 
     def maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
         """Write the maxima of rows ``[start, stop)``, -inf without edges, and how many edges attain each."""
-        source = x.view(-1).numpy()
+        source = flat(x)
         kernels.max_rows(
             source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, self.places,
             0, stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
