@@ -87,6 +87,16 @@ def test_accuracies_of_features_in_fewer_bits_are_compared_seed_by_seed(load):
         assert lost[name] == pytest.approx(accuracies["float32, synthetic"] - accuracies[name], abs=0.01)
 
 
+def test_accuracies_of_bfloat16_are_compared_seed_by_seed(load):
+    sizes = ["--nodes", "300", "--edges", "2000", "--epochs", "1", "--full-epochs", "2"]
+    result = load("bf16_accuracy").main(["--quick", "--runs", "2", "--only", "GCN", *sizes])
+    accuracies = {row["name"]: sum(row["values"]) / 2 for row in result["rows"]}
+    assert len(accuracies) == 3
+    lost = result["extra"]["mean points of accuracy lost against float32"]
+    for name in ("bfloat16 features, GCN, synthetic", "bfloat16, GCN, synthetic"):
+        assert lost[name] == pytest.approx(accuracies["float32, GCN, synthetic"] - accuracies[name], abs=0.01)
+
+
 def test_sampling_reports_what_a_thread_keeps(load):
     contestants = load("sampling_contestants")
     kept = contestants.extra_memory(contestants.make_graph(500, 4000), [torch.arange(16)], [15, 10, 5])

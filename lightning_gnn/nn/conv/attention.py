@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gnn.nn.conv.fused import FUSED_DTYPES, obstacle, runs_here
+from lightning_gnn.nn.conv.fused import obstacle, runs_here
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import row_dropout
 
 UNFUSED_UP_TO = 1 << 16
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
 _GATHER = 16
 """Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
 _SCORE = 3
@@ -34,7 +35,7 @@ def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bo
         return False
     # Shapes and dtypes that do not fit are PyG's to complain about.
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or source.dtype not in FUSED_DTYPES:
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or source.dtype not in _FUSED_DTYPES:
         return False
     fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
     fits = fits and all(tensor.dtype == source.dtype for tensor in (target, *weights))

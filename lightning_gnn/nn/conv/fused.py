@@ -21,7 +21,9 @@ FUSED_ON = ("cpu",)
 """Devices on which the fused operators are measured to be faster than PyG's path."""
 UNFUSED_UP_TO = 1 << 19
 """Edges times columns up to which PyG's path is faster all the same: its operators are few."""
-FUSED_DTYPES = (torch.float32, torch.float64)
+_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
+"""What a layer's tensors may be under autocast to bfloat16."""
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
@@ -83,13 +85,20 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
-def runs_here(tensors: Sequence[Any]) -> bool:
-    """Say whether fused operators may run on what a layer got, in the mode that torch is in."""
+def runs_here(tensors: Sequence[Any], autocast_to: torch.dtype | None = None) -> bool:
+    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
+
+    Args:
+        tensors: What the layer got.
+        autocast_to: To which dtype autocast may convert, if to any.
+    """
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
         return False
     device = tensors[0].device.type
-    if device not in FUSED_ON or torch.is_autocast_enabled(device) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if device not in FUSED_ON or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != autocast_to:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -107,17 +116,19 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         edge_weight: What it got as their weights.
     """
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
-    if not runs_here(tensors) or obstacle(layer) is not None:
+    if not runs_here(tensors, torch.bfloat16) or obstacle(layer) is not None:
         return False
     device, dtype = source.device, source.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    dtypes = _AUTOCAST_DTYPES if autocast else (dtype,)
     # Shapes and dtypes that do not fit are PyG's to complain about.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in FUSED_DTYPES:
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else _FUSED_DTYPES):
         return False
     floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
-    fits = all(tensor.dtype == dtype and tensor.device == device for tensor in floating)
+    fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
     fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
     fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
     return (

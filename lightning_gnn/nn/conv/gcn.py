@@ -100,6 +100,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         if not self.normalize:
             return first_rows(order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight), num_targets)
         loop_weight = 2.0 if self.improved else 1.0
+        dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is multiplied in float32
         edges: list[Tensor] = order.gcn_edges(
             edge_index, num_nodes, num_targets, edge_weight, loop_weight, self.add_self_loops, dtype
         )
