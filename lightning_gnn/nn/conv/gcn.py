@@ -50,6 +50,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         lambda layer: {"lin": layer.lin},
     )
     _cached_weight: tuple[Graph, Tensor] | None = None
+    _cached_edge_index: tuple[Tensor, Tensor] | None
     _cached_edges: tuple[Tensor, list[Tensor]] | None = None
 
     def reset_parameters(self) -> None:
