@@ -131,7 +131,7 @@ def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads:
     grad = torch.is_grad_enabled()
     wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)
     # What is read along the edges, by targets and, backward, by sources; then the products.
-    before = num_edges * wide * ((1 + wants) * (_GATHER + heads * _SCORE) + wants_x * heads * _GATHER)
+    before: float = num_edges * wide * ((1 + wants) * (_GATHER + heads * _SCORE) + wants_x * heads * _GATHER)
     before += _TILED * num_targets * wide * narrow * (1 + 2 * wants)
     after = num_edges * narrow * ((1 + wants) * (_GATHER + _SCORE) + wants * _GATHER)
     after += source.size(0) * wide * narrow * (1 + wants + wants_x)

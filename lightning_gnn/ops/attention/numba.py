@@ -235,12 +235,14 @@ class _Layout:
         numbers = torch.arange(edges[1].numel(), dtype=torch.int32)
         by_source = torch.ops.lightning_gnn.edges_by_source([*edges, numbers], self.num_sources, False)
         indptr, indices = by_source[0].numpy(), by_source[1].numpy()
-        ordered = [flat(numbers_of.index_select(0, by_source[2])) for numbers_of in (attention, grad_scores)]
+        weights, scores = (flat(of_edges.index_select(0, by_source[2])) for of_edges in (attention, grad_scores))
         out = huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
 
         def run(tiles: list[tuple[int, int]], section: int) -> None:
             for first, last in tiles:
-                kernels.values_backward(*self.arguments, indptr, indices, first, last, flat(grad), *ordered, flat(out))
+                kernels.values_backward(
+                    *self.arguments, indptr, indices, first, last, flat(grad), weights, scores, flat(out)
+                )
 
         _run(self.sections(indptr, grad.size(1)), run)
         return out
