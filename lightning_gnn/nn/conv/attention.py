@@ -15,7 +15,7 @@ from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import row_dropout
 
-UNFUSED_UP_TO = 1 << 16
+UNFUSED_UP_TO = 1 << 17
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
 _FUSED_DTYPES = (torch.float32, torch.float64)
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
@@ -151,7 +151,7 @@ def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tu
     if not layer.training or layer.dropout == 0.0:
         return edges, None
     # A key from torch's generator: the mask is the same for any number of threads, and when a checkpoint runs again.
-    key = int(torch.randint(-(2**63), 2**63 - 1, ()))
+    key = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
     return edges, row_dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout, key)
 
 
