@@ -179,7 +179,7 @@ class _Layout:
         self.indptr, self.indices = edges[0].numpy(), edges[1].numpy()
         self.num_targets, self.num_sources = self.indptr.size - 1, values.size(0)
         self.values = values
-        self.by_head = values.new_empty(0) if weight is None else weight.detach().unflatten(0, (self.heads, -1))
+        self.by_head = values.new_empty(0) if weight is None else weight.detach().reshape(self.heads, -1, self.channels)
         self.tile_rows = _tile_rows(self.heads * self.channels * values.element_size())
         of_values = flat(values)
         # Where the heads share their columns they lie no step apart.
@@ -219,14 +219,14 @@ class _Layout:
             by: ``[heads, b, a]``.
             out: ``[n, heads * b]``.
         """
-        given, result = rows.unflatten(1, (self.heads, -1)), out.unflatten(1, (self.heads, -1))
+        given, result = (tensor.view(tensor.size(0), self.heads, -1) for tensor in (rows, out))
         for h in range(self.heads):
             torch.mm(given[:, h], by[h].t(), out=result[:, h])
 
     def add_products(self, grad: Tensor, rows: Tensor, out: Tensor) -> None:
         """Add each head's ``grad^T rows`` to the gradient of the weight."""
-        left, right = grad.unflatten(1, (self.heads, -1)), rows.unflatten(1, (self.heads, -1))
-        parts = out.unflatten(0, (self.heads, -1))
+        left, right = (tensor.view(tensor.size(0), self.heads, -1) for tensor in (grad, rows))
+        parts = out.view(self.heads, -1, out.size(1))
         for h in range(self.heads):
             parts[h].addmm_(left[:, h].t(), right[:, h])
 
@@ -235,12 +235,14 @@ class _Layout:
         numbers = torch.arange(edges[1].numel(), dtype=torch.int32)
         by_source = torch.ops.lightning_gnn.edges_by_source([*edges, numbers], self.num_sources, False)
         indptr, indices = by_source[0].numpy(), by_source[1].numpy()
-        ordered = [flat(numbers_of.index_select(0, by_source[2])) for numbers_of in (attention, grad_scores)]
+        weights, scores = (flat(of_edges.index_select(0, by_source[2])) for of_edges in (attention, grad_scores))
         out = huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
 
         def run(tiles: list[tuple[int, int]], section: int) -> None:
             for first, last in tiles:
-                kernels.values_backward(*self.arguments, indptr, indices, first, last, flat(grad), *ordered, flat(out))
+                kernels.values_backward(
+                    *self.arguments, indptr, indices, first, last, flat(grad), weights, scores, flat(out)
+                )
 
         _run(self.sections(indptr, grad.size(1)), run)
         return out

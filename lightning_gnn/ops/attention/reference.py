@@ -23,9 +23,10 @@ def attend(
     num_targets = indptr.numel() - 1
     rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
     # [E, heads, channels], or, where heads read the same columns, [E, 1, channels].
-    read = values.index_select(0, indices).unflatten(1, (-1, channels))
+    read = values.index_select(0, indices)
+    read = read.view(indices.numel(), 1 if weight is not None else heads, channels)
     if dynamic:
-        score = (F.leaky_relu(read + target.unflatten(1, (heads, channels))[rows], slope) * side).sum(2)
+        score = (F.leaky_relu(read + target.reshape(num_targets, heads, channels)[rows], slope) * side).sum(2)
     else:
         score = F.leaky_relu((read * side).sum(2) + target[rows], slope)
     largest = score.new_full((num_targets, heads), -torch.inf)
@@ -37,5 +38,6 @@ def attend(
         attention = attention * factor
     sums = read.new_zeros(num_targets, heads, channels).index_add(0, rows, attention.unsqueeze(2) * read)
     if weight is not None:
-        sums = torch.einsum("thd,hcd->thc", sums, weight.unflatten(0, (heads, -1)))
-    return sums.flatten(1)
+        sums = torch.einsum("thd,hcd->thc", sums, weight.reshape(heads, weight.size(0) // heads, channels))
+    out: Tensor = sums.flatten(1)
+    return out
