@@ -36,6 +36,7 @@ SMALL = {
                 "--only", "static hybrid"],
     "collective": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "12",
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
+    "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
 }  # fmt: skip
 
