@@ -111,6 +111,42 @@ def test_phases_of_sampling_are_those_of_the_sampler(load):
     assert all(cost > 0 for cost in spent.values())
 
 
+def test_epochs_are_compared_with_the_best_settings_of_what_runs(load, monkeypatch):
+    epoch = load("epoch")
+
+    class Played:
+        def __init__(self, target, spec, rounds):
+            self.spec = spec
+
+        def __call__(self, message=True):
+            if "precompute" in self.spec:
+                return math.inf
+            if message is not True:  # a trial, or the settings of the rounds
+                return (
+                    0.1 / message["torch_threads"] + 0.01 * message["num_workers"] + 0.1 * (message["form"] != "tensor")
+                )
+            return 1.0 if self.spec["library"] == "ours" else 8.0 + 8.0 * (not self.spec["trim"])
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(epoch, "Isolated", Played)
+    monkeypatch.setattr(epoch, "num_cores", lambda: 2)
+    monkeypatch.setattr(epoch.peers, "can_sample", lambda: True)
+    rows = epoch.run({}, 3, models=("SAGE", "GAT"))
+    named = {row["contestant"]: row for row in rows}
+    assert named["ours, SAGE"]["name"] == "ours, SAGE, 1 worker, 2 torch threads"
+    assert named["PyG, GAT, trimmed"]["name"] == "PyG, GAT, trimmed, 0 workers, 2 torch threads"
+    assert named["ours, SAGE, static"]["missing"] == "does not run"
+    assert "ours, GAT, static" not in named
+    compared = {row["what"]: row for row in epoch.comparisons(rows, "Epoch")}
+    assert compared["Epoch, SAGE, against the same with trim_to_layer"]["ratio"] == 8.0
+    assert compared["Epoch, SAGE, against PyG's LightningNodeData"]["ratio"] == 16.0
+    assert compared["Epoch, GAT, against the same with trim_to_layer"]["target"] == 5.0
+    assert compared["Epoch, SAGE, bf16, against ours in float32"]["ratio"] == 1.0
+    assert compared["Epoch, SAGE, static, against ours in float32"]["missing"] == "does not run"
+
+
 def test_roofline_by_hand(load):
     """Two layers, 10 -> 20 -> 5: 1 seed, 2 and 4 new nodes, 3 and 7 edges."""
     batch = Data(x=torch.zeros(7, 10), num_sampled_nodes=[1, 2, 4], num_sampled_edges=[3, 7])
