@@ -105,9 +105,22 @@ def _print(findings: Sequence[Finding]) -> None:
         mark, style = _MARKS[finding.state]
         table.add_row(finding.name, f"[{style}]{mark}[/]", finding.detail, finding.needed_for)
     console.print(table)
+    console.print(_layers())
     for finding in findings:
         if finding.advice:
             console.print(f"{finding.name}: {finding.advice}", highlight=False, markup=False)
+
+
+def _layers() -> Table:
+    """Return which layers run as one operator on mini-batches; why one of a model does not, its run says."""
+    from lightning_gnn.nn.conv.fused import FUSED_ON
+    from lightning_gnn.nn.conv.table import fused_layers
+
+    table = Table("layer of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
+    for name, what in fused_layers():
+        table.add_row(name, what)
+    table.add_row("all others", "nothing: PyG's own operators run")
+    return table
 
 
 def _version(package: str) -> str | None:

@@ -164,7 +164,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         plan = self._plan_for(training_device, workers, route is not None)
         cores = cores_of_process(self.trainer)
         loader = CollectiveLoader(
-            self.data,
+            self.batch_data,
             self.graph_sampler,
             input_nodes=self._nodes[stage],
             tables=self._host_tables(route),
@@ -255,7 +255,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         model = None if self.trainer is None else self.trainer.lightning_module
         settings = (self.topology, self.features, self.cache_rows, self.cache_bytes, self.quantize, self.mode)
         return configuration_name(
-            self.data,
+            self.batch_data,
             self.graph_sampler,
             model,
             [

@@ -9,14 +9,15 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn.conv import check_takes_graph, is_graph
+from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
+from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.inference import infer
 from lightning_gnn.nn.models import num_layers, trims_exactly
 
@@ -69,8 +70,10 @@ class GNNModule(pl.LightningModule):
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
-        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. A warning tells, once, where
-        mini-batches have another number of hops than the model has layers.
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
+        any, replaces the aggregation of the first layer. A warning tells, once, where mini-batches have another number
+        of hops than the model has layers. Features of 16 bits are widened for a model of float32, except under
+        autocast.
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
@@ -81,21 +84,30 @@ class GNNModule(pl.LightningModule):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
         self._compare_hops(batch)
+        x = self._widened(batch.x)
+        self._tell_unfused(batch)
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
             if takes and batch.get(name) is not None:
                 extra[name] = batch[name]
+        if batch.get("x_aggregated") is not None:
+            if "x_aggregated" not in self._forward_arguments:
+                raise ValueError(
+                    f"the batch has x_aggregated, which {type(self.model).__name__}.forward does not take; use a model "
+                    "of lightning_gnn.nn, or leave precompute out of the DataModule"
+                )
+            extra["x_aggregated"] = batch.x_aggregated
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
         if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
             shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
-            return infer(self.model, batch.x, batch.edge_index, settings=batch.inference, **shown, **extra)
+            return infer(self.model, x, batch.edge_index, settings=batch.inference, **shown, **extra)
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         try:
-            out: Tensor = self.model(batch.x, batch.edge_index, **extra)
+            out: Tensor = self.model(x, batch.edge_index, **extra)
         except RuntimeError as error:
             weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
             if "dtype" not in str(error) or batch.x.dtype in weights or len(weights) != 1:
@@ -106,23 +118,45 @@ class GNNModule(pl.LightningModule):
             ) from error
         return out
 
+    def _widened(self, x: Tensor) -> Tensor:
+        """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
+        if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+            return x
+        weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+        return x.to(torch.float32) if weights == {torch.float32} else x
+
     def _compare_hops(self, batch: Data) -> None:
         """Warn, once, where mini-batches have another number of hops than the model has layers."""
         if "hops" in self._checked:
             return
         self._checked.add("hops")
         hops, layers = batch.get("num_sampled_edges"), num_layers(self.model)
-        if not isinstance(hops, (list, tuple)) or layers is None or len(hops) == layers:
+        if not isinstance(hops, (list, tuple)) or layers is None:
+            return
+        known = batch.get("x_aggregated") is not None  # for want of which there would be a hop more
+        count = len(hops) + known
+        if count == layers or (known and layers == 1):
             return
         effect = (
             "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
-            if len(hops) < layers
+            if count < layers
             else "what is sampled beyond the layers changes nothing"
         )
         rank_zero_warn(
-            f"the model has {layers} layers, but its mini-batches have {len(hops)} "
-            f"hop{'s' if len(hops) != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
+            f"the model has {layers} layers, but its mini-batches have {count} "
+            f"hop{'s' if count != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
+
+    def _tell_unfused(self, batch: Data) -> None:
+        """Say, once, which layers run as PyG's operators on mini-batches on the CPU, and why."""
+        if "fused" in self._checked or not self.training or self._trainer is None:
+            return
+        self._checked.add("fused")
+        if batch.get("num_sampled_edges") is None or not isinstance(batch.edge_index, Tensor):
+            return
+        if batch.x.device.type in FUSED_ON and (reasons := unfused_layers(self.model)):
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {told}")
 
     def _progress_shown(self) -> Any:
         """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.
@@ -153,7 +187,8 @@ class GNNModule(pl.LightningModule):
             return False
         if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
             return False
-        return trims_exactly(getattr(self.model, "_orig_mod", self.model), len(batch.num_sampled_edges))
+        hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
+        return trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
 
     def configure_optimizers(self) -> Any:
         """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.

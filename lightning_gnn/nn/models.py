@@ -1,7 +1,8 @@
-"""GCN, GraphSAGE and GAT: PyG's own models, with dropout on the input features and exact trimming."""
+"""GCN, GraphSAGE, GIN and GAT: PyG's own models, with dropout on the input features and exact trimming."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,14 @@ from torch import Tensor, nn
 from torch_geometric.nn import models as pyg
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
+from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
+from lightning_gnn.nn.conv.known import KnownAggregation
+from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
@@ -47,6 +53,25 @@ def num_layers(model: nn.Module) -> int | None:
     return layers if sum(isinstance(module, MessagePassing) for module in model.modules()) == layers else None
 
 
+@dataclass
+class _Part:
+    """What one layer reads of a trimmed mini-batch, besides its sources.
+
+    Args:
+        num_targets: How many of the sources, the first ones, are its targets.
+        edge_index: ``[2, E]``.
+        edge_weight: ``[E]``, or None.
+        edge_attr: ``[E, …]``, or None.
+        sorted_edges: Weighted edges by target in place of those above, for a layer that is fused, or None.
+    """
+
+    num_targets: int
+    edge_index: Tensor
+    edge_weight: Tensor | None = None
+    edge_attr: Tensor | None = None
+    sorted_edges: list[Tensor] | None = None
+
+
 class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
     """A PyG ``BasicGNN`` that drops input features and checks its arguments.
 
@@ -75,7 +100,8 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         if isinstance(in_channels, int) and in_channels < 1 and in_channels != -1:
             raise ValueError(f"in_channels must be at least 1, or -1 to infer it, got {in_channels}")
         super().__init__(in_channels, hidden_channels, num_layers, out_channels, dropout, **kwargs)
-        self.input_dropout = nn.Dropout(input_dropout)
+        self.dropout = Dropout(dropout)
+        self.input_dropout = Dropout(input_dropout)
 
     def forward(
         self,
@@ -87,20 +113,28 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         batch_size: int | None = None,
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
-        seeds alone.
+        seeds alone. With ``x_aggregated`` ``[N, in_channels]``, what the first layer's aggregation comes to for each
+        row of ``x``, the first layer reads no edges: a mini-batch needs a hop less.
 
         Raises:
-            ValueError: ``x`` has not ``in_channels`` columns.
+            ValueError: ``x`` has not ``in_channels`` columns; ``x_aggregated`` has another shape, or meets input
+                dropout or ``jk``.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
         nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
+        if x_aggregated is not None:
+            self._check_aggregated(x, x_aggregated)
+            if nodes is None or edges is None or not trims_exactly(self, len(edges) + 1):
+                nodes, edges = ([size] + [0] * (self.num_layers - 1) for size in (x.size(0), edge_index.size(1)))
+            return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges, x_aggregated)
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
@@ -114,27 +148,25 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
+        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
 
         PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
         hop, which nobody reads: nearly all rows of the first layer.
         """
-        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
-        last = self.num_layers - 1
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            hops = self.num_layers - i
-            edges = sum(num_edges[:hops])
-            x = self._bipartite(
-                conv,
-                x,
-                sum(num_nodes[:hops]),
-                edge_index[:, :edges],
-                None if edge_weight is None else edge_weight[:edges],
-                None if edge_attr is None else edge_attr[:edges],
-            )
-            if i == last and self.jk_mode is None:
+        parts = self._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + (x_aggregated is None)])])
+        for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
+            last = i == self.num_layers - 1 and self.jk_mode is None
+            if i == 0 and x_aggregated is not None:
+                x, complete = conv(x, KnownAggregation(x_aggregated[: x.size(0)])), False
+            else:
+                x, complete = self._layer(conv, x, part, None if last else norm)
+            if last:
                 break
+            if complete:
+                continue
             if self.act is not None and self.act_first:
                 x = self.act(x)
             x = norm(x)
@@ -143,19 +175,49 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
 
-    def _bipartite(
+    def _check_aggregated(self, x: Tensor, x_aggregated: Tensor) -> None:
+        if x_aggregated.shape != x.shape:
+            raise ValueError(f"x_aggregated is {list(x_aggregated.shape)}, but must be {list(x.shape)} as x is")
+        if self.training and getattr(self.input_dropout, "p", 0.0):
+            raise ValueError("x_aggregated holds all features, but input_dropout drops some; give input_dropout=0")
+        if self.jk_mode not in (None, "last"):
+            raise ValueError(
+                f"jk={self.jk_mode!r} joins the outputs of all layers, which x_aggregated has not; use jk=None"
+            )
+
+    def _parts(
         self,
-        conv: MessagePassing,
         x: Tensor,
-        num_targets: int,
         edge_index: Tensor,
         edge_weight: Tensor | None,
         edge_attr: Tensor | None,
-    ) -> Tensor:
-        """Apply one layer to ``x`` ``[num_sources, F]``, whose first ``num_targets`` rows are the targets."""
-        extra: dict[str, Any] = {"edge_attr": edge_attr} if self.supports_edge_attr else {}
-        out: Tensor = conv((x, x[:num_targets]), edge_index, **extra)
-        return out
+        num_nodes: list[int],
+        num_edges: list[int],
+    ) -> list[_Part]:
+        """Cut a mini-batch for the layers, the outermost first."""
+        parts = []
+        for hops in range(self.num_layers, 0, -1):
+            edges = slice(sum(num_edges[:hops]))
+            weight = None if edge_weight is None else edge_weight[edges]
+            attr = None if edge_attr is None else edge_attr[edges]
+            parts.append(_Part(sum(num_nodes[:hops]), edge_index[:, edges], weight, attr))
+        return parts
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        """Apply one layer to ``x`` ``[num_sources, F]``.
+
+        Args:
+            conv: The layer.
+            x: Features of the sources, of the targets first.
+            part: The rest of what it reads.
+            norm: What comes after the layer, before activation and dropout; None if nothing of these does.
+
+        Returns:
+            The result, and whether ``norm``, activation and dropout have been applied to it already.
+        """
+        extra: dict[str, Any] = {"edge_attr": part.edge_attr} if self.supports_edge_attr else {}
+        out: Tensor = conv((x, x[: part.num_targets]), part.edge_index, **extra)
+        return out, False
 
 
 class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
@@ -177,7 +239,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         """Build one layer, which also takes a compressed graph."""
         return GCNConv(in_channels, out_channels, **kwargs)
 
-    def _trimmed(
+    def _parts(
         self,
         x: Tensor,
         edge_index: Tensor,
@@ -185,27 +247,40 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
-    ) -> Tensor:
+    ) -> list[_Part]:
         conv = self.convs[0]
         if conv.cached:
             raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
+        if self._fuses(x, edge_index, edge_weight):
+            targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
+            edges = conv.sorted_edges(edge_index, edge_weight, x.size(0), targets[0], x.dtype)
+            cut = [first_rows(edges, count) for count in targets]
+            # A layer has no more sources than the one before has targets; what reads others is PyG's to complain about.
+            sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
+            if all(_reads_below(part, count) for part, count in zip(cut, sources, strict=False)):
+                return [_Part(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
         if conv.normalize:
             edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
-        return super()._trimmed(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+        return super()._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
 
-    def _bipartite(
-        self,
-        conv: MessagePassing,
-        x: Tensor,
-        num_targets: int,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        edge_attr: Tensor | None,
-    ) -> Tensor:
+    def _fuses(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
+        """Say whether all layers run as one operator each; the normalisation is theirs together."""
+        first, *others = self.convs
+        if not all(type(conv) is GCNConv and _same_norm(conv, first) for conv in self.convs):
+            return False
+        if not fuses(first, x, x, edge_index, edge_weight):
+            return False
+        return all(obstacle(conv) is None and conv.lin.weight.dtype == x.dtype for conv in others)
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
         # GCNConv.forward without its normalisation, which would see the trimmed edges only.
+        if part.sorted_edges is not None:
+            then = None if norm is None else relu_dropout(conv, norm, self.act, self.dropout, x)
+            return conv.run_fused(x, part.sorted_edges, then), then is not None
         x = conv.lin(x)
-        x = conv.propagate(edge_index, x=x, edge_weight=edge_weight, size=(x.size(0), num_targets))
-        return x if conv.bias is None else x + conv.bias
+        size = (x.size(0), part.num_targets)
+        x = conv.propagate(part.edge_index, x=x, edge_weight=part.edge_weight, size=size)
+        return x if conv.bias is None else x + conv.bias, False
 
     def _normalize(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: list[int], num_edges: list[int]
@@ -237,6 +312,15 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         )
 
 
+def _same_norm(conv: GCNConv, other: GCNConv) -> bool:
+    names = ("normalize", "improved", "add_self_loops", "cached")
+    return all(getattr(conv, name) == getattr(other, name) for name in names)
+
+
+def _reads_below(edges: list[Tensor], num_sources: int) -> bool:
+    return edges[1].numel() == 0 or int(edges[1].max()) < num_sources
+
+
 class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
@@ -250,6 +334,30 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
         """Build one layer, which also takes a compressed graph."""
         return SAGEConv(in_channels, out_channels, **kwargs)
+
+    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        target = x[: part.num_targets]
+        if norm is not None and type(conv) is SAGEConv and fuses(conv, x, target, part.edge_index):
+            then = relu_dropout(conv, norm, self.act, self.dropout, x)
+            if then is not None:
+                return conv.run_fused(x, target, part.edge_index, then), True
+        return super()._layer(conv, x, part, norm)
+
+
+class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
+    """Graph isomorphism network (Xu, Hu, Leskovec and Jegelka, ICLR 2019, arXiv:1810.00826).
+
+    Takes ``torch_geometric.nn.models.GIN``'s arguments, and ``input_dropout``, the probability of dropping an input
+    feature. Parameter names are those of PyG's class.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> MessagePassing:
+        """Build one layer, which also takes a compressed graph."""
+        options = {name: getattr(self, name) for name in ("act", "act_first", "norm", "norm_kwargs")}
+        return GINConv(MLP([in_channels, out_channels, out_channels], **options), **kwargs)
 
 
 class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
@@ -305,9 +413,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
         to_out = getattr(self, "_is_conv_to_out", False)
         if to_out:
             heads = output_heads
-        if kwargs.get("v2", False):  # PyG's own layer, which needs an edge_index tensor
-            return super().init_conv(in_channels, out_channels, heads=heads, **kwargs)
-        kwargs.pop("v2", None)
+        layer = GATv2Conv if kwargs.pop("v2", False) else GATConv
         concat = kwargs.pop("concat", True) and not to_out
         channels = out_channels // heads if concat else out_channels
-        return GATConv(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)
+        return layer(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)

@@ -14,16 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from lightning_gnn.ops.hashing import (
-    GOLDEN,
-    MIX_1,
-    MIX_2,
-    NODE_STEP,
-    mix,
-    mix_compiled,
-    node_key_compiled,
-)
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
+from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
 from lightning_gnn.ops.library import define, library
 from lightning_gnn.ops.worker_threads import run_all
 
@@ -35,9 +29,9 @@ _PER_THREAD = 1 << 18
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
     """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``.
 
-    Whether number (i, c) is dropped is decided by the upper 32 bits of a hash of (``key``, ``rows[i]``, ``c``), the
-    same on every device and for every number of threads. Differentiable any number of times; backward draws the mask
-    again instead of keeping it.
+    Whether number (i, c) is dropped is decided by half of the 64 bits of a hash of (``key``, ``rows[i]``, ``c // 2``):
+    the lower half where c is even, the upper one where it is odd. It is the same on every device and for every number
+    of threads. Differentiable any number of times; backward draws the mask again instead of keeping it.
 
     Args:
         x: Floating ``[n, ...]``; ``c`` counts over the dimensions after the first.
@@ -64,10 +58,15 @@ def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Te
             raise ValueError(f"x is on {x.device}, but rows on {rows.device}; move one of them with .to()")
     if p == 0.0:
         return x.clone()
-    mixed = _signed(mix(key))
+    mixed = mixed_key(key)
     drop = torch.ops.lightning_gnn.row_dropout if torch.compiler.is_compiling() else _with_autograd
     dropped: Tensor = drop(x, p, mixed, rows)
     return dropped
+
+
+def mixed_key(key: int) -> int:
+    """Return the key as the operators take it: mixed, in 64 bits with a sign."""
+    return _signed(mix(key))
 
 
 class _RowDropout(torch.autograd.Function):
@@ -97,8 +96,8 @@ _with_autograd: Callable[..., Tensor] = _RowDropout.apply
 
 
 def _threshold(p: float) -> int:
-    """Return what a 32-bit hash must reach for the number to stay."""
-    return min(round(p * 2**32), 2**32)
+    """Return what the 32 bits of a number must reach for it to stay."""
+    return min(round(p * 2**32), 2**32 - 1)
 
 
 _MASK = (1 << 64) - 1
@@ -126,10 +125,12 @@ def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Ten
     if x.numel() == 0 or p == 1.0:
         return x.new_zeros(x.shape)
     ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
-    columns = torch.arange(x.numel() // x.size(0), device=x.device)
+    columns = x.numel() // x.size(0)
     streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
-    hashes = _mix_torch(streams[:, None] + (columns + 1) * _signed(GOLDEN))
-    keep = _shifted(hashes, 32) >= _threshold(p)
+    pairs = torch.arange(1, (columns + 1) // 2 + 1, device=x.device)
+    hashes = _mix_torch(streams[:, None] + pairs * _signed(GOLDEN))
+    halves = torch.stack([hashes & 0xFFFFFFFF, _shifted(hashes, 32)], dim=2).flatten(1)[:, :columns]
+    keep = halves >= _threshold(p)
     return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype).contiguous()
 
 
@@ -153,51 +154,101 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
     scale = 1.0 / (1.0 - p)
     shape = (x.size(0), x.numel() // x.size(0))
     ids = np.arange(x.size(0)) if rows is None else rows.contiguous().numpy()
-    whole = x.contiguous().view(shape)
-    if x.dtype in (torch.float32, torch.float64):
-        out = torch.empty_like(whole)
-        # A scale of the dtype makes compiled code round as torch does.
-        arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
-        _share_out(_drop_rows, shape, np.uint64(key & _MASK), np.uint64(_threshold(p)), *arrays)
-        return out.view(x.shape)
-    keep = torch.empty(shape, dtype=torch.bool)
-    _share_out(_draw_rows, shape, np.uint64(key & _MASK), np.uint64(_threshold(p)), keep.numpy(), ids)
-    return torch.where(keep, whole * scale, 0).to(x.dtype).view(x.shape)
+    whole = wide(x).view(shape)
+    out = huge_pages(torch.empty_like(whole))
+    # A scale of the dtype makes compiled code round as torch does.
+    arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
+    _share_out(drop_rows, shape, *drawn(p, key), *arrays)
+    return out.view(x.shape).to(x.dtype)
 
 
-def _share_out(function: Any, shape: tuple[int, int], key: np.uint64, threshold: np.uint64, *arrays: Any) -> None:
+def drawn(p: float, key: int) -> tuple[np.uint64, np.uint32]:
+    """Return a mixed key, and what 32 bits must reach, as compiled loops take them."""
+    return np.uint64(key & _MASK), np.uint32(_threshold(p))
+
+
+def _share_out(function: Any, shape: tuple[int, int], *arguments: Any) -> None:
     """Run a compiled loop over rows on as many threads as torch has."""
     num_threads = max(1, min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD))
     bounds = [shape[0] * i // num_threads for i in range(num_threads + 1)]
-    run_all([partial(function, start, stop, key, threshold, *arrays) for start, stop in pairwise(bounds)])
+    run_all([partial(function, start, stop, *arguments) for start, stop in pairwise(bounds)])
 
 
-_U32, _UGOLDEN = np.uint64(32), np.uint64(GOLDEN)
+_UGOLDEN = np.uint64(GOLDEN)
+
+
+@numba.njit(inline="always", cache=True)
+def _draw_row(key: np.uint64, row: int, words: np.ndarray) -> None:
+    # The stream of a row, of which word w is the hash of w + 1 steps: drawn in any order, by anyone. Two columns share
+    # a word, so that vectors of 64-bit hashes make as many vectors of 32-bit numbers.
+    counter = node_key_compiled(key, row)
+    for w in range(words.size):
+        counter += _UGOLDEN
+        words[w] = mix_compiled(counter)
 
 
 @numba.njit(nogil=True, cache=True)
-def _drop_rows(
-    start: int, stop: int, key: np.uint64, threshold: np.uint64, x: np.ndarray, rows: np.ndarray, out: np.ndarray,
+def drop_rows(
+    start: int, stop: int, key: np.uint64, threshold: np.uint32, x: np.ndarray, rows: np.ndarray, out: np.ndarray,
     scale: float,
 ) -> None:  # fmt: skip
+    """Drop numbers of rows ``[start, stop)`` of ``x`` ``[n, C]``; ``scale`` is of its dtype, to round as torch does."""
     zero = scale * 0  # of the dtype
+    words = np.empty((x.shape[1] + 1) // 2, np.uint64)
+    halves = words.view(np.uint32)
     for i in range(start, stop):
-        # The stream of a row, of which number c is the hash of (c + 1) steps: drawn in any order, by anyone.
-        counter = node_key_compiled(key, rows[i])
+        _draw_row(key, rows[i], words)
         for c in range(x.shape[1]):
-            counter += _UGOLDEN
             # A select, not a branch, so that the compiler makes vectors of it.
-            out[i, c] = x[i, c] * scale if mix_compiled(counter) >> _U32 >= threshold else zero
+            out[i, c] = x[i, c] * scale if halves[c] >= threshold else zero
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw_rows(start: int, stop: int, key: np.uint64, threshold: np.uint64, keep: np.ndarray, rows: np.ndarray) -> None:
-    # The same for dtypes that Numba does not have: the mask alone, which torch then applies.
-    for i in range(start, stop):
-        counter = node_key_compiled(key, rows[i])
-        for c in range(keep.shape[1]):
-            counter += _UGOLDEN
-            keep[i, c] = mix_compiled(counter) >> _U32 >= threshold
+def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: float) -> None:
+    """Do ``drop_rows(relu(out))`` in place for rows that are numbered from ``first`` on."""
+    zero = scale * 0
+    words = np.empty((out.shape[1] + 1) // 2, np.uint64)
+    halves = words.view(np.uint32)
+    for i in range(out.shape[0]):
+        _draw_row(key, first + i, words)
+        for c in range(out.shape[1]):
+            value = out[i, c]
+            # NaN stays, as in torch's ReLU.
+            out[i, c] = zero if (halves[c] < threshold) | (value <= zero) else value * scale
+
+
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Do what ``torch.nn.functional.dropout`` does, on the CPU with the mask of one key from torch's generator.
+
+    Args:
+        x: Floating ``[n, ...]``.
+        p: Probability in [0, 1].
+        training: Without, nothing is dropped.
+
+    Raises:
+        ValueError: ``p`` is no probability.
+    """
+    if not training or p == 0.0 or not draws_by_key(x):
+        return F.dropout(x, p, training)
+    return row_dropout(x, p, draw_key())
+
+
+def draws_by_key(x: Tensor) -> bool:
+    """Say whether :func:`dropout` draws by key for ``x``, and does not leave it to torch."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.layout != torch.strided or x.is_nested:
+        return False
+    if not x.is_floating_point() or x.dim() == 0 or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    # A mode that looks for torch's dropout, as drop_by_row does, must see it.
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def draw_key() -> int:
+    """Draw 64 bits from torch's default generator of the CPU."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
 
 
 class drop_by_row(TorchFunctionMode):
@@ -272,7 +323,7 @@ def _backward(
 
 
 def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) -> Tensor:
-    """Drop weights of edges, such as attention: as torch does it, but by the edge's number inside :class:`drop_by_row`.
+    """Drop weights of edges, such as attention: as :func:`dropout`, but by the edge's number in :class:`drop_by_row`.
 
     Args:
         graph: A :class:`~lightning_gnn.graph.compress.CompressedGraph`, whose edges are numbered in forward order, or
@@ -288,7 +339,7 @@ def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) ->
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     context = next((mode for mode in reversed(modes) if isinstance(mode, drop_by_row)), None)
     if context is None:
-        return F.dropout(weight, p, training)
+        return dropout(weight, p, training)
     drops = training and p > 0.0
     key = context.next_key(drops)
     if not drops:

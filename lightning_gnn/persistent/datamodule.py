@@ -14,7 +14,7 @@ from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
@@ -144,8 +144,8 @@ class PersistentSamplerDataModule(NeighborDataModule):
 
     def _place(self, device: torch.device) -> None:
         """Copy graph, features and other attributes to where they are read."""
-        sampler = self.graph_sampler
-        store = self.data._store
+        sampler, data = self.graph_sampler, self.batch_data
+        store = data._store
         keys = [key for key in store if key != "num_nodes" and (store.is_node_attr(key) or store.is_edge_attr(key))]
         # What is trained stays the user's own tensor; so do attributes that are no tensors.
         keys = [key for key in keys if isinstance(store[key], Tensor) and key not in ("edge_index", "adj_t")]
@@ -167,7 +167,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
                 continue
             table = pinned(table, table.num_nodes * table.row_bytes, device, f"data.{key}")
             self._tables[key] = table.cached(hot_rows, device) if key == "x" and hot_rows is not None else table
-        self._placed_data = copy.copy(self.data)
+        self._placed_data = copy.copy(data)
         for key in keys:
             if key not in tables:
                 self._placed_data[key] = store[key].to(device)
@@ -222,7 +222,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
 
 
 def _is_table(value: Tensor) -> bool:
-    return value.dim() == 2 and value.dtype in (torch.float32, torch.float16)
+    return value.dim() == 2 and value.dtype in FEATURE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,9 @@ from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, i
 KINDS = {
     "topology": "sorted edges of data folders",
     "graphs": "compressed graphs",
+    "first_layer": "aggregated features for first layers",
     "plans": "plans of collective batching",
+    "limits": "what this machine can do at the most",
     "inference": "layer outputs of interrupted inference",
     "datasets": "data sets processed from read-only files",
     "checks": "files whose ids were checked",

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
+from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.options import checked_options
@@ -58,6 +60,7 @@ class MiniBatchDataModule(ResumableDataModule):
 
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
+    _first_layer: FirstLayer | None = None
 
     def __init__(
         self,
@@ -85,7 +88,15 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = 0
 
     def _take_graph(
-        self, data: Any, sampler: Any, num_neighbors: Any, replace: bool, disjoint: bool, check_features: bool
+        self,
+        data: Any,
+        sampler: Any,
+        num_neighbors: Any,
+        replace: bool,
+        disjoint: bool,
+        check_features: bool,
+        feature_dtype: torch.dtype | str | None = None,
+        precompute: str | None = None,
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
         true_or_false(replace, "replace")
@@ -98,13 +109,34 @@ class MiniBatchDataModule(ResumableDataModule):
         else:
             sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
         check_edge_data(data)
-        self.data = data
+        self.data = with_feature_dtype(data, feature_dtype, check_features)
+        evaluation = _with_overrides(sampler, self.sampler_overrides)
+        self.precompute = check_option(precompute, self.data)
+        if self.precompute is not None:
+            self._first_layer = FirstLayer(self.precompute)
+            same = evaluation is sampler
+            sampler = one_hop_less(sampler)
+            evaluation = sampler if same else one_hop_less(evaluation)
         self.graph_sampler = sampler
-        self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
+        self.eval_graph_sampler = evaluation
+
+    @property
+    def batch_data(self) -> Any:
+        """The graph from which mini-batches are cut: ``data``, with ``precompute`` and ``x_aggregated``."""
+        if self._first_layer is None:
+            return self.data
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return self._first_layer.added_to(self.data, self.graph_sampler.graph, module)
+
+    def setup(self, stage: str) -> None:
+        """Aggregate for the first layer, if asked to, and let the ranks of a machine share memory."""
+        if self._first_layer is not None and (stage == "fit" or self.inference is None):
+            _ = self.batch_data
+        super().setup(stage)
 
     @property
     def num_neighbors(self) -> list[int] | None:
-        """Fanout of each hop in training, None for a sampler that has none."""
+        """Fanout of each hop that is sampled in training, None for a sampler that has none."""
         return getattr(self.graph_sampler, "num_neighbors", None)
 
     @property
@@ -169,6 +201,8 @@ class MiniBatchDataModule(ResumableDataModule):
             kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
             kwargs.pop("batch_size")
+        if self._first_layer is not None and kwargs.get("transform") is not None:
+            kwargs["transform"] = KeepsFeatures(kwargs["transform"])
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
@@ -207,16 +241,22 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def large_arrays(self) -> dict[str, Any]:
         """Return graph and features, by name."""
-        return {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
+        held = {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
+        return held if self._first_layer is None else {**held, "first layer": self._first_layer.rows}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        return {"seed": self.seed, **super().state_dict()}
+        return {"seed": self.seed, "precompute": self.precompute, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
         super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
+        if (before := state_dict.get("precompute")) != self.precompute:
+            rank_zero_warn(
+                f"the checkpoint was trained with precompute={before!r}, but this run has precompute="
+                f"{self.precompute!r}: the first layer goes over other neighbours"
+            )
 
     def _first_batch(self) -> int:
         """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""

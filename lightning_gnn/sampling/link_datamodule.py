@@ -52,11 +52,18 @@ class LinkDataModule(MiniBatchDataModule):
         link_sampler: A sampler of your own.
         check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
             memory-mapped and of more than a gigabyte.
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+        precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
+            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
+            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
+            ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
+            ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
@@ -109,15 +116,19 @@ class LinkDataModule(MiniBatchDataModule):
         seed: int | None = None,
         link_sampler: BaseSampler | None = None,
         check_features: bool = True,
+        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
+        precompute: str | None = None,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
-        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features)
+        self._take_graph(
+            data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
+        )
         if input_train_edges is None:
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {
@@ -171,7 +182,7 @@ class LinkDataModule(MiniBatchDataModule):
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
         return ThreadedLinkLoader(
-            self.data,
+            self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
             edge_label_index=edges,
             edge_label=labels,

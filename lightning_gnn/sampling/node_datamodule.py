@@ -41,11 +41,18 @@ class NeighborDataModule(MiniBatchDataModule):
         node_sampler: A sampler of your own instead of the one made from these arguments.
         check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
             memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+        precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
+            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
+            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
+            ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
+            ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
             ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
@@ -92,15 +99,19 @@ class NeighborDataModule(MiniBatchDataModule):
         seed: int | None = None,
         node_sampler: BaseSampler | None = None,
         check_features: bool = True,
+        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
+        precompute: str | None = None,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
-        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features)
+        self._take_graph(
+            data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
+        )
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
         for stage, nodes in zip(LOADER_IDS, given, strict=True):
@@ -132,7 +143,7 @@ class NeighborDataModule(MiniBatchDataModule):
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
         return ThreadedNodeLoader(
-            self.data,
+            self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
             input_nodes=self._nodes[stage],
             **self.loader_arguments(stage, self._count(stage)),

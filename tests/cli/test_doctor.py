@@ -115,3 +115,10 @@ def test_cache_is_a_command_of_lgnn(tmp_path, monkeypatch, capsys):
             cli.main()
         assert caught.value.code == 0
         assert text in capsys.readouterr().out
+
+
+def test_it_says_which_layers_are_fused(capsys):
+    doctor.main([])
+    printed = capsys.readouterr().out
+    for name in ("GCNConv", "SAGEConv", "GINConv", "all others"):
+        assert name in printed

@@ -1,98 +1,167 @@
-"""When a layer on an ``edge_index`` runs as one operator of this package instead of PyG's several, and which."""
+"""When a layer on an ``edge_index`` runs as one operator of this package instead of PyG's several, and why not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch_geometric.nn import conv as pyg
+from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from lightning_gnn.nn.conv.graph import REDUCE
-from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout
+from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
 FUSED_ON = ("cpu",)
-"""Devices on which aggregate-and-update is measured to be faster than PyG's path."""
+"""Devices on which the fused operators are measured to be faster than PyG's path."""
 UNFUSED_UP_TO = 1 << 19
 """Edges times columns up to which PyG's path is faster all the same: its operators are few."""
-_FUSED_DTYPES = (torch.float32, torch.float64)
-_STEPS = ("message", "message_and_aggregate", "aggregate", "update")
+_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
+"""What a layer's tensors may be under autocast to bfloat16."""
+_STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
-    for step in ("propagate", "message", "aggregate", "message_and_aggregate")
+    for step in ("propagate", "edge_update", "message", "aggregate", "message_and_aggregate")
     for when in ("_pre", "")
 )
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def fuses(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
-    """Say whether :func:`fused` gives what PyG's own path would, also to hooks and transforms, and gives it sooner.
+@dataclass(frozen=True)
+class Fused:
+    """What of a layer runs as one operator; a class of layers has it as its attribute ``fused``.
 
     Args:
-        layer: A ``SAGEConv``, or of a class derived from it.
-        source: What it got as features of the sources.
-        target: What it got as features of the targets.
-        edge_index: What it got as edges.
+        base: PyG's class, whose results the layer has.
+        what: What runs as one, in words.
+        reduces: Which reductions.
+        products: Returns PyG's ``Linear`` modules whose product is a part of it, by name.
+        node_dim: The ``node_dim`` of PyG's class.
+    """
+
+    base: type[MessagePassing]
+    what: str
+    reduces: tuple[str, ...]
+    products: Callable[[Any], dict[str, Any]]
+    node_dim: int = -2
+
+
+def obstacle(layer: MessagePassing) -> str | None:
+    """Return why a layer runs as PyG's operators whatever it gets on the CPU, as the end of a sentence, or None."""
+    fused: Fused | None = getattr(layer, "fused", None)
+    name = type(layer).__name__
+    if fused is None:
+        return f"there is no fused operator for {name}"
+    for step in _STEPS:
+        if getattr(type(layer), step) is not getattr(fused.base, step):
+            return f"{name} has a {step}() of its own"
+    reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
+    if reduce not in fused.reduces:
+        return f"aggr={layer.aggr!r} is not one of {', '.join(fused.reduces)}"
+    if layer.explain:
+        return "an explainer masks its messages"
+    if getattr(layer, "edge_dim", None) is not None:
+        return "it reads features of edges"
+    if layer.flow != "source_to_target" or layer.node_dim != fused.node_dim or layer.decomposed_layers != 1:
+        return "flow, node_dim and decomposed_layers must be as they are by default"
+    products = fused.products(layer)
+    for name, lin in products.items():
+        if type(lin) is not Linear:
+            return f"its {name} is a {type(lin).__module__}.{type(lin).__name__}"
+    hooked = [name for name, module in {**products, "aggr_module": layer.aggr_module}.items() if has_hooks(module)]
+    if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
+        return f"hooks look at {', '.join(hooked) or 'its messages'}"
+    return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Say whether hooks look at what goes into a module, or comes out."""
+    return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
+
+
+def runs_here(tensors: Sequence[Any], autocast_to: torch.dtype | None = None) -> bool:
+    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
+
+    Args:
+        tensors: What the layer got.
+        autocast_to: To which dtype autocast may convert, if to any.
     """
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
-    tensors = (source, target, edge_index)
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
         return False
-    device = source.device
-    if device.type not in FUSED_ON or torch.is_autocast_enabled(device.type) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    device = tensors[0].device.type
+    if device not in FUSED_ON or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != autocast_to:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    if layer.project or layer.normalize or layer.explain or layer.flow != "source_to_target":
-        return False
-    if layer.node_dim != -2 or layer.decomposed_layers != 1:
-        return False
-    if not isinstance(layer.aggr, str) or REDUCE.get(layer.aggr) not in ("sum", "mean"):
-        return False
-    if any(getattr(type(layer), name) is not getattr(pyg.SAGEConv, name) for name in _STEPS):
-        return False
-    lins = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
-    if any(type(lin) is not Linear or nn.parameter.is_lazy(lin.weight) for lin in lins):
-        return False
-    hooked = any(getattr(module, hooks) for module in (*lins, layer.aggr_module) for hooks in _MODULE_HOOKS)
-    if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
-        return False
-    # Shapes and dtypes that do not fit are PyG's to complain about.
-    wide, dtype = layer.lin_l.weight.size(1), source.dtype
-    weights = [lin.weight for lin in lins]
-    fits = all(tensor.dim() == 2 and tensor.device == device for tensor in (*tensors, *weights))
-    fits = fits and dtype in _FUSED_DTYPES and all(tensor.dtype == dtype for tensor in (target, *weights))
-    fits = fits and source.size(1) == wide and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
-    return fits and edge_index.size(1) * wide > UNFUSED_UP_TO
+    return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
-def fused(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-    """Return what ``SAGEConv`` returns for a pair of features.
+def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: Any = None) -> bool:
+    """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner.
 
     Args:
-        layer: A ``SAGEConv``.
-        source: ``[num_sources, in]``.
-        target: ``[num_targets, in of the targets]``; cheapest where these are the first rows of ``source``.
-        edge_index: ``[2, E]``.
+        layer: A layer whose class says what is fused.
+        source: What it got as features of the sources.
+        target: What it got as features of the targets.
+        edge_index: What it got as edges.
+        edge_weight: What it got as their weights.
     """
-    own = layer.root_weight and _is_head(target, source)
-    out = aggregate_update(
-        source,
-        edge_index,
-        layer.lin_l.weight,
-        layer.lin_r.weight if own else None,
-        layer.lin_l.bias,
-        target.size(0),
-        REDUCE[layer.aggr],  # type: ignore[arg-type]
+    tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
+    if not runs_here(tensors, torch.bfloat16) or obstacle(layer) is not None:
+        return False
+    device, dtype = source.device, source.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    dtypes = _AUTOCAST_DTYPES if autocast else (dtype,)
+    # Shapes and dtypes that do not fit are PyG's to complain about.
+    if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
+        return False
+    weights = [lin.weight for lin in layer.fused.products(layer).values()]
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else _FUSED_DTYPES):
+        return False
+    floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
+    fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
+    fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
+    fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
+    return (
+        fits
+        and edge_index.dim() == 2
+        and edge_index.size(0) == 2
+        and edge_index.numel() > 0
+        and edge_index.size(1) * source.size(1) > UNFUSED_UP_TO
     )
-    return out + layer.lin_r(target) if layer.root_weight and not own else out
 
 
-def _is_head(target: Tensor, source: Tensor) -> bool:
+def relu_dropout(layer: nn.Module, norm: nn.Module, act: Any, dropout: nn.Module, x: Tensor) -> ReluDropout | None:
+    """Return what follows a layer, as an operator takes it, or None where it is something else, or looked at by hooks.
+
+    Draws the key of dropout.
+
+    Args:
+        layer: The layer.
+        norm: What comes after it.
+        act: What comes after that.
+        dropout: What comes after that.
+        x: Any tensor that the layer gets.
+    """
+    if type(norm) is not nn.Identity or type(act) is not nn.ReLU or type(dropout) is not Dropout:
+        return None
+    if dropout.p >= 1.0 or dropout.inplace or any(has_hooks(module) for module in (layer, norm, act, dropout)):
+        return None
+    if not dropout.training or dropout.p == 0.0:
+        return ReluDropout()
+    return ReluDropout(dropout.p, draw_key()) if draws_by_key(x) else None
+
+
+def is_head(target: Tensor, source: Tensor) -> bool:
     """Say whether these are the first rows of ``source``, also to autograd, as the targets of a mini-batch are."""
     if target is source:
         return True

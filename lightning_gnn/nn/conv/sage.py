@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
-from lightning_gnn.nn.conv.fused import fused, fuses
-from lightning_gnn.nn.conv.graph import aggregate_input, aggregates_first, check_inputs, is_constant, is_graph
+from lightning_gnn.nn.conv.fused import Fused, fuses, is_head
+from lightning_gnn.nn.conv.graph import (
+    REDUCE,
+    aggregate_input,
+    aggregates_first,
+    check_inputs,
+    is_constant,
+    is_graph,
+)
 from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
+from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
+
+
+def _products(layer: Any) -> dict[str, Any]:
+    return {"lin_l": layer.lin_l, **({"lin_r": layer.lin_r} if layer.root_weight else {})}
 
 
 class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
@@ -19,7 +34,8 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
 
     With a graph it multiplies before or after it aggregates, whichever costs less. So it does with an ``edge_index`` on
     the CPU, such as a mini-batch's (:func:`~lightning_gnn.ops.aggregate_update`), unless something
-    about the layer is out of the ordinary. Constructor, parameters and results are PyG's.
+    about the layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters
+    and results are PyG's.
 
     Raises:
         ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
@@ -28,13 +44,19 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
 
     takes_graph = True
     propagate_type = {"x": OptPairTensor}  # noqa: RUF012
+    fused = Fused(
+        pyg.SAGEConv,
+        "aggregation (sum, mean) and both products, with ReLU and dropout in a model; aggregation (max)",
+        ("sum", "mean", "max"),
+        _products,
+    )
 
     def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
         """Return ``[num_targets, out_channels]`` for ``x`` ``[N, in_channels]``, or a pair (sources, targets)."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
             if size is None and fuses(self, source, target, edge_index):
-                return fused(self, source, target, edge_index)
+                return self.run_fused(source, target, edge_index)
             out: Tensor = super().forward(x, edge_index, size)
             return out
         reduce = check_inputs(self, edge_index, source, target=target)
@@ -49,3 +71,30 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         if self.root_weight and target is not None:
             out = out + self.lin_r(target)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    def run_fused(self, source: Tensor, target: Tensor, edge_index: Tensor, then: ReluDropout | None = None) -> Tensor:
+        """Return what :meth:`forward` returns for a pair of features that it fuses, and what comes then.
+
+        Args:
+            source: ``[num_sources, in]``.
+            target: ``[num_targets, in of the targets]``; cheapest where these are the first rows of ``source``.
+            edge_index: ``[2, E]``.
+            then: ReLU and dropout to be applied.
+        """
+        if self.project and hasattr(self, "lin"):
+            source = self.lin(source).relu()
+        reduce, lin, num_targets = REDUCE[self.aggr], self.lin_l, target.size(0)
+        own = self.root_weight and reduce != "max" and is_head(target, source)
+        alone = own or not self.root_weight  # nothing is left to be added
+        if reduce == "max":
+            edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), num_targets, None)
+            out = F.linear(aggregate_rows(source, edges, reduce), lin.weight, lin.bias)
+        else:
+            by_self = self.lin_r.weight if own else None
+            inside = then if alone and not self.normalize else None
+            out = aggregate_update(source, edge_index, lin.weight, by_self, lin.bias, num_targets, reduce, then=inside)
+            if inside is not None:
+                return out
+        if self.root_weight and not own:
+            out = out + self.lin_r(target)
+        return activated(F.normalize(out, p=2.0, dim=-1) if self.normalize else out, then)

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
+from lightning_gnn.ops.aggregate_update import rows as aggregate_update_rows  # noqa: F401  registers the operators
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout
+from lightning_gnn.ops.dropout import mixed_key
 
 REDUCES = ("sum", "mean")
 _MACS_PER_ELEMENT = 16
@@ -28,6 +32,7 @@ def aggregate_update(
     num_targets: int | None = None,
     reduce: Literal["sum", "mean"] = "sum",
     edge_weight: Tensor | None = None,
+    then: ReluDropout | None = None,
 ) -> Tensor:
     """Aggregate the in-neighbours of each target and multiply, ``(A x) W^T + x[:num_targets] S^T + b``.
 
@@ -48,6 +53,7 @@ def aggregate_update(
         num_targets: How many targets there are, by default as many as sources.
         reduce: ``"sum"``, or ``"mean"``: the sum divided by the number of edges.
         edge_weight: What each edge's features are multiplied with, floating ``[E]``; a constant.
+        then: Apply ReLU and dropout to the result while it is in the cache.
 
     Returns:
         ``[num_targets, out]`` of the dtype of ``x`` (under autocast, of that dtype). float16 and bfloat16 are
@@ -61,20 +67,44 @@ def aggregate_update(
     """
     num_targets = x.size(0) if num_targets is None else num_targets
     _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
+    edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
+    return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)
+
+
+def update_by_edges(
+    x: Tensor,
+    edges: list[Tensor],
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
+    mean: bool,
+    then: ReluDropout | None = None,
+) -> Tensor:
+    """Do what :func:`aggregate_update` does with edges that are sorted by target, and checked, already.
+
+    Args:
+        x: Features of the sources, as all others of the dtype in which the result shall be, unless autocast says that.
+        edges: As ``edge_order.py`` sorts them, one row per target.
+        weight: W.
+        self_weight: S, or None.
+        bias: b, or None.
+        mean: Divide sums by the number of edges.
+        then: ReLU and dropout.
+    """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
-        x, weight = x.to(low), weight.to(low)
         self_weight = None if self_weight is None else self_weight.to(low)
         bias = None if bias is None else bias.to(low)
-    edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
-    with torch.autocast(device, enabled=False):
-        edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
-        # Forward mode and torch.func go through torch's own operators.
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        if transformed or edges[1].numel() == 0 or x.numel() == 0 or num_targets * weight.size(0) == 0:
-            return reference.update(reference.sums, edges, x, weight, self_weight, bias, reduce == "mean", True)[0]
-        return _with_autograd(x, weight, self_weight, bias, edges, reduce == "mean")
+        with torch.autocast(device, enabled=False):
+            return update_by_edges(x.to(low), edges, weight.to(low), self_weight, bias, mean, then)
+    # Forward mode and torch.func go through torch's own operators.
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if transformed or edges[1].numel() == 0 or x.numel() == 0 or (edges[0].numel() - 1) * weight.size(0) == 0:
+        out = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, True)[0]
+        return reference.activated(out, then)
+    return _with_autograd(x, weight, self_weight, bias, edges, mean, then)
 
 
 class _AggregateUpdate(torch.autograd.Function):
@@ -87,44 +117,52 @@ class _AggregateUpdate(torch.autograd.Function):
         bias: Tensor | None,
         edges: list[Tensor],
         mean: bool,
+        then: ReluDropout | None,
     ) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         first = aggregates_first(x.size(0), edges[0].numel() - 1, edges[1].numel(), weight, wants_x, wants_weight)
         keep = first and wants_weight
+        p, key = (None, 0) if then is None else (then.p, mixed_key(then.key))
         out, aggregated = torch.ops.lightning_gnn.aggregate_update(
-            edges, x, weight, self_weight, bias, mean, first, keep
+            edges, x, weight, self_weight, bias, mean, first, keep, p, key
         )
-        ctx.mean, ctx.first = mean, first
-        ctx.save_for_backward(x, weight, self_weight, bias, aggregated if keep else None, *edges)
+        ctx.mean, ctx.first, ctx.then = mean, first, then
+        kept = (aggregated if keep else None, out if then is not None else None)
+        ctx.save_for_backward(x, weight, self_weight, bias, *kept, *edges)
         result: Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, self_weight, bias, aggregated, *edges = ctx.saved_tensors
+        x, weight, self_weight, bias, aggregated, activated, *edges = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:4])
+        given = (x, weight, self_weight, bias)
         if torch.is_grad_enabled():  # create_graph=True
-            return (
-                *_differentiable(edges, grad, (x, weight, self_weight, bias), ctx.mean, ctx.first, wanted),
-                None,
-                None,
-            )
+            return *_differentiable(edges, grad, given, ctx.mean, ctx.first, ctx.then, wanted), None, None, None
+        p = 0.0 if ctx.then is None else ctx.then.p
         grads = torch.ops.lightning_gnn.aggregate_update_backward(
-            edges, grad.contiguous(), x, weight, self_weight, aggregated, ctx.mean, ctx.first, wanted
+            edges, grad.contiguous(), x, weight, self_weight, aggregated, ctx.mean, ctx.first, wanted, activated, p
         )
-        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None, None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply
 
 
 def _differentiable(
-    edges: list[Tensor], grad: Tensor, given: tuple[Tensor | None, ...], mean: bool, first: bool, wanted: list[bool]
+    edges: list[Tensor],
+    grad: Tensor,
+    given: tuple[Tensor | None, ...],
+    mean: bool,
+    first: bool,
+    then: ReluDropout | None,
+    wanted: list[bool],
 ) -> list[Tensor | None]:
     # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
     inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
     x, weight, self_weight, bias = inputs
     out, _ = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, first)
+    out = reference.activated(out, then)
     some = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
     grads = iter(torch.autograd.grad(out, some, grad, create_graph=True))
     return [next(grads) if want else None for want in wanted]

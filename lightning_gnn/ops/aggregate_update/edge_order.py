@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_gnn.ops.library import define, library
 
-_SORTED, _UNSORTED = -1, -2
+SORTED, UNSORTED = -1, -2
+"""What counting edges returns in place of a bad one."""
 
 
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
@@ -66,6 +67,13 @@ def edges_by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Te
     ]
 
 
+def first_rows(edges: list[Tensor], count: int) -> list[Tensor]:
+    """Return the first rows of sorted edges, without a copy."""
+    indptr = edges[0][: count + 1]
+    last = int(indptr[-1])
+    return [indptr, *(values[:last] for values in edges[1:])]
+
+
 define(
     "edges_by_target(Tensor edge_index, int num_sources, int num_targets, Tensor? edge_weight) -> Tensor[]",
     edges_by_target,
@@ -78,16 +86,25 @@ def _by_target_cpu(edge_index: Tensor, num_sources: int, num_targets: int, edge_
     source, target = (part.contiguous().numpy() for part in edge_index)
     indptr, indices = np.zeros(num_targets + 1, np.int64), np.empty(source.size, np.int32)
     found = _count(source, target, num_sources, indptr, indices)
-    if found >= 0:
-        ends = (("0", source, num_sources, "sources"), ("1", target, num_targets, "targets"))
-        row, ids, count, name = next(end for end in ends if not 0 <= end[1][found] < end[2])
-        raise IndexError(f"edge_index[{row}] holds node {ids[found]} (edge {found}), but there are {count} {name}")
-    if found == _UNSORTED:
+    check_inside(found, source, target, num_sources, num_targets)
+    if found == UNSORTED:
         order = np.empty(source.size, np.int64)
         _place(source, target, indptr, indices, order)
         edge_weight = None if edge_weight is None else edge_weight[torch.from_numpy(order)]
     edges = [torch.from_numpy(indptr), torch.from_numpy(indices)]
     return edges if edge_weight is None else [*edges, edge_weight.contiguous().clone()]
+
+
+def check_inside(found: int, source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int) -> None:
+    """Explain what counting found: a bad edge, or none.
+
+    Raises:
+        IndexError: An edge is outside the sources or targets.
+    """
+    if found >= 0:
+        ends = (("0", source, num_sources, "sources"), ("1", target, num_targets, "targets"))
+        row, ids, count, name = next(end for end in ends if not 0 <= end[1][found] < end[2])
+        raise IndexError(f"edge_index[{row}] holds node {ids[found]} (edge {found}), but there are {count} {name}")
 
 
 @torch.library.impl(library, "edges_by_source", "CPU")
@@ -110,13 +127,13 @@ def _by_source_cpu(edges: list[Tensor], num_sources: int, own: bool) -> list[Ten
 def _count(source: np.ndarray, target: np.ndarray, num_sources: int, indptr: np.ndarray, indices: np.ndarray) -> int:
     """Count the edges of each target and copy the sources; return a bad edge, or whether they are sorted."""
     num_targets = indptr.size - 1
-    previous, answer = np.int64(0), _SORTED
+    previous, answer = np.int64(0), SORTED
     for e in range(source.size):
         s, t = source[e], target[e]
         if s < 0 or s >= num_sources or t < 0 or t >= num_targets:
             return e
         if t < previous:
-            answer = _UNSORTED
+            answer = UNSORTED
         previous = t
         # Of sorted edges this copy is the answer already; of others it is overwritten.
         indptr[t + 1] += 1

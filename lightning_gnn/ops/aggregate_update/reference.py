@@ -7,15 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
+from lightning_gnn.ops.dropout import row_dropout, row_dropout_torch
 from lightning_gnn.ops.library import define
 
 Sums = Callable[[list[Tensor], Tensor, bool], Tensor]
 """Edges, x and whether to divide by the number of edges, to the aggregated rows of x."""
+
+
+class ReluDropout(NamedTuple):
+    """ReLU, then dropout by row and column (:func:`lightning_gnn.ops.dropout.row_dropout`).
+
+    Args:
+        p: Probability in [0, 1).
+        key: 64-bit integer.
+    """
+
+    p: float = 0.0
+    key: int = 0
+
+
+def activated(out: Tensor, then: ReluDropout | None) -> Tensor:
+    """Apply what comes then, if anything; differentiable."""
+    return out if then is None else row_dropout(out.relu(), then.p, then.key)
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
@@ -50,6 +69,8 @@ def update(
     mean: bool,
     aggregate_first: bool,
     keep: bool = False,
+    p: float | None = None,
+    key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``, else nothing.
 
@@ -63,12 +84,16 @@ def update(
         mean: Divide the sums by the number of edges.
         aggregate_first: Aggregate x, and not the products.
         keep: Only if ``aggregate_first``.
+        p: Probability of dropping a number of the result after a ReLU, or None: neither.
+        key: What dropout draws by, mixed.
     """
     aggregated = sums(edges, x, mean) if aggregate_first else None
     out = sums(edges, x @ weight.t(), mean) if aggregated is None else aggregated @ weight.t()
     if self_weight is not None:
         out = out + x[: out.size(0)] @ self_weight.t()
     out = out if bias is None else out + bias
+    if p is not None:
+        out = row_dropout_torch(out.relu(), p, key, None)
     return out, aggregated if keep and aggregated is not None else x.new_empty(0)
 
 
@@ -83,6 +108,8 @@ def update_backward(
     mean: bool,
     aggregate_first: bool,
     wanted: list[bool],
+    activated: Tensor | None = None,
+    p: float = 0.0,
 ) -> list[Tensor]:
     """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
 
@@ -97,7 +124,11 @@ def update_backward(
         mean: Whether the sums were divided by the number of edges.
         aggregate_first: Whether x was aggregated, and not the products.
         wanted: Which of the four.
+        activated: The result, if ReLU and dropout came after: positive where it lets the gradient through.
+        p: Probability with which numbers were dropped.
     """
+    if activated is not None:
+        grad = through_relu_dropout(grad, activated, p)
     wants_x, wants_weight, wants_self, wants_bias = wanted
     none = x.new_empty(0)
     grad_x, grad_weight = none, none
@@ -124,6 +155,11 @@ def update_backward(
     return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
 
 
+def through_relu_dropout(grad: Tensor, activated: Tensor, p: float) -> Tensor:
+    """Return the gradient before ReLU and dropout."""
+    return torch.where(activated <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
+
+
 def divided(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:
     """Divide a row per target by the number of its edges, if ``mean``."""
     return rows / _divisors(edges, rows.dtype) if mean else rows
@@ -142,11 +178,12 @@ aggregate_update = partial(update, sums)
 aggregate_update_backward = partial(update_backward, sums)
 define(
     "aggregate_update(Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, bool mean,"
-    " bool aggregate_first, bool keep) -> (Tensor, Tensor)",
+    " bool aggregate_first, bool keep, float? p=None, int key=0) -> (Tensor, Tensor)",
     aggregate_update,
 )
 define(
     "aggregate_update_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor weight, Tensor? self_weight,"
-    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted) -> Tensor[]",
+    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted, Tensor? activated=None, float p=0.0)"
+    " -> Tensor[]",
     aggregate_update_backward,
 )

@@ -27,10 +27,12 @@ def aggregate_update(
     mean: bool,
     aggregate_first: bool,
     keep: bool,
+    p: float | None = None,
+    key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
-    if not aggregate_first or not _fused(x):
-        return reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first, keep)
+    if not aggregate_first or not _fused(x) or p is not None:
+        return reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first, keep, p, key)
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
     out = x.new_empty((edges[0].numel() - 1, weight.size(0)))

@@ -1,0 +1,48 @@
+"""The graph isomorphism layer, on PyG's ``edge_index`` or a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import conv as pyg
+from torch_geometric.typing import OptPairTensor
+
+from lightning_gnn.nn.conv.fused import Fused, fuses
+from lightning_gnn.nn.conv.graph import REDUCE, check_inputs, is_graph
+from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
+
+
+class GINConv(pyg.GINConv):  # type: ignore[misc]
+    """PyG's ``GINConv`` (arXiv:1810.00826), whose ``edge_index`` may also be a graph, bipartite or not.
+
+    On the CPU the neighbours of an ``edge_index`` are added up by one operator, unless something about the layer is out
+    of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters and results are PyG's.
+
+    Raises:
+        ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
+            ``flow="target_to_source"``, or an explainer.
+    """
+
+    takes_graph = True
+    propagate_type = {"x": OptPairTensor}  # noqa: RUF012
+    fused = Fused(pyg.GINConv, "aggregation (sum, mean, max)", ("sum", "mean", "max"), lambda layer: {})
+
+    def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
+        """Return ``[num_targets, …]``, whatever ``nn`` makes of it, for ``x`` ``[N, F]``, or (sources, targets)."""
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        if is_graph(edge_index):
+            reduce = check_inputs(self, edge_index, source, target=target)
+            out = aggregate(edge_index, source, None, reduce)
+        elif size is None and fuses(self, source, target, edge_index):
+            edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+            out = aggregate_rows(source, edges, REDUCE[self.aggr])
+        else:
+            result: Tensor = super().forward(x, edge_index, size)
+            return result
+        if target is not None:
+            out = out + (1 + self.eps) * target
+        result = self.nn(out)
+        return result

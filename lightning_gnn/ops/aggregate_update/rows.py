@@ -1,0 +1,120 @@
+"""The aggregation of a mini-batch alone, for layers whose update is a network of the user's, and for maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lightning_gnn.ops.aggregate import numba_kernels as kernels
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, loadable, wide
+from lightning_gnn.ops.aggregate_update import reference
+from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
+from lightning_gnn.ops.library import define, library
+
+
+def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean", "max"]) -> Tensor:
+    """Aggregate the in-neighbours of each target of a mini-batch.
+
+    Differentiable with respect to ``x`` any number of times; a second derivative is computed by torch's own operators.
+    Neighbours that attain a maximum share its gradient.
+
+    Args:
+        x: Floating ``[num_sources, D]``.
+        edges: By target, without weights, as ``edge_order.py`` sorts them.
+        reduce: Of nothing it is 0.
+
+    Returns:
+        ``[num_targets, D]``.
+    """
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if transformed or edges[1].numel() == 0 or x.numel() == 0:
+        return _by_torch(edges, x, reduce)
+    return _with_autograd(x, edges, reduce)
+
+
+class _AggregateRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
+        out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
+        ctx.reduce = reduce
+        ctx.save_for_backward(x, *((out, ties) if reduce == "max" else (None, None)), *edges)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        x, out, ties, *edges = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            x = x.view_as(x)
+            return *torch.autograd.grad(_by_torch(edges, x, ctx.reduce), x, grad, create_graph=True), None, None
+        return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
+
+
+_with_autograd: Callable[..., Tensor] = _AggregateRows.apply
+
+
+def _by_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
+    if reduce != "max":
+        return reference.sums(edges, x, reduce == "mean")
+    indptr, indices = edges
+    rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
+    out = x.new_zeros(indptr.numel() - 1, x.size(1))
+    index = rows.unsqueeze(1).expand(-1, x.size(1))
+    return out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
+
+
+define("aggregate_rows(Tensor[] edges, Tensor x, str reduce) -> (Tensor, Tensor)", None)
+define(
+    "aggregate_rows_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor? out, Tensor? ties, str reduce) -> Tensor",
+    None,
+)
+
+
+@torch.library.impl(library, "aggregate_rows", "CPU")
+def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    dtype, x, added_in = x.dtype, loadable(x), torch.promote_types(x.dtype, torch.float32)
+    rows = _SortedEdges(edges, added_in, reduce == "mean")
+    out = huge_pages(x.new_empty((rows.count, x.size(1)), dtype=added_in))
+    ties = huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
+
+    def share(first: int, last: int) -> None:
+        for start, stop in _tiles(first, last, x):
+            if reduce == "max":
+                rows.maxima(x, start, stop, out[start:stop], ties[start:stop])
+            else:
+                rows.sums(x, start, stop, out[start:stop])
+
+    _share_out(share, rows.work, x)
+    if reduce == "max":
+        empty = np.flatnonzero(np.diff(rows.indptr) == 0)
+        kernels.clear_rows(empty, x.size(1), out.view(-1).numpy())
+    return out.to(dtype), ties
+
+
+@torch.library.impl(library, "aggregate_rows_backward", "CPU")
+def _aggregate_rows_backward_cpu(
+    edges: list[Tensor], grad: Tensor, x: Tensor, out: Tensor | None, ties: Tensor | None, reduce: str
+) -> Tensor:
+    dtype, x, grad = x.dtype, wide(x), wide(grad)
+    if reduce == "mean":
+        grad = grad / edges[0].diff().clamp_(min=1).to(grad.dtype).unsqueeze(1)
+    elif out is not None and ties is not None:
+        grad, out = grad / ties, wide(out)
+    by_source = torch.ops.lightning_gnn.edges_by_source(edges, x.size(0), False)
+    rows = _SortedEdges(by_source, x.dtype, False)
+    grad_x = huge_pages(torch.empty_like(x))
+
+    def share(first: int, last: int) -> None:
+        for start, stop in _tiles(first, last, x):
+            if out is not None:
+                rows.routed(grad, out, x, start, stop, grad_x[start:stop])
+            else:
+                rows.sums(grad, start, stop, grad_x[start:stop])
+
+    _share_out(share, rows.work, x)
+    return grad_x.to(dtype)

@@ -1,0 +1,51 @@
+"""Aggregation of a mini-batch alone: PyG's results and gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.utils import scatter
+
+from lightning_gnn.ops.aggregate_update import rows
+from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
+from tests.ops.test_aggregate_update import batches, execution, executions, hub_batch, normal
+
+
+def by_target(edge_index, num_sources, num_targets):
+    return torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
+
+
+@settings(max_examples=60)
+@given(batches(), st.sampled_from([1, 3, 16, 70]), st.sampled_from(["sum", "mean", "max"]), st.booleans(), executions)
+def test_results_and_gradients_are_those_of_pygs_scatter(batch, width, reduce, ties, chosen):
+    num_sources, num_targets, edge_index = batch
+    x = normal(num_sources, width)
+    x = (x.round() if ties else x).requires_grad_()
+    grad = normal(num_targets, width, seed=2)
+    wanted = scatter(x[edge_index[0]], edge_index[1], 0, num_targets, reduce)
+    with execution(**chosen):
+        out = aggregate_rows(x, by_target(edge_index, num_sources, num_targets), reduce)
+        (ours,) = torch.autograd.grad(out, x, grad)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    (theirs,) = torch.autograd.grad(wanted, x, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_derivatives(reduce):
+    (num_sources, num_targets), edges = hub_batch(12, 5, 30)
+    x = normal(num_sources, 3).requires_grad_()
+    sorted_edges = by_target(edges, num_sources, num_targets)
+    assert torch.autograd.gradcheck(lambda x: aggregate_rows(x, sorted_edges, reduce), x)
+    if reduce != "max":
+        assert torch.autograd.gradgradcheck(lambda x: aggregate_rows(x.sin(), sorted_edges, reduce), x)
+    value, slope = torch.func.jvp(lambda x: aggregate_rows(x, sorted_edges, "sum"), (x.detach(),), (x.detach(),))
+    torch.testing.assert_close(value, slope)
+
+
+def test_it_runs_compiled_code(monkeypatch):
+    (num_sources, num_targets), edges = hub_batch()
+    monkeypatch.setattr(rows, "_by_torch", lambda *arguments: pytest.fail("torch's operators ran"))
+    x = normal(num_sources, 5, dtype=torch.float32).requires_grad_()
+    for reduce in ("sum", "mean", "max"):
+        aggregate_rows(x, by_target(edges, num_sources, num_targets), reduce).sum().backward()

@@ -1,0 +1,57 @@
+"""GCN's normalisation in one pass: PyG's numbers, in the order of sorted edges."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from lightning_gnn.ops.aggregate_update.gcn_edges import gcn_edges
+from tests.strategies import edge_indices
+
+
+def dense(edge_index, weight, num_nodes):
+    """Return A, in which equal edges add up: [target, source]."""
+    out = torch.zeros(num_nodes, num_nodes, dtype=weight.dtype)
+    return out.index_put((edge_index[1], edge_index[0]), weight, accumulate=True)
+
+
+@given(
+    edge_indices(),
+    st.integers(0, 100),
+    st.sampled_from(["none", "positive", "any"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_it_is_pygs_normalisation_sorted(graph, share, weights, improved, loops, ordered, dtype):
+    num_nodes, edge_index = graph
+    if ordered:
+        edge_index = edge_index[:, torch.argsort(edge_index[1], stable=True)]
+    generator = torch.Generator().manual_seed(0)
+    weight = None if weights == "none" else torch.rand(edge_index.size(1), generator=generator, dtype=dtype)
+    if weights == "any" and weight is not None:
+        weight = (weight * 4).round() - 1  # zero degrees, and negative ones
+    num_targets = num_nodes * share // 100
+    arguments = (edge_index, num_nodes, num_targets, weight, 2.0 if improved else 1.0, loops, dtype)
+    results = [torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments)]
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
+    wanted = dense(*gcn_norm(edge_index, weight, num_nodes, improved, loops, dtype=dtype), num_nodes)
+    indptr, indices, values = results[0]
+    rows = torch.repeat_interleave(indptr.diff())
+    whole = dense(torch.stack([indices.long(), rows]), values, num_nodes)
+    torch.testing.assert_close(
+        whole[:num_targets], wanted[:num_targets], rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-12,
+        equal_nan=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_bad_edges_are_named(row):
+    edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    edge_index[row, 1] = 3
+    with pytest.raises(IndexError, match=rf"edge_index\[{row}\] holds node 3 \(edge 1\), but there are 3"):
+        torch.ops.lightning_gnn.gcn_edges(edge_index, 3, 3, None, 1.0, True, torch.float32)
