@@ -105,7 +105,7 @@ class _ThreadedLoader:
     """Mixed into a PyG loader: the stages of a mini-batch with a key, an ordered pipeline of threads around them.
 
     ``num_workers`` threads share the graph and the features with the trainer; nothing is pickled or copied. Each thread
-    keeps 8 bytes per node, plus buffers of the size of a batch.
+    keeps 4 bytes per node.
     """
 
     data: Data

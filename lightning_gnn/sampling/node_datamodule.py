@@ -34,7 +34,7 @@ class NeighborDataModule(MiniBatchDataModule):
         input_pred_time: In PyG's place; not supported.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         batch_size: Seeds per mini-batch.
-        num_workers: Threads that prepare mini-batches ahead, each with 8 bytes per node of its own.
+        num_workers: Threads that prepare mini-batches ahead, each with 4 bytes per node of its own.
         replace: Draw neighbours with replacement.
         disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.

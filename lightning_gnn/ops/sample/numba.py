@@ -1,8 +1,8 @@
 """Neighbour sampling on the CPU, compiled, outside the GIL.
 
-A hop goes through its edges in blocks that stay in the cache, in three stages of memory accesses that do not wait for
-each other: pick edges and ask for ``indices`` of them (``picks``); read these, of the block before, and ask for their
-entries in the table; relabel the block before that (``relabel``). What is written is the mini-batch itself.
+A hop goes through its edges in blocks that stay in the cache: a block is picked (``picks``), then as many edges are
+relabelled (``relabel``), while what those a little later read of the graph and of the table is on its way. What is
+written is the mini-batch itself, in int64, in memory of the pool.
 """
 
 import threading
@@ -155,8 +155,9 @@ def _sample_cpu(
     scratch.room = m * 9 // 8
     edge_index = row[: 2 * m].reshape(2, m)
     write_targets(scratch.ends, low, edge_index[1])
-    parts = (node[:k], edge_index, edge[:m], tree[:k] if disjoint else tree[:0])
-    return *map(torch.from_numpy, parts), node_counts, edge_counts
+    trees = tree[: k if disjoint else 0]
+    node_ids, both, edges, batch = map(torch.from_numpy, (node[:k], edge_index, edge[:m], trees))
+    return node_ids, both, edges, batch, node_counts, edge_counts
 
 
 def _room(size: int) -> np.ndarray:
