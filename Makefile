@@ -39,6 +39,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.epoch $(ARGS)
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
+	$(BIN)/python -m benchmarks.plan_cpu $(ARGS)
 	$(BIN)/python -m benchmarks.collective $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)

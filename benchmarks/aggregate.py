@@ -2,7 +2,8 @@
 
 A graph with power-law degrees, weighted sums of the in-neighbours' rows. The figure is milliseconds per aggregation,
 conversions included. Each contestant has a process of its own and all of torch's threads. PyG writes a row per edge,
-which at full width does not fit the memory of a usual machine: it works through the columns 64 at a time.
+which at full width does not fit the memory of a usual machine: it works through the columns 64 at a time. Then the
+columns are varied, and ours reads the same features in bfloat16 too.
 
 The JSON also holds
 
@@ -38,6 +39,8 @@ from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import aggregate
 
 SIZES = {"nodes": (233_000, 2_000), "edges": (11_000_000, 20_000), "features": (256, 64), "workers": (30, 30)}
+WIDTHS = (64, 128, 256, 512)
+"""Columns that are tried beside those of the option; quick, an eighth of them."""
 PEERS = ("torch.sparse", "PyG, gather and scatter")
 STEPS = {
     "equal ranges of vertices": {"order": "natural", "num_groups": 1, "mode": "ranges"},
@@ -74,7 +77,8 @@ def make(spec: dict[str, Any]) -> Callable[[], Tensor]:
         return gather_and_scatter
     compressed = CompressedGraph.from_graph(graph, num_chunks=spec.get("num_chunks", "auto"), order=spec["order"])
     compressed = compressed.replace_settings(PlanSettings(num_groups=spec["num_groups"])).to(device)
-    ordered, x = compressed.edge_order(weight).to(device), x.to(device)
+    dtype = getattr(torch, spec.get("dtype", "float32"))
+    ordered, x = compressed.edge_order(weight).to(device, dtype), x.to(device, dtype)
     return lambda: aggregate(compressed, x, ordered)
 
 
@@ -156,7 +160,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         specs[f"ours, {step}"] = {**common, **chosen, **given, "library": "ours"}
     specs["ours"] = specs.pop("ours, + compression for locality")
     specs |= {name: {**common, "library": name} for name in PEERS}
-    rows = measure_isolated(contestant, {n: s for n, s in specs.items() if args.only in n}, args.runs)
+    columns = [width if args.features >= 256 else width // 8 for width in WIDTHS]
+    varying: dict[str, dict[str, Any] | None] = {}
+    for width in columns:
+        varied = {**common, "features": width, **STEPS["+ compression for locality"]}
+        varying[f"ours, {width} columns"] = {**varied, "library": "ours"}
+        varying[f"ours, {width} columns of bfloat16"] = {**varied, "library": "ours", "dtype": "bfloat16"}
+        varying[f"torch.sparse, {width} columns"] = {**varied, "library": "torch.sparse"}
+    rows = [
+        row
+        for some in (specs, varying)  # one after the other: together they would not fit into memory
+        for row in measure_isolated(contestant, {n: s for n, s in some.items() if args.only in n}, args.runs)
+    ]
     extra: dict[str, Any] = {}
     if not args.only:
         medians = {row["name"]: row["median"] for row in rows}
@@ -180,6 +195,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "comparisons": [
             compare(rows, f"{what}, against torch.sparse", ["ours"], ["torch.sparse"], False, 2.0),
             compare(rows, f"{what}, against PyG's gather and scatter", ["ours"], [PEERS[1]], False, 15.0),
+            *(
+                compare(rows, f"Aggregation, {width} columns, against torch.sparse", [f"ours, {width} columns"],
+                        [f"torch.sparse, {width} columns"], False, 1.3)
+                for width in columns
+            ),
+            *(
+                compare(rows, f"Aggregation, {width} columns, bfloat16 against float32",
+                        [f"ours, {width} columns of bfloat16"], [f"ours, {width} columns"], False, 1.6)
+                for width in columns
+            ),
             compare(rows, f"{what}, all steps against equal ranges of vertices", ["ours"],
                     ["ours, equal ranges of vertices"], False),
         ],

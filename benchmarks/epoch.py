@@ -1,30 +1,42 @@
 """A training epoch through ``pl.Trainer``: our DataModule and model against PyG's LightningNodeData, on the CPU.
 
-GraphSAGE with 2 layers and 256 hidden channels, fanouts 25 and 10, mini-batches of 1024 seeds. PyG's side runs once as
-its Lightning example does, on all sampled nodes in each layer, and once with ``trim_to_layer``, which ours does by
-itself. The figure is seconds per epoch, after one that does not count. Each contestant has a process of its own; each
-side's best number of workers and of torch's threads counts.
+GraphSAGE, GCN and GAT (four heads) with 2 layers and 256 hidden channels, fanouts 25 and 10, batches of 1024 seeds.
+PyG's side runs as its Lightning example does, on all sampled nodes in each layer, and with ``trim_to_layer``, which
+ours does by itself. Each contestant has a process of its own, in which a few mini-batches choose its best number of
+workers and of torch's threads, and for PyG the form of the edges (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's
+extension); only the best takes part in the rounds. The figure is seconds per epoch. Ours also runs in bfloat16
+(``bf16-mixed``, features of 16 bits) and with the first layer aggregated once; PyG's untrimmed form, the slowest, runs
+against ours in a few rounds of their own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch_geometric.data import Data
 
 from benchmarks import peers
-from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, publish
+from benchmarks.machine import MISSING, machine
 from benchmarks.minibatch import make_data
+from benchmarks.roofline import roofline
 from benchmarks.timed_epochs import TimedEpochs
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from lightning_gnn.planning.limits import MachineLimits, measure_limits, num_cores
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
+FANOUTS = [25, 10]
 SIZES = {
     "nodes": (500_000, 10_000),
     "edges": (10_000_000, 100_000),
@@ -33,99 +45,270 @@ SIZES = {
     "batch_size": (1024, 128),
     "train_nodes": (20_000, 1_000),
 }
-OURS = {
-    f"ours, {workers} worker{'s' * (workers > 1)}, {threads} torch thread{'s' * (threads > 1)}": {
-        "library": "ours",
-        "num_workers": workers,
-        "torch_threads": threads,
-    }
-    for workers in (1, 2)
-    for threads in (1, 2)
-}
-PYG = {
-    f"PyG{', trimmed' * trim}, {workers} workers, {threads} torch thread{'s' * (threads > 1)}": {
-        "library": "pyg",
-        "num_workers": workers,
-        "torch_threads": threads,
-        "trim": trim,
-    }
-    for trim in (False, True)
-    for workers, threads in ((0, 2), (2, 2), (2, 1))
-}
-CONTESTANTS = {**OURS, **PYG}
+MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
+BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
+STATIC = {"precompute": "first_layer"}
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16, ", static": STATIC, ", bf16 and static": BF16 | STATIC}
+"""What of ours is on, by what it adds to the name."""
+TRIAL_BATCHES = 4
+"""Mini-batches by which settings are chosen; the first does not count."""
+PLAIN_RUNS = 2
+"""Rounds of PyG's untrimmed form, at the most."""
+TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
+"""Against PyG's untrimmed form and against the trimmed one."""
+FASTER = 1.6
+"""With bfloat16 and the static first layer, against our float32."""
 
 
-def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+def contestants(model: str) -> dict[str, dict[str, Any]]:
+    """Return what can take part, by name; attention has no static first layer."""
+    ours = {
+        f"ours, {model}{suffix}": {"library": "ours", **options}
+        for suffix, options in OPTIONS.items()
+        if model != "GAT" or "precompute" not in options
+    }
+    pyg = {f"PyG, {model}{', trimmed' * trim}": {"library": "pyg", "trim": trim} for trim in (True, False)}
+    return {name: {"model": model, **spec} for name, spec in {**ours, **pyg}.items()}
+
+
+def settings(library: str) -> list[dict[str, int]]:
+    """Return the numbers of workers and of torch's threads that are tried."""
+    cores = num_cores()
+    threads = sorted({1, 2, cores})
+    pairs = (
+        [(0, cores), (1, cores), (2, cores), (2, 1)] if library == "pyg" else [(w, t) for w in (1, 2) for t in threads]
+    )
+    return [{"num_workers": workers, "torch_threads": count} for workers, count in dict.fromkeys(pairs)]
+
+
+def make(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
     """Return the model and the DataModule of one contestant."""
     pl.seed_everything(0, verbose=False)
-    data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
-    seeds = torch.randperm(spec["nodes"])[: spec["train_nodes"]]
     kwargs = {
-        "num_neighbors": [25, 10],
+        "num_neighbors": FANOUTS,
         "batch_size": spec["batch_size"],
         "num_workers": spec["num_workers"],
         "pin_memory": spec["device"] != "cpu",
     }
     sizes = (spec["features"], spec["hidden"], 2, CLASSES)
     if spec["library"] == "ours":
-        model = NodeClassifier(GraphSAGE(*sizes, dropout=0.5), CLASSES, lr=0.01)
-        return model, NeighborDataModule(data, seeds, **kwargs)
+        kind, more = MODELS[spec["model"]]
+        kwargs |= {name: spec[name] for name in ("precompute", "feature_dtype") if name in spec}
+        return NodeClassifier(kind(*sizes, dropout=0.5, **more), CLASSES, lr=0.01), NeighborDataModule(
+            data, seeds, **kwargs
+        )
     from torch_geometric.data.lightning import LightningNodeData
 
-    return peers.PyGClassifier(*sizes, trim=spec["trim"]), LightningNodeData(data, seeds, **kwargs)
+    module = peers.PyGClassifier(*sizes, trim=spec["trim"], model=spec["model"], form=spec.get("form", "tensor"))
+    return module, LightningNodeData(data, seeds, persistent_workers=spec["num_workers"] > 0, **kwargs)
 
 
-def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Train for as many epochs as there are rounds."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    torch.set_num_threads(spec["torch_threads"])
-    model, datamodule = make(spec)
-    trainer = pl.Trainer(
+def trainer(spec: dict[str, Any], **more: Any) -> pl.Trainer:
+    """Return a Trainer that says and keeps nothing."""
+    return pl.Trainer(
         accelerator="gpu" if spec["device"] == "cuda" else "cpu",
         devices=1,
-        max_epochs=gate.rounds,
+        precision=spec.get("precision", "32-true"),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[TimedEpochs(gate)],
+        **more,
     )
-    trainer.fit(model, datamodule)
 
 
-def run(sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu") -> list[dict[str, Any]]:
+def contestant(spec: dict[str, Any], gate: Gate) -> None:
+    """Try settings as long as the gate hands some out, then train for as many epochs as there are rounds."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
+    seeds = torch.randperm(spec["nodes"], generator=torch.Generator().manual_seed(0))[: spec["train_nodes"]]
+    while "rounds" not in (message := gate.wait()):
+        gate.report(_tried(data, seeds, {**spec, **message}))
+    gate.report(0.0)
+    chosen = {**spec, **message}
+    torch.set_num_threads(chosen["torch_threads"])
+    model, datamodule = make(data, seeds, chosen)
+    trainer(chosen, max_epochs=chosen["rounds"], callbacks=[TimedEpochs(gate)]).fit(model, datamodule)
+
+
+def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
+    """Return seconds per mini-batch, infinite where it does not run."""
+    torch.set_num_threads(spec["torch_threads"])
+    clock = _Batches()
+    try:
+        model, datamodule = make(data, seeds, spec)
+        trainer(spec, max_epochs=1, limit_train_batches=TRIAL_BATCHES, callbacks=[clock]).fit(model, datamodule)
+    except Exception as error:
+        print(f"{spec['library']}, {spec['model']}, {_named(spec)}: {type(error).__name__}: {error}")
+        return math.inf
+    return clock.seconds()
+
+
+class _Batches(pl.Callback):
+    """Times mini-batches after the first."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else math.inf
+
+
+class Chosen:
+    """A contestant whose settings have been chosen by a few mini-batches each.
+
+    Args:
+        name: Without its settings.
+        spec: What it is.
+        rounds: How often it will be called, warm-up included.
+    """
+
+    def __init__(self, name: str, spec: dict[str, Any], rounds: int) -> None:
+        self.tried: dict[str, float] = {}
+        self._process = Isolated(contestant, spec, rounds)
+        best = self._best([{**each, "form": "tensor"} for each in settings(spec["library"])])
+        if spec["library"] == "pyg":
+            others = [{**best, "form": form} for form in peers.forms() if form != "tensor"]
+            best = min((best, self._best(others) if others else best), key=lambda each: self.tried[_named(each)])
+        self.runs = math.isfinite(self.tried[_named(best)])
+        self.name = f"{name}, {_named(best)}" if self.runs else name
+        if self.runs:
+            self._process({**best, "rounds": rounds})
+
+    def _best(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        for choice in choices:
+            self.tried[_named(choice)] = self._process(choice)
+        return min(choices, key=lambda each: self.tried[_named(each)])
+
+    def __call__(self) -> float:
+        """Take one turn."""
+        return self._process()
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.close()
+
+
+def _named(chosen: dict[str, Any]) -> str:
+    workers, threads = chosen["num_workers"], chosen["torch_threads"]
+    form = chosen.get("form", "tensor")
+    text = f"{workers} worker{'s' * (workers != 1)}, {threads} torch thread{'s' * (threads != 1)}"
+    return text if form == "tensor" else f"{form}, {text}"
+
+
+@contextmanager
+def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chosen]]:
+    """Yield contestants, one after the other: preparing a graph takes several times its memory."""
+    found: list[Chosen] = []
+    try:
+        for name, spec in specs.items():
+            found.append(Chosen(name, spec, rounds))
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
+    """Choose settings, and measure those that run in turns."""
+    with _chosen(specs, runs + 1) as found:
+        rows = measure({each.name: each if each.runs else None for each in found}, runs)
+        for row, each, (name, spec) in zip(rows, found, specs.items(), strict=True):
+            row["contestant"], row["model"] = name, spec["model"]
+            row["tried_ms_per_batch"] = {
+                key: round(1e3 * value, 2) if math.isfinite(value) else "does not run"
+                for key, value in each.tried.items()
+            }
+            if not each.runs:
+                row["missing"] = "does not run"
+    return rows
+
+
+def run(
+    sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu", models: Sequence[str] = ("SAGE",)
+) -> Rows:
     """Run the contestants whose name contains ``only``; returns their rows."""
-    specs: dict[str, dict[str, Any] | None] = {}
-    for name, chosen in CONTESTANTS.items():
-        if only in name:
-            able = chosen["library"] == "ours" or peers.can_sample()
-            specs[name] = {**sizes, **chosen, "device": device} if able else None
-    return measure_isolated(contestant, specs, runs)
+    rows: Rows = []
+    for model in models:
+        named = {name: {**sizes, **spec, "device": device} for name, spec in contestants(model).items() if only in name}
+        absent = [name for name, spec in named.items() if spec["library"] == "pyg" and not peers.can_sample()]
+        rows += [{"name": name, "contestant": name, "model": model, "missing": MISSING} for name in absent]
+        named = {name: spec for name, spec in named.items() if name not in absent}
+        plain = f"PyG, {model}"
+        rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs)
+        if plain in named:
+            own = f"ours, {model}"
+            pair = {name: named[name] for name in (own, plain) if name in named}
+            few = _measured(pair, min(runs, PLAIN_RUNS))
+            for row in few:
+                row["name"] += " (rounds of its own)" * (row["contestant"] == own)
+                row["contestant"] += ", beside the untrimmed" * (row["contestant"] == own)
+            rows += few
+    return rows
 
 
-def comparisons(rows: list[dict[str, Any]], label: str, targets: tuple[float | None, float | None]) -> list[dict]:
-    """Set ours against PyG's example, and against the same with trimming."""
-    trimmed = [name for name in PYG if "trimmed" in name]
-    plain = [name for name in PYG if "trimmed" not in name]
-    return [
-        compare(rows, f"{label}, against PyG's LightningNodeData", list(OURS), plain, False, targets[0]),
-        compare(rows, f"{label}, against the same with trim_to_layer", list(OURS), trimmed, False, targets[1]),
-    ]
+def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, Any]]:
+    """Set ours against PyG's example and against the same with trimming, and our options against our float32."""
+
+    def names(*contestants: str) -> list[str]:
+        return [row["name"] for row in rows if row["contestant"] in contestants]
+
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own, plain_target, trim_target = f"ours, {model}", *(TARGETS[model] if targets else (None, None))
+        pairs = [
+            ("PyG's LightningNodeData", f"{own}, beside the untrimmed", f"PyG, {model}", plain_target),
+            ("the same with trim_to_layer", own, f"PyG, {model}, trimmed", trim_target),
+        ]
+        for what, left, right, target in pairs:
+            text = f"{label}, {model}, against {what}"
+            found.append(compare(rows, text, names(left), names(right), False, target))
+        for suffix in filter(None, OPTIONS):
+            if left := names(own + suffix):
+                target = FASTER if targets and suffix == ", bf16 and static" else None
+                text = f"{label}, {model}{suffix}, against ours in float32"
+                found.append(compare(rows, text, left, names(own), False, target))
+    return found
+
+
+def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
+    """Return, for each model, the least seconds of an epoch that this machine's copies and products allow."""
+    data = make_data(args.nodes, args.edges, args.features, CLASSES)
+    seeds = torch.randperm(args.nodes, generator=torch.Generator().manual_seed(0))[: args.train_nodes]
+    datamodule = NeighborDataModule(
+        data, seeds, num_neighbors=FANOUTS, batch_size=args.batch_size, num_workers=0, seed=0
+    )
+    batch = next(iter(datamodule.train_dataloader()))
+    count = math.ceil(args.train_nodes / args.batch_size)
+    found = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found[model] = roofline(batch, (args.features, args.hidden, CLASSES), model, count, limits)
+        measured = [row["median"] for row in rows if row["contestant"] == f"ours, {model}" and "median" in row]
+        if measured:
+            found[model]["measured over bound"] = round(statistics.median(measured) / found[model]["bound s"], 2)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("epoch", __doc__, SIZES, argv, runs=3)
+    args = parse("epoch", __doc__, SIZES, argv)
     described = machine()
-    rows = run(args.sizes, args.runs, args.only)
+    limits = {count: measure_limits(count) for count in sorted({1, num_cores()})}
+    rows = run(args.sizes, args.runs, args.only, models=tuple(MODELS))
+    compared = comparisons(rows, "Training epoch")
     result = {
         "benchmark": "epoch",
-        "title": f"Epoch of GraphSAGE, {args.nodes:,} nodes, {args.edges:,} edges, {args.train_nodes:,} seeds",
+        "title": f"Training epoch, {args.nodes:,} nodes, {args.edges:,} edges, {args.train_nodes:,} seeds",
         "unit": "s per epoch",
-        "settings": {**args.sizes, "fanouts": [25, 10], "layers": 2, "classes": CLASSES, "runs": args.runs},
+        "settings": {**args.sizes, "fanouts": FANOUTS, "layers": 2, "heads": 4, "classes": CLASSES, "runs": args.runs},
         "machine": described,
+        "machine limits": {count: asdict(each) for count, each in limits.items()},
+        "roofline": bounds(args, limits[num_cores()], rows),
         "rows": rows,
-        "comparisons": comparisons(rows, "Training epoch", (2.2, 1.0)),
+        "comparisons": compared,
     }
     return publish(result, args.out)
 

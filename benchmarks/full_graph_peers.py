@@ -1,43 +1,44 @@
-"""What full-graph training is measured against: graphs of the usual sizes, and PyG's GCN over sparse matrices."""
+"""What full-graph training is measured against: graphs of the usual sizes, and PyG's models over each of its forms.
+
+Whatever a form needs (self-loops, GCN's normalisation, sorting, transposes) is made once, before the first epoch, which
+PyG's layers leave to their users: the strongest form of each peer.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.nn.models import GCN
+from torch_geometric.nn.models import GAT, GCN
+from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
+from torch_geometric.utils import add_remaining_self_loops, sort_edge_index
 
 from lightning_gnn.graph.synthetic import planted_power_law
 
 SHAPES = {
     # nodes, directed edges, features, classes, exponent of the degrees
-    "Cora": (2_708, 10_556, 1_433, 7, 2.9),
-    "CiteSeer": (3_327, 9_104, 3_703, 6, 3.0),
-    "PubMed": (19_717, 88_648, 500, 3, 2.2),
     "Reddit": (29_120, 2_860_000, 602, 41, 2.1),
     "Products": (122_451, 3_090_000, 100, 47, 2.2),
+    "PubMed": (19_717, 88_648, 500, 3, 2.2),
 }
-"""The five graphs of the paper's table 1. Reddit keeps an eighth of its nodes and a fortieth of its edges, Products a
-twentieth of both: PyG's gather and scatter write rows per edge, several at a time, which have to fit the memory."""
+"""Graphs of the paper's table 1. Reddit keeps an eighth of its nodes and a fortieth of its edges, Products a twentieth
+of both: PyG's gather and scatter write rows per edge, several at a time, which have to fit the memory."""
 
 
-def make_graph(name: str, root: str | None = None, shrink: int = 1) -> Data:
+def make_graph(name: str, shrink: int = 1) -> Data:
     """Return a graph with features, labels and masks.
 
     Args:
         name: One of ``SHAPES``.
-        root: Where PyG's Planetoid files lie, for the real Cora and CiteSeer; by default they are generated too.
         shrink: Divide nodes, edges and features by this.
     """
-    if root is not None and name in ("Cora", "CiteSeer"):
-        from lightning_gnn.graph.datasets import planetoid
-
-        return planetoid(name=name, root=str(Path(root)))
     nodes, edges, features, classes, exponent = SHAPES[name]
     return planted_power_law(
         max(nodes // shrink, 4 * classes),
@@ -48,6 +49,18 @@ def make_graph(name: str, root: str | None = None, shrink: int = 1) -> Data:
         homophily=0.6 if shrink == 1 else 0.0,
         seed=0,
     )
+
+
+def sparse_pair(edge_index: Tensor, weight: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Return the adjacency matrix (targets by sources) and its transpose, both ``torch.sparse_csr``."""
+    return _csr(edge_index.flip(0), weight, num_nodes), _csr(edge_index, weight, num_nodes)
+
+
+def _csr(places: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
+    """Return a matrix with int32 indices, which MKL takes as they are: int64 ones are converted at every product."""
+    matrix = torch.sparse_coo_tensor(places, weight, (num_nodes, num_nodes)).coalesce().to_sparse_csr()
+    indices = matrix.crow_indices().int(), matrix.col_indices().int()
+    return torch.sparse_csr_tensor(*indices, matrix.values(), matrix.shape)
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -63,31 +76,122 @@ class _SparseProduct(torch.autograd.Function):
         return None, None, ctx.transpose @ grad
 
 
-def sparse_pair(edge_index: Tensor, weight: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return the adjacency matrix (targets by sources) and its transpose, both ``torch.sparse_csr``."""
-    shape = (num_nodes, num_nodes)
-    matrix = torch.sparse_coo_tensor(edge_index.flip(0), weight, shape).coalesce().to_sparse_csr()
-    transpose = torch.sparse_coo_tensor(edge_index, weight, shape).coalesce().to_sparse_csr()
-    return matrix, transpose
+class ProductGCNConv(GCNConv):
+    """PyG's layer over a product with the normalised adjacency matrix, which comes in place of ``edge_index``."""
 
-
-class SparseGCNConv(GCNConv):
-    """PyG's layer over torch.sparse (MKL, cuSPARSE): normalised once, transposed once."""
-
-    pair: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        """Return the layer's rows; the first graph is kept for all calls."""
-        if self.pair is None:
-            normalised = gcn_norm(edge_index, edge_weight, x.size(0), dtype=x.dtype)
-            self.pair = sparse_pair(*normalised, x.size(0))
-        out = _SparseProduct.apply(*self.pair, self.lin(x))
+    def forward(self, x: Tensor, edge_index: Callable[[Tensor], Tensor], edge_weight: Tensor | None = None) -> Tensor:
+        """Return the layer's rows."""
+        out = edge_index(self.lin(x))
         return out if self.bias is None else out + self.bias
 
 
-class SparseGCN(GCN):
+class ProductGCN(GCN):
     """PyG's model of these layers."""
 
-    def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> SparseGCNConv:
+    def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> ProductGCNConv:
         """Build one layer."""
-        return SparseGCNConv(in_channels, out_channels, **kwargs)
+        return ProductGCNConv(in_channels, out_channels, **kwargs)
+
+
+class Prepared(nn.Module):
+    """A model over a form of the graph that is made at the first call.
+
+    Args:
+        model: Takes ``x`` and what ``form`` returns.
+        form: Takes ``edge_index`` and the number of nodes.
+    """
+
+    def __init__(self, model: nn.Module, form: Callable[[Tensor, int], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.model = model
+        self._form = form
+        self._made: tuple[Any, ...] | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return the model's rows; the first graph is kept for all calls."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._form(edge_index, x.size(0))
+        out: Tensor = self.model(x, *self._made)
+        return out
+
+
+def _normalised(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    edge_index = sort_edge_index(edge_index, num_nodes=num_nodes, sort_by_row=False)
+    return gcn_norm(edge_index, None, num_nodes)
+
+
+def _product(edge_index: Tensor, num_nodes: int) -> tuple[Callable[[Tensor], Tensor]]:
+    return (partial(_SparseProduct.apply, *sparse_pair(*_normalised(edge_index, num_nodes), num_nodes)),)
+
+
+def _sorted_index(edge_index: Tensor, num_nodes: int) -> tuple[EdgeIndex, Tensor]:
+    index, order = EdgeIndex(edge_index, sparse_size=(num_nodes, num_nodes)).sort_by("col")
+    return index.fill_cache_(), order
+
+
+def _index_product(edge_index: Tensor, num_nodes: int) -> tuple[Callable[[Tensor], Tensor]]:
+    edge_index, weight = _normalised(edge_index, num_nodes)
+    index, order = _sorted_index(edge_index, num_nodes)
+    return (partial(index.matmul, input_value=weight[order], transpose=True),)
+
+
+def _matrix(edge_index: Tensor, num_nodes: int, weight: Tensor | None = None) -> tuple[Any]:
+    matrix = SparseTensor(
+        row=edge_index[1], col=edge_index[0], value=weight, sparse_sizes=(num_nodes, num_nodes)
+    ).fill_cache_()
+    return (matrix,)
+
+
+def _normalised_matrix(edge_index: Tensor, num_nodes: int) -> tuple[Any]:
+    edge_index, weight = _normalised(edge_index, num_nodes)
+    return _matrix(edge_index, num_nodes, weight)
+
+
+def _looped(edge_index: Tensor, num_nodes: int) -> tuple[Tensor]:
+    edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=num_nodes)
+    return (sort_edge_index(edge_index, num_nodes=num_nodes, sort_by_row=False),)
+
+
+def _looped_index(edge_index: Tensor, num_nodes: int) -> tuple[EdgeIndex]:
+    return (_sorted_index(*_looped(edge_index, num_nodes), num_nodes)[0],)
+
+
+def _looped_matrix(edge_index: Tensor, num_nodes: int) -> tuple[Any]:
+    return _matrix(*_looped(edge_index, num_nodes), num_nodes)
+
+
+_GCN, _GAT = {"normalize": False}, {"add_self_loops": False}
+PEERS: dict[str, dict[str, tuple[Any, dict[str, Any], Callable[[Tensor, int], tuple[Any, ...]]]]] = {
+    "GCN": {
+        "PyG, edge_index": (GCN, _GCN, _normalised),
+        "PyG, SparseTensor": (GCN, _GCN, _normalised_matrix),
+        "PyG, EdgeIndex": (ProductGCN, _GCN, _index_product),
+        "PyG, torch.sparse": (ProductGCN, _GCN, _product),
+    },
+    "GAT": {
+        "PyG, edge_index": (GAT, _GAT, _looped),
+        "PyG, SparseTensor": (GAT, _GAT, _looped_matrix),
+        "PyG, EdgeIndex": (GAT, _GAT, _looped_index),
+    },
+}
+"""By model and name: PyG's class, its options, and the form of the graph. GCN over EdgeIndex multiplies by
+``EdgeIndex.matmul``, which PyG's own layer does not use."""
+
+
+def installed(peer: str) -> bool:
+    """Say whether a peer can run."""
+    return WITH_TORCH_SPARSE or "SparseTensor" not in peer
+
+
+def make_peer(model: str, peer: str, *sizes: int, **kwargs: Any) -> Prepared:
+    """Return a peer's model.
+
+    Args:
+        model: ``"GCN"`` or ``"GAT"``.
+        peer: One of its ``PEERS``.
+        *sizes: Channels in, hidden channels, layers, channels out.
+        **kwargs: Further options.
+    """
+    kind, options, form = PEERS[model][peer]
+    return Prepared(kind(*sizes, **options, **kwargs), form)

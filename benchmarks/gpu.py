@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parse("gpu", __doc__, sizes, argv, runs=3)
     described = machine()
     batches = minibatch.run(args.sizes, args.runs, args.only, device="cuda")
-    epochs = epoch.run(args.sizes, args.runs, args.only, device="cuda")
+    epochs = epoch.run(args.sizes, args.runs, args.only, device="cuda", models=tuple(epoch.MODELS))
     results = []
     for part, rows, unit, compared in (
         ("minibatch", batches, "ms per mini-batch", minibatch.comparisons(batches, "Mini-batches on a GPU", None)),
-        ("epoch", epochs, "s per epoch", epoch.comparisons(epochs, "Training epoch on a GPU", (None, None))),
+        ("epoch", epochs, "s per epoch", epoch.comparisons(epochs, "Training epoch on a GPU", False)),
     ):
         result = {
             "benchmark": f"gpu_{part}",

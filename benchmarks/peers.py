@@ -10,8 +10,10 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphSAGE
+from torch_geometric.nn.models import GAT, GCN, GraphSAGE
+from torch_geometric.typing import SparseTensor
 from torchmetrics.classification import MulticlassAccuracy
 
 OpSampler = Callable[[Tensor], int]
@@ -57,8 +59,28 @@ def neighbor_loader(data: Data, **kwargs: Any) -> Any:
     return NeighborLoader(data, **kwargs)
 
 
+FORMS = ("tensor", "EdgeIndex", "SparseTensor", "Intel's extension")
+"""How PyG's layers can get the edges of a mini-batch, and Intel's extension of torch."""
+_NEEDS = {"SparseTensor": "torch_sparse", "Intel's extension": "intel_extension_for_pytorch"}
+
+
+def forms() -> list[str]:
+    """Return the forms whose packages can be imported."""
+    return [form for form in FORMS if form not in _NEEDS or importable(_NEEDS[form])]
+
+
+def in_form(edge_index: Tensor, num_nodes: int, form: str) -> Any:
+    """Return the edges of a mini-batch, which come sorted by target, in another form."""
+    if form == "EdgeIndex":
+        return EdgeIndex(edge_index, sparse_size=(num_nodes, num_nodes), sort_order="col")
+    if form == "SparseTensor":
+        sizes = (num_nodes, num_nodes)
+        return SparseTensor(row=edge_index[1], col=edge_index[0], sparse_sizes=sizes, is_sorted=True, trust_data=True)
+    return edge_index
+
+
 class PyGClassifier(pl.LightningModule):
-    """GraphSAGE as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here).
+    """A model as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here).
 
     Args:
         in_channels: Features per node.
@@ -67,12 +89,27 @@ class PyGClassifier(pl.LightningModule):
         num_classes: Number of classes.
         trim: Pass on the numbers of sampled nodes and edges, with which PyG's model trims each layer
             (``trim_to_layer``); the example does not.
+        model: ``"SAGE"``, ``"GCN"`` or ``"GAT"``, which has four heads.
+        form: One of :data:`FORMS`.
     """
 
-    def __init__(self, in_channels: int, hidden_channels: int, num_layers: int, num_classes: int, trim: bool) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_layers: int,
+        num_classes: int,
+        trim: bool,
+        model: str = "SAGE",
+        form: str = "tensor",
+    ) -> None:
         super().__init__()
-        self.gnn = GraphSAGE(in_channels, hidden_channels, num_layers, num_classes, dropout=0.5)
+        kind, more = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}[model]
+        self.gnn = kind(in_channels, hidden_channels, num_layers, num_classes, dropout=0.5, **more)
+        if form == "Intel's extension":
+            self.gnn = importlib.import_module(_NEEDS[form]).optimize(self.gnn.train(), dtype=torch.float32)
         self.trim = trim
+        self.form = form
         self.train_acc = MulticlassAccuracy(num_classes, average="micro")
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -83,7 +120,8 @@ class PyGClassifier(pl.LightningModule):
                 "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
                 "num_sampled_edges_per_hop": batch.num_sampled_edges,
             }
-        logits = self.gnn(batch.x, batch.edge_index, **hops)[: batch.batch_size]
+        edges = in_form(batch.edge_index, batch.num_nodes, self.form)
+        logits = self.gnn(batch.x, edges, **hops)[: batch.batch_size]
         labels = batch.y[: batch.batch_size]
         self.train_acc(logits.softmax(dim=-1), labels)
         self.log("train_acc", self.train_acc, on_step=False, on_epoch=True, batch_size=labels.size(0))

@@ -2,29 +2,23 @@
 
 A graph with power-law degrees, mini-batches of 1024 seeds, fanouts 15, 10, 5; no features. The figure is millions of
 sampled edges per second. Threads sample separate mini-batches. pyg-lib is also given two threads of torch's own for one
-mini-batch, and two processes, whose samples it does not even have to send back.
+mini-batch, and two processes, whose samples it does not even have to send back. ``--against`` measures another checkout
+of this package beside this one. Beside the table stand the nanoseconds of each phase of an edge, and a bound for them.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
 from benchmarks.machine import machine
-from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.synthetic import power_law_graph
-from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.ops.sample import numba as sample_numba
 
 FANOUTS = [15, 10, 5]
 SIZES = {
@@ -33,113 +27,85 @@ SIZES = {
     "batch_size": (1024, 128),
     "batches": (16, 8),
 }
+AGAINST = "folder of another checkout of this package, say of the commit before, to measure beside this one"
 
 
-def rate(sample: peers.OpSampler, seeds: list[Tensor], pool: ThreadPoolExecutor | None = None) -> float:
-    """Return millions of sampled edges per second over some mini-batches, in this thread or in those of a pool."""
-    start = time.perf_counter()
-    edges = sum(map(sample, seeds) if pool is None else pool.map(sample, seeds))
-    return edges / (time.perf_counter() - start) / 1e6
+def other_checkout(spec: dict[str, Any], gate: Gate) -> None:
+    """Sample in a process whose package is another checkout's."""
+    sys.path.insert(0, spec["path"])
+    import lightning_gnn
+    from benchmarks import sampling_contestants  # of this checkout: it has been looked up already
 
-
-def ours(graph: CSCGraph) -> peers.OpSampler:
-    return lambda seeds: sample_neighbors(graph, seeds, FANOUTS, key=int(seeds[0])).edge.numel()
-
-
-def ours_hashing(graph: CSCGraph) -> peers.OpSampler:
-    """Return what graphs take whose node table would not fit; it leaves the sample in the thread's own buffers."""
-    arrays, fanouts = (graph.indptr.numpy(), graph.indices.numpy()), np.array(FANOUTS, np.int64)
-
-    def sample(seeds: Tensor) -> int:
-        out = sample_numba.sample_numba(*arrays, seeds.numpy(), fanouts, int(seeds[0]), False, False, hashing=True)
-        return out[3].size
-
-    return sample
-
-
-def extra_memory(graph: CSCGraph, seeds: list[Tensor]) -> dict[str, float]:
-    """Measure what one more worker thread keeps between mini-batches."""
-    kept: dict[str, int] = {}
-
-    def work() -> None:
-        for some in seeds:
-            ours(graph)(some)
-        scratch = vars(sample_numba._scratch)
-        kept.update({name: value.nbytes for name, value in scratch.items() if isinstance(value, np.ndarray)})
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return {
-        "table_bytes_per_node_and_thread": kept["table"] / graph.num_nodes,
-        "buffers_mb_per_thread": round((sum(kept.values()) - kept["table"]) / 1e6, 1),
-    }
-
-
-def pyg_lib_process(spec: dict[str, Any], gate: Gate) -> None:
-    """Sample in a worker process, as PyG's loaders do, and throw the sample away."""
-    torch.set_num_threads(1)
-    indptr, indices = power_law_graph(spec["nodes"], spec["edges"], seed=0)
-    sample = peers.pyg_lib_sampler(indptr, indices, FANOUTS)
-    seeds = draw_seeds(spec["nodes"], spec["batch_size"], spec["batches"])[spec["part"] :: 2]
-    for _ in range(gate.rounds):
-        gate.wait()
-        gate.report(rate(sample, seeds))
-
-
-def draw_seeds(num_nodes: int, batch_size: int, batches: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randperm(num_nodes, generator=generator)[:batch_size] for _ in range(batches)]
+    found = Path(str(lightning_gnn.__file__)).resolve()
+    if not found.is_relative_to(Path(spec["path"]).resolve()):
+        raise RuntimeError(f"{spec['path']} has no lightning_gnn: {found} was imported")
+    sampling_contestants.serve(spec, gate)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("sampling", __doc__, SIZES, argv)
+    # Not at the top: a process that measures another checkout imports this module first.
+    from benchmarks import sampling_contestants as contestants
+    from benchmarks.sampling_phases import nanoseconds_per_edge
+
+    args = parse("sampling", __doc__, SIZES, argv, paths={"against": AGAINST})
     described = machine()
-    indptr, indices = power_law_graph(args.nodes, args.edges, seed=0)
-    graph = CSCGraph.from_csc(indptr, indices.int())
-    seeds = draw_seeds(args.nodes, args.batch_size, args.batches)
-    pools = {threads: ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) for threads in (1, 2)}
+    graph = contestants.make_graph(args.nodes, args.edges)
+    seeds = contestants.draw_seeds(args.nodes, args.batch_size, args.batches)
+    pools = contestants.threads()
     torch.set_num_threads(1)
 
     def threaded(sample: peers.OpSampler | None, threads: int) -> Callable[[], float] | None:
-        return None if sample is None else partial(rate, sample, seeds, pools[threads])
+        return None if sample is None else partial(contestants.rate, sample, seeds, pools[threads])
+
+    def hashed(threads: int) -> Callable[[], float]:
+        sample = contestants.ours(graph, FANOUTS)
+        return contestants.hashing(partial(contestants.rate, sample, seeds, pools[threads]))
 
     def torch_threads(sample: peers.OpSampler | None, threads: int) -> Callable[[], float] | None:
         def run() -> float:
             torch.set_num_threads(threads)
             try:
-                return rate(sample, seeds)
+                return contestants.rate(sample, seeds)
             finally:
                 torch.set_num_threads(1)
 
         return None if sample is None else run
 
-    pyg_lib = peers.pyg_lib_sampler(indptr, indices, FANOUTS)
-    torch_sparse = peers.torch_sparse_sampler(indptr, indices, FANOUTS)
+    indices = graph.indices.long()
+    pyg_lib = peers.pyg_lib_sampler(graph.indptr, indices, FANOUTS)
+    torch_sparse = peers.torch_sparse_sampler(graph.indptr, indices, FANOUTS)
+    spec = {**args.sizes, "fanouts": FANOUTS}
     processes: list[Isolated] = []
     if pyg_lib is not None and args.only in "pyg-lib, 2 processes":
-        specs = [{**args.sizes, "part": part} for part in (0, 1)]
-        processes = [Isolated(pyg_lib_process, spec, args.runs + 1) for spec in specs]
+        specs = [{**spec, "part": part} for part in (0, 1)]
+        processes = [Isolated(contestants.pyg_lib_process, spec, args.runs + 1) for spec in specs]
+    before = [name for name in BEFORE if args.only in name] if args.against else []
+    other = Isolated(other_checkout, {**spec, "path": args.against}, len(before) * (args.runs + 1)) if before else None
 
     def two_processes() -> float:
         for process in processes:
             process.begin()
         return sum([process.result() for process in processes])
 
-    contestants = {
-        "ours, 1 thread": threaded(ours(graph), 1),
+    sample = contestants.ours(graph, FANOUTS)
+    runs = {
+        "ours, 1 thread": threaded(sample, 1),
+        BEFORE[0]: None if other is None else partial(other, 1),
         "pyg-lib, 1 thread": threaded(pyg_lib, 1),
         "torch-sparse, 1 thread": threaded(torch_sparse, 1),
-        "ours, 2 threads": threaded(ours(graph), 2),
+        "ours, 2 threads": threaded(sample, 2),
+        BEFORE[1]: None if other is None else partial(other, 2),
         "pyg-lib, 2 threads": threaded(pyg_lib, 2),
         "pyg-lib, 2 threads of torch": torch_threads(pyg_lib, 2),
         "pyg-lib, 2 processes": two_processes if processes else None,
         "torch-sparse, 2 threads": threaded(torch_sparse, 2),
-        "ours by hashing, 1 thread": threaded(ours_hashing(graph), 1),
-        "ours by hashing, 2 threads": threaded(ours_hashing(graph), 2),
+        "ours by hashing, 1 thread": hashed(1),
+        "ours by hashing, 2 threads": hashed(2),
+        "ours, disjoint, 1 thread": threaded(contestants.ours(graph, FANOUTS, disjoint=True), 1),
     }
-    rows = measure({name: run for name, run in contestants.items() if args.only in name}, args.runs)
-    for process in processes:
+    chosen = {name: run for name, run in runs.items() if args.only in name and (args.against or name not in BEFORE)}
+    rows = measure(chosen, args.runs)
+    for process in (*processes, *([] if other is None else [other])):
         process.close()
     for pool in pools.values():
         pool.shutdown()
@@ -148,6 +114,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # The operator by itself, given two threads, hardly gains; its caller gains by sampling two batches at once.
     inside, outside = ["pyg-lib, 2 threads of torch"], ["pyg-lib, 2 threads", "pyg-lib, 2 processes"]
     sparse = ["torch-sparse, 1 thread", "torch-sparse, 2 threads"]
+    comparisons = [
+        compare(rows, "Sampling, one core, against pyg-lib", one, ["pyg-lib, 1 thread"], True, 8),
+        compare(rows, "Sampling, two cores, against pyg-lib with two threads", two, inside, True, 10),
+        compare(rows, "Sampling, two cores, against two batches at once in pyg-lib", two, outside, True, 7),
+        compare(rows, "Sampling, one core, against torch-sparse", one, sparse[:1], True),
+        compare(rows, "Sampling, two cores, against torch-sparse", two, sparse[1:], True),
+    ]
+    if args.against:
+        comparisons += [
+            compare(rows, "Sampling, one core, against before", one, BEFORE[:1], True, 1.5, by_rounds=True),
+            compare(rows, "Sampling, two cores, against before", two, BEFORE[1:], True, by_rounds=True),
+        ]
     result = {
         "benchmark": "sampling",
         "title": f"Neighbour sampling, {args.nodes:,} nodes, {args.edges:,} edges, fanouts {FANOUTS}",
@@ -155,17 +133,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {**args.sizes, "fanouts": FANOUTS, "runs": args.runs},
         "machine": described,
         "rows": rows,
-        "comparisons": [
-            compare(rows, "Sampling, one core, against pyg-lib", one, ["pyg-lib, 1 thread"], True, 6),
-            compare(rows, "Sampling, two cores, against pyg-lib with two threads", two, inside, True, 10),
-            compare(rows, "Sampling, two cores, against two batches at once in pyg-lib", two, outside, True),
-            compare(rows, "Sampling, one core, against torch-sparse", one, sparse[:1], True),
-            compare(rows, "Sampling, two cores, against torch-sparse", two, sparse[1:], True),
-        ],
-        "extra": extra_memory(graph, seeds),
+        "comparisons": comparisons,
+        "extra": {
+            **contestants.extra_memory(graph, seeds, FANOUTS),
+            "nanoseconds_per_edge": nanoseconds_per_edge(graph, seeds[0], FANOUTS),
+        },
     }
     return publish(result, args.out)
 
+
+BEFORE = ["before, 1 thread", "before, 2 threads"]
 
 if __name__ == "__main__":
     main()

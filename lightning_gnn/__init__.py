@@ -54,6 +54,7 @@ _NAMES = {
     "nn": ["FullInference"],
     "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_neighbors"],
     "persistent": ["PersistentNeighborSampler", "PersistentSamplerDataModule"],
+    "planning": [],
     "pyg": ["enable_pyg_sampling"],
     "report": [],
     "runtime": [],

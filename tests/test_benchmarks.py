@@ -15,15 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_geometric.data import Data
+from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn.collective.dispatcher import initial_ratio
+from lightning_gnn.planning import MachineLimits
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "sampling": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3"],
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
-              "--only", "ours, 2 workers, 1 torch"],
+              "--only", "ours, SAGE"],
+    "plan_cpu": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--only", "ours, GCN, batch 512"],
     "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--only", "plan"],
     "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
                          "--out-features", "8", "--only", "ours, forward, 1"],
@@ -61,10 +65,12 @@ def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
     ours = [row for row in result["rows"] if row["name"].startswith("ours")]
     assert ours
     for row in ours:
+        if row.get("missing") == "does not run":
+            continue
         assert len(row["values"]) == 2
         assert 0 < row["min"] <= row["median"] <= row["max"]
     for row in result["rows"]:
-        assert ("median" in row) != (row.get("missing") == "not installed")
+        assert ("median" in row) != (row.get("missing") in ("not installed", "does not run"))
     for comparison in result["comparisons"]:
         assert comparison.get("ratio", 1) > 0
         assert ("ratio" in comparison) != ("missing" in comparison)
@@ -82,11 +88,77 @@ def test_accuracies_of_features_in_fewer_bits_are_compared_seed_by_seed(load):
         assert lost[name] == pytest.approx(accuracies["float32, synthetic"] - accuracies[name], abs=0.01)
 
 
+def test_accuracies_of_bfloat16_are_compared_seed_by_seed(load):
+    sizes = ["--nodes", "300", "--edges", "2000", "--epochs", "1", "--full-epochs", "2"]
+    result = load("bf16_accuracy").main(["--quick", "--runs", "2", "--only", "GCN", *sizes])
+    accuracies = {row["name"]: sum(row["values"]) / 2 for row in result["rows"]}
+    assert len(accuracies) == 3
+    lost = result["extra"]["mean points of accuracy lost against float32"]
+    for name in ("bfloat16 features, GCN, synthetic", "bfloat16, GCN, synthetic"):
+        assert lost[name] == pytest.approx(accuracies["float32, GCN, synthetic"] - accuracies[name], abs=0.01)
+
+
 def test_sampling_reports_what_a_thread_keeps(load):
-    sampling = load("sampling")
-    indptr, indices = sampling.power_law_graph(500, 4000, seed=0)
-    graph = sampling.CSCGraph.from_csc(indptr, indices.int())
-    assert sampling.extra_memory(graph, [torch.arange(16)])["table_bytes_per_node_and_thread"] == 8
+    contestants = load("sampling_contestants")
+    kept = contestants.extra_memory(contestants.make_graph(500, 4000), [torch.arange(16)], [15, 10, 5])
+    assert kept["table_bytes_per_node_and_thread"] == 4
+
+
+def test_phases_of_sampling_are_those_of_the_sampler(load):
+    # It raises unless its phases, one after another, give what the sampler gives.
+    graph = load("sampling_contestants").make_graph(500, 4000)
+    spent = load("sampling_phases").nanoseconds_per_edge(graph, torch.arange(16), [15, 10, 5], runs=1)
+    assert all(cost > 0 for cost in spent.values())
+
+
+def test_epochs_are_compared_with_the_best_settings_of_what_runs(load, monkeypatch):
+    epoch = load("epoch")
+
+    class Played:
+        def __init__(self, target, spec, rounds):
+            self.spec = spec
+
+        def __call__(self, message=True):
+            if "precompute" in self.spec:
+                return math.inf
+            if message is not True:  # a trial, or the settings of the rounds
+                return (
+                    0.1 / message["torch_threads"] + 0.01 * message["num_workers"] + 0.1 * (message["form"] != "tensor")
+                )
+            return 1.0 if self.spec["library"] == "ours" else 8.0 + 8.0 * (not self.spec["trim"])
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(epoch, "Isolated", Played)
+    monkeypatch.setattr(epoch, "num_cores", lambda: 2)
+    monkeypatch.setattr(epoch.peers, "can_sample", lambda: True)
+    rows = epoch.run({}, 3, models=("SAGE", "GAT"))
+    named = {row["contestant"]: row for row in rows}
+    assert named["ours, SAGE"]["name"] == "ours, SAGE, 1 worker, 2 torch threads"
+    assert named["PyG, GAT, trimmed"]["name"] == "PyG, GAT, trimmed, 0 workers, 2 torch threads"
+    assert named["ours, SAGE, static"]["missing"] == "does not run"
+    assert "ours, GAT, static" not in named
+    compared = {row["what"]: row for row in epoch.comparisons(rows, "Epoch")}
+    assert compared["Epoch, SAGE, against the same with trim_to_layer"]["ratio"] == 8.0
+    assert compared["Epoch, SAGE, against PyG's LightningNodeData"]["ratio"] == 16.0
+    assert compared["Epoch, GAT, against the same with trim_to_layer"]["target"] == 5.0
+    assert compared["Epoch, SAGE, bf16, against ours in float32"]["ratio"] == 1.0
+    assert compared["Epoch, SAGE, static, against ours in float32"]["missing"] == "does not run"
+
+
+def test_roofline_by_hand(load):
+    """Two layers, 10 -> 20 -> 5: 1 seed, 2 and 4 new nodes, 3 and 7 edges."""
+    batch = Data(x=torch.zeros(7, 10), num_sampled_nodes=[1, 2, 4], num_sampled_edges=[3, 7])
+    limits = MachineLimits(1, copy_bandwidth=1e3, gather_bandwidth=1.0, random_read_s=1.0, flops=1e4, flops_bf16=1.0)
+    found = load("roofline").roofline(batch, (10, 20, 5), "SAGE", 10, limits)
+    # Features 2 x 7 rows of 40 bytes, ids of 10 edges written and read; then edges of 10 and of 5 columns with their
+    # ids, the second ones twice, and outputs of 3 rows of 20 and 1 row of 5, four times.
+    moved = 2 * 7 * 40 + 2 * 8 * 10 + 10 * (40 + 8) + 4 * 3 * 80 + 2 * 3 * (20 + 8) + 4 * 1 * 20
+    flops = 2 * 2 * (3 * 10 * 20 + 3 * 10 * 20) + 2 * 3 * (3 * 20 * 5 + 1 * 20 * 5)
+    assert found["ms of bytes"] == pytest.approx(moved, abs=0.01)
+    assert found["ms of products"] == pytest.approx(1e3 * flops / 1e4, abs=0.01)
+    assert found["bound s"] == pytest.approx(10 * (moved / 1e3 + flops / 1e4), abs=1e-3)
 
 
 def test_quick_run_writes_no_file(load):
@@ -228,15 +300,36 @@ def test_the_aggregation_benchmark_reports_loads_and_the_cost_of_the_partition(l
     assert cost["rows_loaded"] <= cost["natural_rows_loaded"]
 
 
-def test_the_sweeps_of_full_graph_training_are_drawn(load, tmp_path):
-    benchmark = load("full_graph")
-    rows = [
-        {"name": f"{library}, GCN, PubMed, hidden {hidden}", "median": 1.0}
-        for library in benchmark.LIBRARIES["GCN"]
-        for hidden in (32, 64)
-    ]
-    benchmark.draw({"against hidden size": rows}, tmp_path / "sweeps.png")
-    assert (tmp_path / "sweeps.png").stat().st_size > 1000
+@pytest.fixture
+def float64():
+    """Make torch's default float64."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(previous)
+
+
+@pytest.mark.parametrize("model", ["GCN", "GAT"])
+def test_peers_of_full_graph_training_compute_the_same(model, load, float64):
+    peers = load("full_graph_peers")
+    data = peers.make_graph("PubMed", 100)
+    outputs = {}
+    for name in filter(peers.installed, peers.PEERS[model]):
+        torch.manual_seed(0)
+        peer = peers.make_peer(model, name, data.num_features, 8, 2, 3, dropout=0.0).double()
+        x = data.x.double().requires_grad_()
+        out = peer(x, data.edge_index)
+        out.square().sum().backward()
+        outputs[name] = out.detach(), x.grad, *(parameter.grad for parameter in peer.parameters())
+    assert len(outputs) >= 2
+    expected = outputs["PyG, edge_index"]
+    kind = {"GCN": GCN, "GAT": GAT}[model]
+    torch.manual_seed(0)
+    plain = kind(data.num_features, 8, 2, 3, dropout=0.0).double()
+    torch.testing.assert_close(plain(data.x.double(), data.edge_index), expected[0], rtol=1e-10, atol=1e-10)
+    for name, values in outputs.items():
+        for value, wanted in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=name)
 
 
 HYSCALE_NOTES = {

@@ -22,9 +22,10 @@ BELOW = {
     "collective": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
     "hyscale": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
     "pyg": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
+    "planning": {"runtime", "graph", "ops", "nn", "sampling"},
     "report": {"runtime"},
     "registration": {"accelerators"},
-    "callbacks": {"runtime", "graph", "ops", "nn", "sampling", "collective", "hyscale", "report"},
+    "callbacks": {"runtime", "graph", "ops", "nn", "sampling", "collective", "hyscale", "planning", "report"},
 }
 """What each room may import; the command, which stands on all of them, is left out."""
 

@@ -20,6 +20,7 @@ from lightning_gnn import (
 )
 from lightning_gnn.nn import GraphSAGE as OurGraphSAGE
 from tests.batching_data import small_data
+from tests.full_graph.launch import run
 from tests.sampling.test_node_datamodule import Model, trainer
 
 OPTIONS = {"num_neighbors": [4, 3], "batch_size": 64, "seed": 3}
@@ -67,18 +68,28 @@ def test_a_random_transform_trains_the_same_weights_with_every_loader():
     assert plain.history != models["neighbor"].history
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["threads", "collective", "hyscale"])
-def test_it_resumes_bit_for_bit(tmp_path, name):
-    def run(folder, **kwargs):
-        module = MODULES["threads" if name == "hyscale" else name](small_data(), transform=jitter)
-        strategy = HyScaleStrategy(cpu_trainers=2, drm=False, cpu_share=1.0) if name == "hyscale" else "auto"
-        return fitted(module, tmp_path / folder, strategy, **kwargs)
+def resumes(name, folder, make_strategy=lambda: "auto"):
+    def one(part, **kwargs):
+        return fitted(MODULES[name](small_data(), transform=jitter), folder / part, make_strategy(), **kwargs)
 
-    whole = run("whole")
+    whole = one("whole")
     assert len(whole.history) in (12, 24)
-    resumed = run("resumed", ckpt_path=tmp_path / "whole" / "step=6.ckpt", seed=99)
+    resumed = one("resumed", ckpt_path=folder / "whole" / "step=6.ckpt", seed=99)
     assert_equal_weights(whole, resumed)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["threads", "collective"])
+def test_it_resumes_bit_for_bit(tmp_path, name):
+    resumes(name, tmp_path)
+
+
+def resumes_on(rank, folder):
+    resumes("threads", folder, lambda: HyScaleStrategy(cpu_trainers=2, drm=False))
+
+
+def test_it_resumes_bit_for_bit_on_several_ranks(tmp_path):
+    run(resumes_on, 2, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -155,16 +166,20 @@ def test_they_learn_on_full_graphs():
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainers", [1, 2, 3])
-def test_they_learn_with_several_trainers(trainers):
+def learned_on(rank, trainers):
     def make(data):
         return NeighborDataModule(data, **{**OPTIONS, "num_neighbors": [-1, -1]}, num_workers=2)
 
-    alone = learned(make)
-    shared = learned(make, strategy=HyScaleStrategy(cpu_trainers=trainers, drm=False, cpu_share=1.0))
-    for a, b in zip(alone.parameters(), shared.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
+    strategy = "auto" if trainers is None else HyScaleStrategy(cpu_trainers=trainers, drm=False)
+    return [parameter.detach() for parameter in learned(make, strategy).parameters()]
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_they_learn_with_several_trainers(trainers):
+    alone = learned_on(0, None)
+    for shared in run(learned_on, trainers, trainers):
+        for a, b in zip(alone, shared, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,6 +14,8 @@ import torch
 from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.utilities import CombinedLoader
 
+from lightning_gnn.planning.preparation import edges_of
+
 
 @dataclass
 class EpochThroughput:
@@ -101,7 +103,7 @@ class Throughput(pl.Callback):
         if self._epoch is not None:
             self._epoch.wait_s += self._batch_start - self._mark
             self._epoch.batches += 1
-            self._epoch.edges += _count_edges(batch)
+            self._epoch.edges += edges_of(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -205,16 +207,3 @@ def _preparation_times(trainer: pl.Trainer) -> list[Any]:
 
 def _spent(before: list[Any], after: list[Any], name: str) -> float:
     return float(sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before))
-
-
-def _count_edges(batch: Any) -> int:
-    """Return the edges that messages pass along in a batch of PyG, 0 for other batches."""
-    if isinstance(batch, (list, tuple)):
-        return sum(_count_edges(part) for part in batch)
-    edge_index = getattr(batch, "edge_index", None)
-    if isinstance(edge_index, torch.Tensor):
-        return int(edge_index.size(1))
-    if (in_degrees := getattr(edge_index, "in_degrees", None)) is not None:
-        # Of a graph that is shared out among devices, those of the device's own rows: all edges, over the devices.
-        return int(in_degrees.sum())
-    return int(getattr(edge_index, "num_edges", None) or getattr(batch, "num_edges", 0) or 0)

@@ -1,13 +1,15 @@
 """``lgnn plan``: tell how a run would use the machine, without running it to the end.
 
-A plan for ``datamodule=collective`` profiles the first mini-batches of a training that is thrown away.
+A plan of a run on the CPU times its first mini-batches and steps (``cli/plan_cpu.py``). A plan for
+``datamodule=collective`` profiles the first mini-batches of a training that is thrown away.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
 from lightning_gnn.cli.command_line import explained, start
+from lightning_gnn.cli.plan_cpu import plan_cpu
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
@@ -72,6 +75,9 @@ def run(cfg: DictConfig) -> None:
             hybrid = forecast(given, cfg.plan, datamodule, module, _trainer(cfg))
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
+    if kind == "cpu":
+        with explained(only_ours=True), _signals_kept():
+            plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
     if kind == "collective":
         assert isinstance(datamodule, CollectiveDataModule)
         with explained(only_ours=True):
@@ -84,11 +90,11 @@ def run(cfg: DictConfig) -> None:
     console().print(f"files in {cfg.output_dir}", soft_wrap=True, highlight=False)
 
 
-def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective"]:
-    """Return which of the two planners a configuration asks for.
+def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "cpu"]:
+    """Return which of the planners a configuration asks for; that of the CPU is for what needs none of the others.
 
     Raises:
-        ValueError: None, or both.
+        ValueError: Two of them.
     """
     if cfg.mode != "train":
         raise ValueError(f"lgnn plan plans training, not mode={cfg.mode}; leave mode out")
@@ -100,12 +106,7 @@ def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective"]:
             "strategy=hyscale with datamodule=collective: both plan the use of the same cores and of the same bus; "
             "choose one of them"
         )
-    if not hybrid and not collective:
-        raise ValueError(
-            "there is nothing to plan: give datamodule=collective (CPU and GPU prepare mini-batches together) or "
-            "strategy=hyscale (CPUs and accelerators train together); the other DataModules and strategies need no plan"
-        )
-    return "hybrid" if hybrid else "collective"
+    return "hybrid" if hybrid else "collective" if collective else "cpu"
 
 
 def _is_a(node: Any, kind: type) -> bool:
@@ -201,17 +202,15 @@ def profile(
             f"lgnn plan profiles one process, but there are {trainer.world_size}; give trainer.devices=1 strategy=auto "
             "(in the run itself every process makes a plan)"
         )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        trainer.fit(module, datamodule=datamodule)
+        with _signals_kept():
+            trainer.fit(module, datamodule=datamodule)
     except SystemExit:
         if trainer.interrupted:
             raise KeyboardInterrupt from None  # what Lightning has made a SystemExit of
         raise
     finally:
         progress.stop()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         datamodule.cache_plan = kept
     plan, timeline = datamodule.plan, None
     if plan is None:
@@ -221,6 +220,17 @@ def profile(
         timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline
         timeline = replace(timeline, names=profiling.names)
     return CollectiveForecast(plan, timeline, on_cpu=bool(profiling.names))
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put the handlers of signals back, in place of which Lightning sets its own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def progress_bar(console: Console, shown: bool) -> Progress:

@@ -25,6 +25,7 @@ from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
 from lightning_gnn.graph.csc import count_edges
+from lightning_gnn.planning.advice import advice
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 
@@ -98,10 +99,18 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
         total_time_s=time.perf_counter() - begin,
+        advice=_advice(throughput, trainer, datamodule),
     )
     if trainer.is_global_zero:
         _report(metrics, curves.epochs if curves is not None else [], title, cfg)
     return metrics
+
+
+def _advice(throughput: Throughput | None, trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> str | None:
+    epoch = throughput.summary() if throughput else None
+    with reporting("the advice", warn):
+        return None if epoch is None else advice(epoch, trainer, datamodule)
+    return None
 
 
 def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:

@@ -20,6 +20,7 @@ from lightning_gnn.full_graph.plan import Ownership, share_rows
 from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.nn.conv.graph import keep_constant
 from lightning_gnn.runtime.store import checksum
 
 SPLITS = ("train", "val", "test")
@@ -129,6 +130,7 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     if "num_nodes" in batch:
         data.num_nodes = rows.numel()
     data.n_id = rows.to(graph.device)
+    keep_constant(graph, data.get("x"))
     predicted, places = owners.counts, owners.order
     if (nodes := batch.get("pred_nodes")) is not None:
         position = owners.position[nodes.cpu()]
@@ -223,6 +225,7 @@ class BatchCache:
         planned = copy.copy(batch)
         planned.edge_index = batch.edge_index.replace_settings(self.settings)
         moved: Data = move_data_to_device(planned, self.device)
+        keep_constant(moved.edge_index, moved.get("x"))
         return moved
 
     def _shard(self, batch: Data) -> ShardedBatch:

@@ -20,7 +20,9 @@ from torch_geometric.loader import NeighborLoader
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.conv import check_takes_graph
+from lightning_gnn.nn.conv.graph import keep_constant
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, summary
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false
@@ -34,13 +36,16 @@ class FullGraphDataModule(ResumableDataModule):
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
     which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
-    ``"ascend_hybrid"``, which shares out the graph.
+    ``"ascend_hybrid"``, which shares out the graph. A first layer that sums or averages its neighbours' features does
+    so once for all epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or
+    ``.data`` unseen), and keeps the result, as large as ``x``.
 
     Args:
         data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
         num_chunks: Chunks to cut the vertices into, or ``"auto"``: as many as make a chunk fit the local memory.
         order: ``"locality"``: vertices that share in-neighbours lie in one chunk (algorithm 2); ``"natural"``: as they
-            are numbered.
+            are numbered; ``"auto"``: the former where there is an accelerator, and else the one that takes a CPU less
+            time by a model of its caches (:mod:`lightning_gnn.graph.cache_model`). A log line says which, and why.
         cache_dir: Where compressed graphs of a million edges and more are kept; by default the user's cache directory.
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
             where outputs do not fit into memory; by default as in training.
@@ -50,6 +55,8 @@ class FullGraphDataModule(ResumableDataModule):
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it, best with ``Trainer(precision="bf16-mixed")``.
         **kwargs: None; a wrong one is told the closest there is.
 
     Raises:
@@ -76,12 +83,13 @@ class FullGraphDataModule(ResumableDataModule):
         self,
         data: Data,
         num_chunks: int | str = "auto",
-        order: str = "locality",
+        order: str = "auto",
         cache_dir: str | Path | None = None,
         inference: str | FullInference | None = None,
         compress: bool = True,
         check_features: bool = True,
         share_memory: bool = True,
+        feature_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -97,6 +105,7 @@ class FullGraphDataModule(ResumableDataModule):
         self._given: weakref.ref[Data] | None = weakref.ref(data)  # whose edge_index the batch has not
         topology = CSCGraph.from_data(data)
         check_edge_data(data)
+        data = with_feature_dtype(data, feature_dtype, check_features)
         made: dict[str, Tensor] = {}
         for key in ("x", "y", "edge_attr", "edge_weight"):
             if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
@@ -127,6 +136,7 @@ class FullGraphDataModule(ResumableDataModule):
             self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
             self.summary = summary(redundancy)
             rank_zero_info(self.summary)
+            keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
         elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
             data = data.clone()

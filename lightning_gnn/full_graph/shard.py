@@ -113,7 +113,7 @@ class RowShard:
         )
         self._cuts: dict[int, _Cut] = {}
         self._exchanges: dict[Any, tuple[Exchange, Exchange]] = {}
-        self._derived: dict[Any, Any] = {}
+        self.cache: dict[Any, Any] = {}
 
     # What the layers ask of a graph.
 
@@ -266,7 +266,7 @@ class RowShard:
     def large_arrays(self) -> dict[str, Any]:
         """Return the graph and what has been made of it, by names that ranks which hold the same have in common."""
         ranges = {f"range {self.rank // groups} of {groups} groups": cut.graph for groups, cut in self._cuts.items()}
-        derived = {str(key): made.large_arrays() for key, made in self._derived.items() if isinstance(made, RowShard)}
+        derived = {str(key): made.large_arrays() for key, made in self.cache.items() if isinstance(made, RowShard)}
         return {"whole": self.whole, **ranges, **derived}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowShard:
@@ -359,11 +359,11 @@ class RowShard:
         return values[self.rows.to(values.device)].to(self.device)
 
     def _once(self, name: Any, function: Callable[[], Made]) -> Made:
-        if name not in self._derived:
+        if name not in self.cache:
             # Made while validating, it must be good for training too.
             with torch.inference_mode(False), torch.no_grad():
-                self._derived[name] = function()
-        made: Made = self._derived[name]
+                self.cache[name] = function()
+        made: Made = self.cache[name]
         return made
 
     def _check(self, values: Tensor, name: str, dims: tuple[int, ...]) -> None:

@@ -31,6 +31,8 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _USUAL else 0)
 _OTHERS = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
 _FULL = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # NumPy gives no number where a write falls short
 
+_BFLOAT16 = np.dtype("V2")
+"""What NumPy calls bfloat16, for which it has no name, also where JAX writes it."""
 _ADVICE = "make room, or write elsewhere"
 _scattered: set[int] = set()  # where tensors begin that are read here and there
 
@@ -54,7 +56,7 @@ def check_file(path: Path) -> None:
 
 
 def load_array(path: str | Path, mmap: bool = True) -> Tensor:
-    """Read one ``.npy`` file as a tensor.
+    """Read one ``.npy`` file as a tensor; numbers of two bytes that NumPy has no name for are bfloat16.
 
     Args:
         path: The file.
@@ -75,15 +77,17 @@ def load_array(path: str | Path, mmap: bool = True) -> Tensor:
         dtype, shape, order, count = _described(file, size, path)
         start = file.tell()
         # Loops over an array need it aligned; every writer of today sees to it.
-        if mmap and count and start % dtype.alignment == 0:
-            array = np.ndarray(shape, dtype, _mapped(file, size, path), start, order=order)
+        held = np.dtype(np.int16) if dtype == _BFLOAT16 else dtype
+        if mmap and count and start % held.alignment == 0:
+            array = np.ndarray(shape, held, _mapped(file, size, path), start, order=order)
         else:
-            array = _read(file, dtype, count, path).reshape(shape, order=order)
+            array = _read(file, held, count, path).reshape(shape, order=order)
     if dtype.kind == "b" and bool((array.view(np.uint8) > 1).any()):
         raise ValueError(f"{path} is damaged: it holds bytes that are neither true nor false; write it again")
     with warnings.catch_warnings():  # torch warns of a read-only array, as we have done
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-        return torch.from_numpy(array)
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == _BFLOAT16 else tensor
 
 
 def _read(file: IO[bytes], dtype: np.dtype, count: int, path: Path) -> np.ndarray:
@@ -113,7 +117,8 @@ def _described(file: IO[bytes], size: int, path: Path) -> tuple[np.dtype, tuple[
             raise ValueError(f"its header tells of {dtype} {list(shape)} and so of {whole} bytes, but it has {size}")
         if not dtype.isnative:
             raise ValueError(f"its {dtype} are in the byte order of other machines: array.astype('{dtype.str[1:]}')")
-        torch.from_numpy(np.empty((0, *shape), dtype))  # whether a tensor can hold it
+        if dtype != _BFLOAT16:
+            torch.from_numpy(np.empty((0, *shape), dtype))  # whether a tensor can hold it
     except OSError:
         raise
     except Exception as error:  # the text of a damaged header is parsed as Python, which can raise anything
@@ -166,10 +171,14 @@ def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray | None]) 
         for name, array in arrays.items():
             if array is None:
                 continue
-            values = array.detach().cpu().numpy() if isinstance(array, Tensor) else array
+            values = _as_numpy(array.detach().cpu()) if isinstance(array, Tensor) else array
             size = len(_header(values.dtype, values.shape)) + values.nbytes
             file = stack.enter_context(new_file(folder / f"{name}.npy", size))
             np.lib.format.write_array(file, values, allow_pickle=False)
+
+
+def _as_numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(_BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
-from lightning_gnn.graph.build import Limits, Order, Redundancy, build_directions, choose_limits, measure_redundancy
+from lightning_gnn.graph.build import (
+    Limits,
+    Order,
+    Redundancy,
+    Wanted,
+    build_directions,
+    choose_limits,
+    measure_redundancy,
+)
 from lightning_gnn.graph.chunks import Chunks, check_places
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph, check_csc
 from lightning_gnn.graph.hybrid_plan import PlanSettings
@@ -127,7 +135,7 @@ class CompressedGraph:
         cls,
         graph: CSCGraph,
         num_chunks: int | Literal["auto"] = "auto",
-        order: Order = "locality",
+        order: Wanted = "locality",
         *,
         num_columns_hint: int = 64,
         element_size: int = 4,
@@ -141,7 +149,8 @@ class CompressedGraph:
             graph: The topology.
             num_chunks: Chunks per direction, each of floor or ceil of V / k vertices; or ``"auto"``, as few as fit the
                 local memory.
-            order: ``"locality"`` (algorithm 2), unless the natural order loads fewer rows, or ``"natural"``.
+            order: ``"locality"`` (algorithm 2), unless the natural order loads fewer rows; ``"natural"``; ``"auto"``,
+                what takes a CPU less time by a model of its caches, :mod:`lightning_gnn.graph.cache_model`.
             num_columns_hint: Width of the feature slices that a chunk is to be sized for.
             element_size: Bytes of a feature.
             local_bytes: Local memory of a worker: the level-2 cache of a core, the L1 buffer of a cube unit. A chunk
@@ -176,7 +185,7 @@ class CompressedGraph:
         num_sources: int,
         edge_ids: Tensor | None = None,
         num_chunks: int | Literal["auto"] = "auto",
-        order: Order = "locality",
+        order: Wanted = "locality",
         *,
         num_columns_hint: int = 64,
         element_size: int = 4,
@@ -192,7 +201,7 @@ class CompressedGraph:
             num_sources: Number of sources.
             edge_ids: Place of each edge in the user's order, integer ``[num_edges]``, or None.
             num_chunks: Chunks per direction, or ``"auto"``: as few as fit the local memory.
-            order: ``"locality"``, unless the natural order loads fewer rows, or ``"natural"``.
+            order: ``"locality"``, unless the natural order loads fewer rows, ``"natural"`` or ``"auto"``.
             num_columns_hint: Width of the feature slices that a chunk is to be sized for.
             element_size: Bytes of a feature.
             local_bytes: Local memory of a worker, of which a chunk takes at most half; :meth:`from_graph` tells more.
@@ -213,13 +222,13 @@ class CompressedGraph:
         cls,
         graph: CSCGraph,
         num_sources: int,
-        order: Order,
+        order: Wanted,
         limits: Limits,
         settings: PlanSettings | None,
         progress: Progress | None,
     ) -> CompressedGraph:
-        if order not in ("locality", "natural"):
-            raise ValueError(f"order must be 'locality' or 'natural', but is {order!r}")
+        if order not in ("auto", "locality", "natural"):
+            raise ValueError(f"order must be 'auto', 'locality' or 'natural', but is {order!r}")
         if max(num_sources, graph.num_nodes) > INT32_MAX:
             raise ValueError(
                 f"a compressed graph has at most {INT32_MAX} vertices on a side; partition the graph first"

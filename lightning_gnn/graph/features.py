@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
 
+FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What a table keeps features in."""
 _BLOCK = 1 << 16
 _NAMED = 5
 """Rows with NaN that a message names."""
@@ -19,16 +23,18 @@ _NAMED = 5
 class FeatureTable:
     """Node features in host memory, on a device, or memory-mapped from a file, with or without a cache of hot rows.
 
-    Int8 tables are symmetrically quantised by row: a feature is its value times the scale of its row.
+    Tables of bfloat16 and float16 take half of the memory, and of the time to read it. Int8 tables are symmetrically
+    quantised by row: a feature is its value times the scale of its row.
 
     Args:
-        values: float32 or float16 ``[num_nodes, num_features]``, or int8 with ``scales``.
+        values: float32, float16 or bfloat16 ``[num_nodes, num_features]``, or int8 with ``scales``.
         check_finite: Look for NaN and infinite values, one pass over the table.
         scales: float32 ``[num_nodes]`` of an int8 table, else None.
         cache: Hot rows that are read from elsewhere; see :meth:`cached`.
+        dtype: What to keep, float32, float16 or bfloat16; ``values`` of another one are converted once, in memory.
 
     Raises:
-        TypeError: Another dtype, or int8 without ``scales``.
+        TypeError: Another dtype, int8 without ``scales`` or with ``dtype``.
         ValueError: A wrong shape, or a value that is not finite.
 
     Examples:
@@ -38,6 +44,8 @@ class FeatureTable:
         >>> table.gather(torch.tensor([2, 0]))
         tensor([[  0.0000, 127.0000],
                 [  0.5000,   1.0000]])
+        >>> FeatureTable(table.values, dtype=torch.bfloat16).gather(torch.tensor([0]))
+        tensor([[0.5000, 1.0000]], dtype=torch.bfloat16)
         >>> table.quantized()
         FeatureTable(num_nodes=3, num_features=2, torch.int8)
         >>> table.cached(torch.tensor([2]), "cpu")  # node 2 is read often
@@ -50,12 +58,15 @@ class FeatureTable:
         check_finite: bool = False,
         scales: Tensor | None = None,
         cache: RowCache | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         kind = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
         quantised = kind == "torch.int8" and scales is not None
-        if not quantised and kind not in ("torch.float32", "torch.float16"):
+        if not quantised and (not isinstance(values, Tensor) or values.dtype not in FEATURE_DTYPES):
             hint = " without scales; FeatureTable.quantized() makes both" if kind == "torch.int8" else ""
-            raise TypeError(f"features must be float32 or float16, but are {kind}{hint}")
+            raise TypeError(f"features must be float32, float16 or bfloat16, but are {kind}{hint}")
+        if dtype is not None and (quantised or dtype not in FEATURE_DTYPES):
+            raise TypeError(f"{kind} features cannot be kept as {dtype}; give float32, float16 or bfloat16 for both")
         if values.dim() != 2:
             raise ValueError(f"features must have the shape [num_nodes, num_features], but have {list(values.shape)}")
         if scales is not None:
@@ -65,7 +76,7 @@ class FeatureTable:
                 raise ValueError(f"scales must have the shape [{values.size(0)}], but have {list(scales.shape)}")
         if check_finite:
             check_finite_rows(values if scales is None else scales)
-        self.values = values
+        self.values = values if dtype is None else in_dtype(values, dtype)
         self.scales = scales
         self.cache = cache
 
@@ -81,7 +92,7 @@ class FeatureTable:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What :meth:`gather` returns: float32 or float16; float32 for int8 tables."""
+        """What :meth:`gather` returns: what is kept; float32 for int8 tables."""
         return self.values.dtype if self.scales is None else torch.float32
 
     @property
@@ -99,8 +110,8 @@ class FeatureTable:
 
         Args:
             n_id: Node ids, int64 or int32 ``[n]``. On an accelerator, the table must be there too, or in pinned memory.
-            out: Where to write, ``[n, num_features]`` of the table's dtype, or float32 for a float16 table, or float16
-                for an int8 table; by default a buffer from the pool, or new device memory.
+            out: Where to write, ``[n, num_features]`` of the table's dtype, or float32 for 16 bits, or float16 for an
+                int8 table; by default a buffer from the pool, or new device memory.
             check: Check the ids on an accelerator too, which waits for it; on the CPU they always are. Unchecked rows
                 out of range come out as NaN.
 
@@ -118,7 +129,7 @@ class FeatureTable:
         return out
 
     def quantized(self) -> FeatureTable:
-        """Return an int8 copy of the table, a quarter (of float16, half) of its size; without the cache.
+        """Return an int8 copy of the table, a quarter (of 16 bits, half) of its size; without the cache.
 
         The scale of a row is its largest absolute value over 127. A feature comes back with an error of at most half
         the scale of its row, beside the rounding of float32 (a further 3e-5 of the scale).
@@ -174,7 +185,7 @@ class FeatureTable:
         return self
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as one ``.npy`` file; the scales of an int8 table go beside it, as ``….scales.npy``.
+        """Write the table as one ``.npy`` file (bfloat16 as NumPy's ``V2``); an int8 table's scales go beside it.
 
         Args:
             path: The file; ``.npy`` is appended where it is missing.
@@ -213,6 +224,54 @@ class FeatureTable:
         kind = self.dtype if self.scales is None else self.values.dtype
         cache = f", cache_rows={self.cache_rows}" if self.cache is not None else ""
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_features={self.num_features}, {kind}{cache})"
+
+
+def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return features in another dtype, converted block by block so that a memory-mapped table never comes in whole.
+
+    Args:
+        values: Floating ``[n, ...]``.
+        dtype: The dtype; of the same, ``values`` itself is returned.
+    """
+    if values.dtype == dtype or values.requires_grad:
+        return values.to(dtype)
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    with read_in_order(values):
+        for start in range(0, values.size(0), _BLOCK):
+            out[start : start + _BLOCK] = values[start : start + _BLOCK]
+    return out
+
+
+def with_feature_dtype(data: Data, dtype: torch.dtype | str | None, check_finite: bool = True) -> Data:
+    """Return a graph whose ``x`` is kept in another dtype, converted once; the user's own stays as it is.
+
+    Args:
+        data: The graph.
+        dtype: float32, float16 or bfloat16, or its name; None leaves ``data`` alone.
+        check_finite: Look for what a smaller range turned into infinity.
+
+    Raises:
+        TypeError: Another dtype, or ``data.x`` is not of one of these.
+        ValueError: There is no ``data.x``, it is trained, or a number is too large for the dtype.
+    """
+    if dtype is None:
+        return data
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if wanted not in FEATURE_DTYPES:
+        raise TypeError(f"feature_dtype={dtype!r} is unknown; use 'bfloat16', 'float16' or 'float32'")
+    if data.get("x") is None:
+        raise ValueError(f"data has no x to keep as {wanted}; leave feature_dtype out")
+    values = torch.as_tensor(data.x)
+    if values.requires_grad:
+        raise ValueError("data.x is trained, and so is read as it is; leave feature_dtype out")
+    if values.dtype == torch.float64:
+        values = values.to(wanted)
+    kept = FeatureTable(values, dtype=wanted).values
+    if check_finite and kept is not data.x and wanted == torch.float16:
+        check_finite_rows(kept, "data.x", fix="as float16 numbers end at 65504; use feature_dtype='bfloat16'")
+    data = copy.copy(data)
+    data.x = kept
+    return data
 
 
 def check_finite_rows(

@@ -41,7 +41,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
 
     Expected are ``x.npy`` and a topology; labels and splits are optional:
 
-    - ``x.npy``: features, float32 or float16 ``[N, F]``.
+    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``.
     - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
     - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
       million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
@@ -94,8 +94,9 @@ def save_folder(data: Data, root: str | Path) -> Path:
     """Write a graph as a folder that :func:`load_folder` reads.
 
     Args:
-        data: ``x`` float32 or float16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and optionally
-            ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
+        data: ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
+            optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64
+            ``[n]``.
         root: The folder; it must not hold a graph yet.
 
     Returns:
@@ -114,7 +115,7 @@ def save_folder(data: Data, root: str | Path) -> Path:
     if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:
         raise ValueError(f"a folder has no place for data.{', data.'.join(sorted(unknown))}; remove it from data first")
     if data.get("x") is None:
-        raise ValueError("data has no x: a folder needs features, float32 or float16 [num_nodes, num_features]")
+        raise ValueError("data has no x: a folder needs features, floating [num_nodes, num_features]")
     arrays = {}
     num_nodes = data.x.size(0)
     if data.get("y") is not None:

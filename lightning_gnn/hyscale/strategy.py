@@ -14,7 +14,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.plugins import Precision
@@ -271,7 +270,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         """Add the CPU trainers to what the Trainer has found."""
         if devices is not None:
             self.trainers = trainers_of(self.cpu_trainers, devices if self._wanted is None else self._wanted, devices)
-            check_shares(self.shares, len(self.trainers.devices))
             order = range(len(self.trainers.devices))
             devices = [self.trainers.devices[self.trainers.of_rank(rank)] for rank in order]
         self._parallel_devices = devices
@@ -314,6 +312,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def setup_environment(self) -> None:
         assert self.trainers is not None
         assert self.lightning_module is not None
+        check_shares(self.shares, len(self.trainers.devices))
         self.loader, self._restored, self._clock = None, {}, None
         if self.lightning_module.trainer.state.fn == "fit":
             self.balance = None  # else evaluation goes on with the shares of training
@@ -332,13 +331,15 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Connect the ranks; one alone needs no process group."""
+        """Connect the ranks; one alone needs no process group.
+
+        Random numbers go on where they were, as in the plain Trainer, while DDP begins again with the global seed.
+        """
         self.set_world_ranks()
         if self._alone:
             return
         assert self.trainers is not None
         assert self._timeout is not None
-        reset_seed()
         mixed = any(device.type == "cpu" for device in self.trainers.devices)
         options = {"device_id": self.root_device} if self.root_device.type == "cuda" and not mixed else {}
         self._process_group_backend = self._get_process_group_backend()

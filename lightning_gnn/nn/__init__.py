@@ -6,7 +6,7 @@ trimmed exactly), ``nn/classifier.py`` (training), ``nn/link.py``, ``nn/full_bat
 """
 
 from lightning_gnn.nn.classifier import GNNModule, NodeClassifier
-from lightning_gnn.nn.conv import GATConv, GCNConv, GINConv, SAGEConv, unfused_layers
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, unfused_layers
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.link import LinkPredictor
@@ -19,6 +19,7 @@ __all__ = [
     "Dropout",
     "FullInference",
     "GATConv",
+    "GATv2Conv",
     "GCNConv",
     "GINConv",
     "GNNModule",

@@ -71,8 +71,9 @@ class GNNModule(pl.LightningModule):
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
         graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
-        any, replaces the aggregation of the first layer. A warning tells, once, where
-        mini-batches have another number of hops than the model has layers.
+        any, replaces the aggregation of the first layer. A warning tells, once, where mini-batches have another number
+        of hops than the model has layers. Features of 16 bits are widened for a model of float32, except under
+        autocast.
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
@@ -83,6 +84,7 @@ class GNNModule(pl.LightningModule):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
         self._compare_hops(batch)
+        x = self._widened(batch.x)
         self._tell_unfused(batch)
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
@@ -101,11 +103,11 @@ class GNNModule(pl.LightningModule):
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
         if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
             shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
-            return infer(self.model, batch.x, batch.edge_index, settings=batch.inference, **shown, **extra)
+            return infer(self.model, x, batch.edge_index, settings=batch.inference, **shown, **extra)
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         try:
-            out: Tensor = self.model(batch.x, batch.edge_index, **extra)
+            out: Tensor = self.model(x, batch.edge_index, **extra)
         except RuntimeError as error:
             weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
             if "dtype" not in str(error) or batch.x.dtype in weights or len(weights) != 1:
@@ -115,6 +117,13 @@ class GNNModule(pl.LightningModule):
                 f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
             ) from error
         return out
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
+        if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+            return x
+        weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+        return x.to(torch.float32) if weights == {torch.float32} else x
 
     def _compare_hops(self, batch: Data) -> None:
         """Warn, once, where mini-batches have another number of hops than the model has layers."""

@@ -111,7 +111,7 @@ def _unchanged(batch: Data) -> Data:
 def compressed_graph(
     graph: CSCGraph,
     num_chunks: int | str = "auto",
-    order: str = "locality",
+    order: str = "auto",
     cache_dir: str | Path | None = None,
 ) -> tuple[CompressedGraph, Redundancy]:
     """Compress a graph, or read it from the cache directory if it was compressed before.
@@ -119,7 +119,8 @@ def compressed_graph(
     Args:
         graph: The graph.
         num_chunks: Number of chunks, or ``"auto"``.
-        order: ``"locality"`` or ``"natural"``.
+        order: ``"locality"``, ``"natural"`` or ``"auto"``, which is ``"locality"`` where there is an accelerator, and
+            else what the model of a CPU's caches says.
         cache_dir: Where large graphs are kept; by default the user's cache directory.
 
     Returns:
@@ -128,6 +129,8 @@ def compressed_graph(
     Raises:
         ValueError: As for :meth:`CompressedGraph.from_graph`.
     """
+    if order == "auto" and torch.accelerator.is_available():
+        order = "locality"
     settings: dict[str, Any] = {"num_chunks": num_chunks, "order": order}
     if graph.num_edges < KEPT_FROM:
         return _compress(graph, settings)

@@ -14,7 +14,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.nn.conv import GATConv, GCNConv, GINConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
@@ -425,9 +425,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
         to_out = getattr(self, "_is_conv_to_out", False)
         if to_out:
             heads = output_heads
-        if kwargs.get("v2", False):  # PyG's own layer, which needs an edge_index tensor
-            return super().init_conv(in_channels, out_channels, heads=heads, **kwargs)
-        kwargs.pop("v2", None)
+        layer = GATv2Conv if kwargs.pop("v2", False) else GATConv
         concat = kwargs.pop("concat", True) and not to_out
         channels = out_channels // heads if concat else out_channels
-        return GATConv(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)
+        return layer(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)

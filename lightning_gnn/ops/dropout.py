@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
 from lightning_gnn.ops.library import define, library
 from lightning_gnn.ops.worker_threads import run_all
@@ -154,15 +154,12 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
     scale = 1.0 / (1.0 - p)
     shape = (x.size(0), x.numel() // x.size(0))
     ids = np.arange(x.size(0)) if rows is None else rows.contiguous().numpy()
-    whole = x.contiguous().view(shape)
-    if x.dtype in (torch.float32, torch.float64):
-        out = huge_pages(torch.empty_like(whole))
-        arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
-        _share_out(drop_rows, shape, *drawn(p, key), *arrays)
-        return out.view(x.shape)
-    keep = torch.empty(shape, dtype=torch.bool)
-    _share_out(_draw_rows, shape, *drawn(p, key), keep.numpy(), ids)
-    return torch.where(keep, whole * scale, 0).to(x.dtype).view(x.shape)
+    whole = wide(x).view(shape)
+    out = huge_pages(torch.empty_like(whole))
+    # A scale of the dtype makes compiled code round as torch does.
+    arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
+    _share_out(drop_rows, shape, *drawn(p, key), *arrays)
+    return out.view(x.shape).to(x.dtype)
 
 
 def drawn(p: float, key: int) -> tuple[np.uint64, np.uint32]:
@@ -220,17 +217,6 @@ def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.nda
             out[i, c] = zero if (halves[c] < threshold) | (value <= zero) else value * scale
 
 
-@numba.njit(nogil=True, cache=True)
-def _draw_rows(start: int, stop: int, key: np.uint64, threshold: np.uint32, keep: np.ndarray, rows: np.ndarray) -> None:
-    # The same for dtypes that Numba does not have: the mask alone, which torch then applies.
-    words = np.empty((keep.shape[1] + 1) // 2, np.uint64)
-    halves = words.view(np.uint32)
-    for i in range(start, stop):
-        _draw_row(key, rows[i], words)
-        for c in range(keep.shape[1]):
-            keep[i, c] = halves[c] >= threshold
-
-
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """Do what ``torch.nn.functional.dropout`` does, on the CPU with the mask of one key from torch's generator.
 
@@ -262,7 +248,7 @@ def draws_by_key(x: Tensor) -> bool:
 
 def draw_key() -> int:
     """Draw 64 bits from torch's default generator of the CPU."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))  # type: ignore[call-overload]
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
 
 
 class drop_by_row(TorchFunctionMode):

@@ -8,6 +8,9 @@ width nor on the processor's vectors.
 Such a loop is emitted once for each kind of block in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``): how many
 columns a block has, and how many weights an entry has for them, none, one, or several that take adjacent columns each.
 At run time a switch finds the loop of the block's ``width`` and ``heads``. Positions count elements.
+
+An array of uint16 holds bfloat16, the upper halves of float32: its numbers are widened in registers as they are loaded,
+and everything is computed in float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +43,7 @@ _EXP_WIDTH = 16
 _ROUNDS = 1.5 * 2**23
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2, highest power first (Cephes)."""
+_I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -107,7 +111,7 @@ class _Block:
         context: Numba's.
         builder: Numba's, at the place where to emit.
         values: The arguments of the intrinsic by name.
-        kinds: Their types by name; ``x`` says the dtype.
+        kinds: Their types by name; the first is what is gathered, ``x`` says the dtype.
         width: Columns of the block.
         heads: Weights of an entry for them.
     """
@@ -118,23 +122,65 @@ class _Block:
         self.context, self.builder = context, builder
         self.args, self.types = values, kinds
         self.width, self.heads = width, heads
-        self.scalar = context.get_value_type(kinds["x"].dtype)
-        self.bytes: int = kinds["x"].dtype.bitwidth // 8
+        dtype = types.float32 if kinds["x"].dtype == types.uint16 else kinds["x"].dtype
+        self.scalar = context.get_value_type(dtype)
+        self.bytes: int = dtype.bitwidth // 8
         self.vector = ir.VectorType(self.scalar, width)
+        self.order: list[int] | None = None
+        gathered = next(iter(kinds.values()))
+        if gathered.dtype == types.uint16 and width > 1:
+            # Two bfloat16 in 32 bits come apart by a shift and a mask: even columns first, then the odd ones.
+            self.order = [*range(0, width, 2), *range(1, width, 2)]
 
     def pointer(self, name: str, at: ir.Value) -> ir.Value:
         array = self.context.make_array(self.types[name])(self.context, self.builder, self.args[name])
         return self.builder.gep(array.data, [at])
 
-    def load(self, name: str, at: ir.Value, vector: ir.Type | None = None) -> ir.Value:
-        vector = vector or self.vector
+    def bytes_of(self, name: str) -> int:
+        count: int = self.types[name].dtype.bitwidth // 8
+        return count
+
+    def load_as(self, vector: ir.Type, name: str, at: ir.Value) -> ir.Value:
+        """Load as many bytes as a type has."""
         value = self.builder.load(self.builder.bitcast(self.pointer(name, at), vector.as_pointer()))
-        value.align = self.bytes
+        value.align = self.bytes_of(name)
         return value
 
+    def load(self, name: str, at: ir.Value) -> ir.Value:
+        """Load the block's numbers, in the block's order of columns."""
+        if self.types[name].dtype != types.uint16:
+            value = self.load_as(self.vector, name, at)
+            return value if self.order is None else self._shuffle(value, value, self.order)
+        if self.order is None:
+            return self._loaded(name, at, self.width)
+        half = self.width // 2
+        pairs = self.load_as(ir.VectorType(_I32, half), name, at)
+        even = self.builder.shl(pairs, self._same_integers(16, half))
+        odd = self.builder.and_(pairs, self._same_integers(-(1 << 16), half))
+        return self.builder.bitcast(self._shuffle(even, odd, range(self.width)), self.vector)
+
+    def _loaded(self, name: str, at: ir.Value, count: int) -> ir.Value:
+        """Load numbers one after the other."""
+        vector = ir.VectorType(self.scalar, count)
+        if self.types[name].dtype != types.uint16:
+            return self.load_as(vector, name, at)
+        integers = ir.VectorType(_I32, count)
+        halves = self.builder.zext(self.load_as(ir.VectorType(_I16, count), name, at), integers)
+        return self.builder.bitcast(self.builder.shl(halves, self._same_integers(16, count)), vector)
+
     def store(self, value: ir.Value, name: str, at: ir.Value) -> None:
+        """Store numbers as they are."""
         pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
-        self.builder.store(value, pointer).align = self.bytes
+        self.builder.store(value, pointer).align = self.bytes_of(name)
+
+    def store_columns(self, value: ir.Value, name: str, at: ir.Value) -> None:
+        """Store a result of the block in the order of the columns."""
+        if self.order is not None:
+            value = self._shuffle(value, value, [self.order.index(column) for column in range(self.width)])
+        self.store(value, name, at)
+
+    def _same_integers(self, number: int, count: int) -> ir.Constant:
+        return ir.Constant(ir.VectorType(_I32, count), [number] * count)
 
     def constant(self, number: float) -> ir.Constant:
         return ir.Constant(self.vector, [number] * self.width)
@@ -160,7 +206,7 @@ class _Block:
             later = self.row(ahead)
             for name in gathered:
                 first = builder.bitcast(self.pointer(name, later), cgutils.voidptr_t)
-                for offset in range(0, self.width * self.bytes, _LINE):
+                for offset in range(0, self.width * self.bytes_of(name), _LINE):
                     _ask_for(builder, builder.gep(first, [_I64(offset)]))
             yield entry
 
@@ -171,11 +217,9 @@ class _Block:
     def weights(self, entry: ir.Value) -> ir.Value:
         """The entry's weight of each column."""
         at = self.builder.add(self.builder.mul(entry, self.args["weight_stride"]), self.args["weight_at"])
-        if self.heads == 1:
-            return self.splat(self.builder.load(self.pointer("weight", at)))
-        few = self.load("weight", at, ir.VectorType(self.scalar, self.heads))
+        few = self._loaded("weight", at, self.heads)
         each = self.width // self.heads
-        return self._shuffle(few, few, [column // each for column in range(self.width)])
+        return self._shuffle(few, few, [column // each for column in self.order or range(self.width)])
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         name = f"llvm.fma.v{self.width}f{8 * self.bytes}"
@@ -190,17 +234,17 @@ class _Block:
 
     def head_sums(self, value: ir.Value) -> ir.Value:
         """Add up the columns of each head, halves first: a fixed order."""
-        each = self.width // self.heads
+        each, order = self.width // self.heads, self.order or list(range(self.width))
         while each > 1:
             half = each // 2
             low = [head * each + column for head in range(self.heads) for column in range(half)]
-            high = [at + half for at in low]
-            value = self.builder.fadd(self._shuffle(value, value, low), self._shuffle(value, value, high))
-            each = half
+            halves = ([order.index(column) for column in part] for part in (low, [column + half for column in low]))
+            value = self.builder.fadd(*(self._shuffle(value, value, part) for part in halves))
+            each, order = half, list(range(self.heads * half))
         return value
 
     def _shuffle(self, a: ir.Value, b: ir.Value, order: Sequence[int]) -> ir.Value:
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), list(order)))
 
 
 def _row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], Any]:
@@ -247,18 +291,18 @@ def add_entries(block: _Block) -> None:
     """Write ``sum over e of weight[e] * x[row(e)]``, divided by ``divisor`` unless that is 1.
 
     Arguments of the intrinsic:
-        x: Floating, one dimension; the block of row c begins at ``base + c * stride``.
+        x: Floating, or bfloat16 as uint16, one dimension; the block of row c begins at ``base + c * stride``.
         base: int64.
         stride: int64.
         indices: int32 ``[num_edges]``, the row of each entry.
-        weight: Of the dtype of ``x``; those of entry e begin at ``e * weight_stride + weight_at``.
+        weight: Of the dtype of ``x`` or of ``out``; those of entry e begin at ``e * weight_stride + weight_at``.
         weight_stride: int64.
         weight_at: int64.
         begin: First entry.
         end: One past the last entry.
         last: The last entry that there is at all, for looking ahead.
-        divisor: Of the dtype of ``x``.
-        out: Of the dtype of ``x``.
+        divisor: Of the dtype of ``out``.
+        out: Of the dtype of ``x``, float32 for bfloat16.
         at: Where to write.
         width: Columns of the block.
         heads: Weights per entry for them.
@@ -273,14 +317,14 @@ def add_entries(block: _Block) -> None:
     divisor = block.args["divisor"]
     with builder.if_then(builder.fcmp_unordered("!=", divisor, ir.Constant(block.scalar, 1.0)), likely=False):
         builder.store(builder.fdiv(builder.load(total), block.splat(divisor)), total)
-    block.store(builder.load(total), "out", block.args["at"])
+    block.store_columns(builder.load(total), "out", block.args["at"])
 
 
 @_row_loop(MAXIMA, "x base stride indices weight weight_stride weight_at begin end last out ties at width heads")
 def max_entries(block: _Block) -> None:
     """Write the largest ``weight[e] * x[row(e)]``, NaN being larger than any number, and how many entries attain it.
 
-    Without an entry both are -inf and 0. The arguments are those of ``add_entries``; ``ties`` is of the dtype of ``x``.
+    Without an entry both are -inf and 0. The arguments are those of ``add_entries``; ``ties`` is as ``out`` is.
     """
     builder = block.builder
     best = block.variable(block.constant(float("-inf")))
@@ -297,8 +341,8 @@ def max_entries(block: _Block) -> None:
         known = builder.select(block.same(message, largest), more, known)
         builder.store(builder.select(wins, block.constant(1.0), known), count)
         builder.store(builder.select(wins, message, largest), best)
-    block.store(builder.load(best), "out", block.args["at"])
-    block.store(builder.load(count), "ties", block.args["at"])
+    block.store_columns(builder.load(best), "out", block.args["at"])
+    block.store_columns(builder.load(count), "ties", block.args["at"])
 
 
 @_row_loop(
@@ -321,7 +365,7 @@ def route_entries(block: _Block) -> None:
             message, value = builder.fmul(weight, own), builder.fmul(weight, value)
         value = builder.select(block.same(message, block.load("best", row)), value, block.constant(0.0))
         builder.store(builder.fadd(builder.load(total), value), total)
-    block.store(builder.load(total), "out", block.args["at"])
+    block.store_columns(builder.load(total), "out", block.args["at"])
 
 
 @_row_loop(PRODUCTS, "x base stride indices side side_at begin end last out out_stride out_at add width heads")
@@ -329,16 +373,16 @@ def dot_entries(block: _Block) -> None:
     """Write, or add, the dot products of ``side[side_at:]`` and each entry's row, one per head.
 
     Arguments of the intrinsic:
-        x: Floating, one dimension; the block of row c begins at ``base + c * stride``.
+        x: Floating, or bfloat16 as uint16, one dimension; the block of row c begins at ``base + c * stride``.
         base: int64.
         stride: int64.
         indices: int32 ``[num_edges]``, the row of each entry.
-        side: Of the dtype of ``x``.
+        side: Of the dtype of ``x`` or of ``out``.
         side_at: Where the row's own block begins.
         begin: First entry.
         end: One past the last entry.
         last: The last entry that there is at all.
-        out: Of the dtype of ``x``; the products of entry e begin at ``e * out_stride + out_at``.
+        out: Of the dtype of ``x``, float32 for bfloat16; the products of entry e begin at ``e * out_stride + out_at``.
         out_stride: int64.
         out_at: int64.
         add: Boolean: add to what is there.
@@ -350,7 +394,7 @@ def dot_entries(block: _Block) -> None:
     with block.entries("x") as entry:
         sums = block.head_sums(builder.fmul(own, block.load("x", block.row(entry))))
         at = builder.add(builder.mul(entry, block.args["out_stride"]), block.args["out_at"])
-        sofar = block.load("out", at, sums.type)
+        sofar = block.load_as(sums.type, "out", at)
         sofar = builder.select(block.args["add"], sofar, ir.Constant(sums.type, [0.0] * block.heads))
         block.store(builder.fadd(sums, sofar), "out", at)
 
@@ -358,7 +402,9 @@ def dot_entries(block: _Block) -> None:
 @_row_loop(COPIES, "x source out at width")
 def copy_block(block: _Block) -> None:
     """Copy ``width`` elements from ``x[source:]`` to ``out[at:]``."""
-    block.store(block.load("x", block.args["source"]), "out", block.args["at"])
+    stored = block.context.get_data_type(block.types["x"].dtype)
+    bits = block.load_as(ir.VectorType(stored, block.width), "x", block.args["source"])
+    block.store(bits, "out", block.args["at"])
 
 
 def _exp_span(typingctx: Any, x: Any, begin: Any, end: Any) -> tuple[Any, Callable[..., Any]]:

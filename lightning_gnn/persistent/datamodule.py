@@ -14,7 +14,7 @@ from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
@@ -222,7 +222,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
 
 
 def _is_table(value: Tensor) -> bool:
-    return value.dim() == 2 and value.dtype in (torch.float32, torch.float16)
+    return value.dim() == 2 and value.dtype in FEATURE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)

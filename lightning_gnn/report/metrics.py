@@ -98,6 +98,8 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
         for row in _split(metrics["time_split"], metrics["epoch_time_s"]):
             table.add_row(*row)
     console.print(table)
+    if metrics.get("advice"):
+        console.print(metrics["advice"], soft_wrap=True, highlight=False, markup=False)
 
 
 def _note(metrics: dict[str, Any]) -> str:

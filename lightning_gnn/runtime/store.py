@@ -35,6 +35,7 @@ KINDS = {
     "graphs": "compressed graphs",
     "first_layer": "aggregated features for first layers",
     "plans": "plans of collective batching",
+    "limits": "what this machine can do at the most",
     "inference": "layer outputs of interrupted inference",
     "datasets": "data sets processed from read-only files",
     "checks": "files whose ids were checked",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_gnn.graph.checks import check_edge_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
@@ -94,6 +95,7 @@ class MiniBatchDataModule(ResumableDataModule):
         replace: bool,
         disjoint: bool,
         check_features: bool,
+        feature_dtype: torch.dtype | str | None = None,
         precompute: str | None = None,
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
@@ -107,9 +109,9 @@ class MiniBatchDataModule(ResumableDataModule):
         else:
             sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
         check_edge_data(data)
-        self.data = data
+        self.data = with_feature_dtype(data, feature_dtype, check_features)
         evaluation = _with_overrides(sampler, self.sampler_overrides)
-        self.precompute = check_option(precompute, data)
+        self.precompute = check_option(precompute, self.data)
         if self.precompute is not None:
             self._first_layer = FirstLayer(self.precompute)
             same = evaluation is sampler

@@ -52,6 +52,8 @@ class LinkDataModule(MiniBatchDataModule):
         link_sampler: A sampler of your own.
         check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
             memory-mapped and of more than a gigabyte.
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
@@ -114,6 +116,7 @@ class LinkDataModule(MiniBatchDataModule):
         seed: int | None = None,
         link_sampler: BaseSampler | None = None,
         check_features: bool = True,
+        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
         precompute: str | None = None,
@@ -123,7 +126,9 @@ class LinkDataModule(MiniBatchDataModule):
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
-        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features, precompute)
+        self._take_graph(
+            data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
+        )
         if input_train_edges is None:
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
-import numba
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.sampler import (
@@ -25,9 +21,8 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
+from lightning_gnn.ops.gather.numba import take
 from lightning_gnn.ops.sample.definition import check_backend, check_fanouts, check_flags, check_integer, check_key
-
-IntArray = NDArray[np.integer[Any]]
 
 
 class SeedRange(NodeSamplerInput):  # type: ignore[misc]
@@ -198,7 +193,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if self.graph.edge_ids is None:
             return edge
         out = pool.empty(edge.shape, torch.int64)
-        _take(self.graph.edge_ids.numpy(), edge.numpy(), out.numpy())
+        take(self.graph.edge_ids.numpy(), edge.numpy(), out.numpy())
         return out
 
     def _next_key(self) -> int:
@@ -254,9 +249,3 @@ class _KeyedNegatives:
         if weight.numel() != num_nodes:
             raise ValueError(f"negative sampling has {weight.numel()} weights, but the graph has {num_nodes} nodes")
         return torch.multinomial(weight, num_samples, replacement=True, generator=self._generator)
-
-
-@numba.njit(nogil=True, cache=True)
-def _take(table: IntArray, index: IntArray, out: IntArray) -> None:
-    for i in range(index.size):
-        out[i] = table[index[i]]

@@ -41,6 +41,8 @@ class NeighborDataModule(MiniBatchDataModule):
         node_sampler: A sampler of your own instead of the one made from these arguments.
         check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
             memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
@@ -97,6 +99,7 @@ class NeighborDataModule(MiniBatchDataModule):
         seed: int | None = None,
         node_sampler: BaseSampler | None = None,
         check_features: bool = True,
+        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
         precompute: str | None = None,
@@ -106,7 +109,9 @@ class NeighborDataModule(MiniBatchDataModule):
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
-        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features, precompute)
+        self._take_graph(
+            data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
+        )
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._nodes: dict[str, Any] = {}
         for stage, nodes in zip(LOADER_IDS, given, strict=True):

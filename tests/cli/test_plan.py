@@ -49,6 +49,49 @@ def loaded(path):
     return OmegaConf.to_container(OmegaConf.load(path))
 
 
+# -- one CPU
+
+
+@pytest.mark.slow
+def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
+    assert plan(tmp_path, "datamodule.num_workers=1") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    for text in ("A mini-batch", "sampling", "features", "products", "aggregation", "ns an edge", "Predicted:",
+                 "5 mini-batches", "Bottleneck:", "Other settings", "trainer.precision=bf16-mixed",
+                 "datamodule.num_neighbors=[2,2]"):  # fmt: skip
+        assert text in out, text
+    state = loaded(tmp_path / "plan.yaml")
+    assert state["batches"] == 5
+    assert state["threads"] == 1
+    assert state["bottleneck"] in state["parts_s"]
+    assert state["epoch_s"] == pytest.approx(
+        5 * state["batch_s"]["seconds"] + state["preparation"]["sampling_s"] + state["preparation"]["features_s"]
+    )
+    assert {"trainer.precision=bf16-mixed", "datamodule.num_neighbors=[2,2]"} <= {
+        option["change"] for option in state["options"]
+    }
+    assert not list(tmp_path.glob("**/*.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_full_graph_on_the_cpu_is_predicted(tmp_path, capfd):
+    base = [item for item in NODE if not item.startswith("datamodule")]
+    assert plan(tmp_path, "datamodule=full", "model=gcn", base=base) == 0
+    assert "1 mini-batches" in capfd.readouterr().out
+    assert loaded(tmp_path / "plan.yaml")["batches"] == 1
+
+
+def test_what_a_setting_refuses_is_noted(tmp_path, capfd, monkeypatch):
+    from lightning_gnn.cli import plan_cpu
+
+    monkeypatch.setattr(plan_cpu, "changes", lambda cfg: ["model.dropout=2"])
+    assert plan(tmp_path) == 0
+    (option,) = [each for each in loaded(tmp_path / "plan.yaml")["options"] if each["change"] == "model.dropout=2"]
+    assert option["epoch_s"] is None
+    assert "dropout is a probability" in option["note"]
+
+
 # -- hyscale
 
 
@@ -188,8 +231,8 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "give datamodule=collective .* or strategy=hyscale"),
-        (["strategy=ddp"], "nothing to plan"),
+        (["strategy=ddp", "trainer.devices=2"], "predicts one process, but there are 2"),
+        (["trainer.limit_train_batches=0"], "leaves nothing to train"),
         ([HYBRID, "datamodule=collective"], "choose one of them"),
         ([HYBRID, "mode=test"], "plans training"),
         ([HYBRID, "-m"], "leave out -m"),
@@ -212,8 +255,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_one_line_and_exit_code_2(tmp_path, capfd, overrides, message):
-    base = [item for item in NODE if not (item.startswith("datamodule.num_workers") and overrides == [])]
-    assert plan(tmp_path, *overrides, base=base) == 2
+    assert plan(tmp_path, *overrides) == 2
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert re.search(message, line), line
     assert line.startswith("error: ")
@@ -225,7 +267,8 @@ def test_one_line_and_exit_code_2(tmp_path, capfd, overrides, message):
 def test_help_names_keys_that_exist(tmp_path, capfd):
     assert plan(tmp_path, "--help", base=[]) == 0
     out = capfd.readouterr().out
-    assert "usage: lgnn plan datamodule=collective" in out
+    assert "usage: lgnn plan [GROUP=OPTION ...]" in out
+    assert "lgnn plan datamodule=collective" in out
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         cfg = compose("plan", overrides=["output_dir=out"])
         train = compose("train", overrides=["output_dir=out"])

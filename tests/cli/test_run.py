@@ -29,6 +29,7 @@ def test_what_a_run_leaves_and_says(tmp_path, capfd):
         "MTEPS",
         "Sampling",
         "Waiting",
+        "Largest part: ",
     ):
         assert name in out
     assert err == ""
@@ -38,6 +39,7 @@ def test_what_a_run_leaves_and_says(tmp_path, capfd):
     assert metrics["epochs"] == 2
     assert metrics["mteps"] > 0
     assert metrics["sampled_edges_per_s"] > 0
+    assert metrics["advice"] in out
     assert set(metrics["time_split"]) == {"sampling_s", "features_s", "model_s", "wait_s", "other_s"}
     assert sum(metrics["time_split"][name] for name in ("model_s", "wait_s", "other_s")) == pytest.approx(
         metrics["epoch_time_s"], rel=0.2

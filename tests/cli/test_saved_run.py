@@ -140,12 +140,12 @@ def test_links_strategies_and_plans(tmp_path, capfd):
     assert lgnn(tmp_path / "link", EXACT, *split, base=shared) == 0
     assert retest(tmp_path / "again", tmp_path / "link/checkpoints/best.ckpt") == 0
     assert metrics_of(tmp_path / "again")["test_auc"] == metrics_of(tmp_path / "link")["test_auc"]
-    hybrid = ["strategy=hyscale", "trainer.strategy.drm=false", "+trainer.strategy.devices=[cpu]"]
+    hybrid = ["strategy=hyscale", "trainer.strategy.drm=false", "trainer.strategy.prefetch=1"]
     assert lgnn(tmp_path / "hybrid", EXACT, *hybrid, base=shared) == 0
     best = tmp_path / "hybrid/checkpoints/best.ckpt"
     assert retest(tmp_path / "cpu", best, "trainer=fast_dev") == 0
     trainer = config_of(tmp_path / "cpu").trainer
-    assert (trainer.limit_test_batches, trainer.strategy.drm, trainer.strategy.devices) == (3, False, ["cpu"])
+    assert (trainer.limit_test_batches, trainer.strategy.drm, trainer.strategy.prefetch) == (3, False, 1)
     capfd.readouterr()
     assert plan(tmp_path / "plan", f"ckpt_path={best}", base=[]) == 0
     assert "Best mapping" in capfd.readouterr().out

@@ -197,7 +197,7 @@ def same(one, other):
 def test_a_large_graph_is_compressed_once(tmp_path, keeps_all, monkeypatch):
     graph = CSCGraph.from_data(small_data())
     first, redundancy = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
-    assert same(first, CompressedGraph.from_graph(graph, num_chunks=3))
+    assert same(first, CompressedGraph.from_graph(graph, num_chunks=3, order="auto"))
     made = []
     build = CompressedGraph.from_graph.__func__
     monkeypatch.setattr(

@@ -1,5 +1,7 @@
 """Sharded aggregation is the global one, for every number of ranks and groups; exchanges are adjoint."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from lightning_gnn.full_graph.plan import share_rows
 from lightning_gnn.full_graph.shard import RowShard, head_blocks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import slice_columns
+from lightning_gnn.nn import GCNConv
+from lightning_gnn.ops.aggregate import definition
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from tests.campaigns import campaign
@@ -181,6 +185,37 @@ def compare_penalties(rank, num_ranks):
 @pytest.mark.slow
 def test_a_gradient_penalty_is_that_of_one_process():
     assert all(run(compare_penalties, 4, 4))
+
+
+def count_permutations(rank, num_ranks):
+    """Count how often weights are normalised, and brought into the order of the transpose, in each of three steps."""
+    dist.init_process_group("gloo")
+    counts = Counter()
+    permute, normalise = definition.in_order, CompressedGraph.gcn_weight
+    definition.in_order = lambda *given: counts.update(["permuted"]) or permute(*given)
+    CompressedGraph.gcn_weight = lambda *given: counts.update(["normalised"]) or normalise(*given)
+    graph = GRAPHS["skewed"]()
+    owners = share_rows(graph.num_targets, num_ranks, {})
+    found = []
+    for edge_weight in (None, torch.rand(graph.num_edges) + 0.5):
+        model = [GCNConv(6, 5), GCNConv(5, 4)]
+        for groups in divisors(num_ranks):
+            shard = RowShard(graph, owners, rank, 6, groups)
+            x = torch.rand(shard.num_sources, 6, requires_grad=True)
+            for _ in range(3):
+                counts.clear()
+                out = model[1](model[0](x, shard, edge_weight), shard, edge_weight)
+                out.sum().backward()
+                found.append(dict(counts))
+    return found
+
+
+@pytest.mark.slow
+def test_constant_weights_are_normalised_and_permuted_once():
+    for found in run(count_permutations, 4, 4):
+        for first in range(0, len(found), 3):
+            assert found[first]
+            assert found[first + 1 : first + 3] == [{}, {}]
 
 
 @pytest.mark.slow

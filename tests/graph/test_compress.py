@@ -408,7 +408,7 @@ def test_a_graph_made_by_hand_counts_its_edges():
         ({"num_chunks": 0}, ValueError, "num_chunks must be 'auto' or a number of at least 1, but is 0"),
         ({"num_chunks": "many"}, ValueError, "but is 'many'"),
         ({"num_chunks": True}, ValueError, "but is True"),
-        ({"order": "random"}, ValueError, "order must be 'locality' or 'natural'"),
+        ({"order": "random"}, ValueError, "order must be 'auto', 'locality' or 'natural'"),
         ({"local_bytes": 1000}, ValueError, "give at least 1536 or a smaller num_columns_hint"),
         ({"num_columns_hint": 0}, ValueError, "num_columns_hint=0"),
     ],

@@ -1,6 +1,7 @@
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from tests.patience import PATIENCE
 @given(
     st.integers(1, 40),
     st.integers(0, 9),
-    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.lists(st.integers(0, 10**6), max_size=60),
 )
 def test_gather_equals_indexing(rows, columns, dtype, index):
@@ -37,8 +38,44 @@ def test_memory_mapped_table(tmp_path):
         FeatureTable.load(tmp_path / "x.npy")
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("rows", [100, 70_000, 0])
+def test_bfloat16_is_kept_in_half_of_the_memory(tmp_path, mmap, rows):
+    values = torch.randn(rows, 7)
+    table = FeatureTable(values, dtype=torch.bfloat16)
+    assert torch.equal(table.values, values.bfloat16())
+    assert FeatureTable(table.values, dtype=torch.bfloat16).values is table.values
+    loaded = FeatureTable.load(table.save(tmp_path / "x.npy"), mmap)
+    assert (tmp_path / "x.npy").stat().st_size == rows * 7 * 2 + 128
+    assert np.load(tmp_path / "x.npy").dtype == np.dtype("V2")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.values, table.values)
+    n_id = torch.tensor([99, 0, 0, 42])[:rows]
+    assert torch.equal(loaded.gather(n_id), table.values[n_id])
+    wide = loaded.gather(n_id, out=torch.empty(n_id.numel(), 7))
+    assert torch.equal(wide, table.values[n_id].float())
+
+
+def test_bfloat16_in_worker_threads():
+    table = FeatureTable(torch.randn(100, 7), dtype=torch.bfloat16)
+    n_id = torch.tensor([99, 0, 0, 42])
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(table.gather, n_id).result(PATIENCE), table.values[n_id])
+
+
+def test_a_dtype_that_is_none():
+    quantised = FeatureTable(torch.ones(3, 2)).quantized()
+    for values, scales, dtype in (
+        (torch.ones(3, 2), None, torch.int32),
+        (torch.ones(3, 2), None, "bfloat16"),
+        (quantised.values, quantised.scales, torch.bfloat16),
+    ):
+        with pytest.raises(TypeError, match="cannot be kept as"):
+            FeatureTable(values, scales=scales, dtype=dtype)
+
+
 def test_bad_tables_and_rows():
-    with pytest.raises(TypeError, match=r"float32 or float16, but are torch\.float64"):
+    with pytest.raises(TypeError, match=r"float32, float16 or bfloat16, but are torch\.float64"):
         FeatureTable(torch.ones(3, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="shape"):
         FeatureTable(torch.ones(3))

@@ -98,7 +98,8 @@ class OfPyG(pl.LightningDataModule):
 def of_pyg(strategy, nodes=1):
     torch.manual_seed(3)
     module = Plain()
-    with enable_pyg_sampling():
+    with enable_pyg_sampling(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", "5")  # of which DDP begins again
         torch.manual_seed(4)
         fit(module, strategy, OfPyG(), num_nodes=nodes)
     return state(module)

@@ -82,7 +82,7 @@ def test_logs_of_decisions_that_are_no_files(tmp_path):
 )
 def test_trainers_that_do_not_fit_the_trainers_devices(options, devices, message):
     with pytest.raises(ValueError, match=message):
-        pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options))
+        pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options)).fit(Plain(), datamodule())
 
 
 @pytest.mark.parametrize(("options", "devices"), [({}, 2), ({"cpu_trainers": 2}, 2), ({"cpu_trainers": 2}, 1)], ids=str)

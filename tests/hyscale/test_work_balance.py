@@ -231,8 +231,9 @@ def test_a_state_of_another_version_begins_anew(tmp_path):
     replays.load_state_dict(measured.state_dict())  # of the other kind
     replays.load_state_dict({"first": before["first"], "iteration": 9})  # with drm=False
     assert replays.state_dict() == before
+    kind = type(replays.manager).__name__
     with pytest.warns(UserWarning, match="hyscale balances anew"):
-        replays.load_state_dict({"manager": {"observation": 3}, "iteration": 5})
+        replays.load_state_dict({"kind": kind, "manager": {"observation": 3}, "iteration": 5})
     assert replays.state_dict() == before
     with pytest.raises(ValueError, match="was recorded with 3 trainers, 1 on the CPU, and 40 seeds"):
         Rank(trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)

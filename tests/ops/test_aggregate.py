@@ -11,6 +11,7 @@ from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan, intrinsics
 from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
+from lightning_gnn.ops.aggregate.graph_operators import in_order
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
@@ -420,3 +421,18 @@ def test_more_groups_than_columns():
 
 def test_it_is_at_the_top():
     assert lightning_gnn.aggregate is aggregate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+def test_weights_of_any_number_of_heads_are_permuted(dtype, heads):
+    values = torch.randn(40, heads).to(dtype)
+    order = torch.randint(37, (50,), dtype=torch.int32)
+    for weight in (
+        values,
+        values[3:],
+        values.t().contiguous().t(),
+        values.flatten()[1 : 1 + 37 * heads].view(37, heads),
+    ):
+        assert torch.equal(in_order(weight, order), weight[order.long()])
+    assert in_order(values[:0], order[:0]).shape == (0, heads)

@@ -1,9 +1,12 @@
+import gc
 import hashlib
 import itertools
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -14,8 +17,10 @@ from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.ops.hashing import draw, node_key
+from lightning_gnn.ops.hashing import NODE_STEP, draw, node_key
 from lightning_gnn.ops.sample import numba as sample_numba
+from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
+from lightning_gnn.ops.sample.relabel import LAST_STAMP
 from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
@@ -37,25 +42,69 @@ def test_numba_equals_reference(data, graph, fanouts, key, replace, disjoint):
     assert_equal(sample_neighbors(graph, seeds, fanouts, key, **options), expected)
 
 
+@contextmanager
+def hashing():
+    """Every graph counts as too large for a table of its nodes."""
+    kept, sample_numba.TABLE_LIMIT = sample_numba.TABLE_LIMIT, 0
+    try:
+        yield
+    finally:
+        sample_numba.TABLE_LIMIT = kept
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data(), graphs(), fanouts, keys, st.booleans())
-def test_hashing_equals_the_table(data, graph, fanouts, key, replace):
-    seeds = data.draw(seeds_of(graph.num_nodes)).numpy()
-    arguments = (graph.indptr.numpy(), graph.indices.numpy(), seeds, np.array(fanouts), key, replace, False)
-    table = [np.copy(part) for part in sample_numba.sample_numba(*arguments, hashing=False) if part is not None]
-    hashed = [part for part in sample_numba.sample_numba(*arguments, hashing=True) if part is not None]
-    for a, b in zip(table, hashed, strict=True):
-        assert np.array_equal(a, b)
+def test_hashing_equals_the_reference(data, graph, fanouts, key, replace):
+    seeds = data.draw(seeds_of(graph.num_nodes))
+    expected = sample_neighbors(graph, seeds, fanouts, key, replace=replace, backend="reference")
+    with hashing():
+        assert_equal(sample_neighbors(graph, seeds, fanouts, key, replace=replace), expected)
 
 
 def test_hashing_grows_with_the_batch():
     graph = CSCGraph.from_edge_index(torch.randint(50_000, (2, 400_000)), 50_000)
-    seeds = torch.arange(0, 50_000, 500)
-    arguments = (graph.indptr.numpy(), graph.indices.numpy(), seeds.numpy(), np.array([20, 20, 20]), 3, False, False)
-    table = [np.copy(part) for part in sample_numba.sample_numba(*arguments, hashing=False) if part is not None]
-    hashed = sample_numba.sample_numba(*arguments, hashing=True)
-    assert np.array_equal(table[0], hashed[0])
-    assert np.array_equal(table[1], hashed[1])
+    table = sample_neighbors(graph, torch.arange(0, 50_000, 500), [20, 20, 20], 3)
+    with hashing(), ThreadPoolExecutor(1) as fresh:
+        hashed = fresh.submit(sample_neighbors, graph, torch.arange(0, 50_000, 500), [20, 20, 20], 3).result(PATIENCE)
+    assert_equal(hashed, table)
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("fanout", [1, 2, 5, 15, 16, 33, 64, 65])
+def test_many_rows_of_all_degrees(fanout, replace, disjoint):
+    # More rows than draw at once, more edges than are in a block, rows that take all among rows that draw.
+    degrees = torch.randint(2 * fanout + 3, (700,))
+    sources = torch.randint(700, (int(degrees.sum()),))
+    graph = CSCGraph.from_edge_index(torch.stack([sources, torch.repeat_interleave(degrees)]), 700)
+    seeds, options = torch.randint(700, (300,)), {"replace": replace, "disjoint": disjoint}
+    expected = sample_neighbors(graph, seeds, [fanout, 1, -1], 3, backend="reference", **options)
+    assert_equal(sample_neighbors(graph, seeds, [fanout, 1, -1], 3, **options), expected)
+
+
+@given(keys, st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=16), st.integers(1, 64), st.booleans(), st.data())
+def test_lanes_draw_what_a_shuffle_of_any_length_does(key, degrees, fanout, replace, data):
+    # A shuffle of which only the touched positions are kept: degrees go up to 2^32 - 1.
+    degrees = [degree if replace else max(degree, fanout + data.draw(st.integers(1, 3))) for degree in degrees]
+    nodes = [data.draw(st.integers(0, 2**40)) for _ in degrees]
+    state, wide = np.zeros(LANES, np.uint64), np.ones(LANES, np.int64)
+    wide[: len(degrees)] = degrees
+    state[: len(nodes)] = [(key % 2**64) ^ (node * NODE_STEP % 2**64) for node in nodes]
+    out = np.zeros((3, LANES * fanout), np.uint32)
+    lanes(state, wide, fanout, replace, out)
+    for lane, (node, degree) in enumerate(zip(nodes, degrees, strict=True)):
+        order, stream = {}, node_key(key, node)
+        expected = []
+        for j in range(fanout):
+            r = draw(stream, j, degree) if replace else j + draw(stream, j, degree - j)
+            expected.append(r if replace else order.get(r, r))
+            order[r] = order.get(j, j)
+        assert out[2, lane::LANES].tolist() == expected
+
+
+@numba.njit
+def lanes(state, degrees, fanout, replace, out):
+    draw_lanes(state, degrees, fanout, replace, out[0], out[1], out[2])
 
 
 @pytest.mark.parametrize("fanout", [63, 64, 65, 100, 299, 300, 2**31 - 1])
@@ -91,9 +140,70 @@ def test_threads_give_the_same_samples():
 def test_a_thread_survives_the_end_of_the_stamps():
     graph = CSCGraph.from_edge_index(torch.randint(200, (2, 2000)), 200)
     before = sample_neighbors(graph, torch.arange(20), [5, 5], 7)
-    sample_numba._scratch.stamp = 2**31 - 2
+    sample_numba._scratch.stamp = (1 << (32 - sample_numba._scratch.bits)) - 2
     for _ in range(3):
         assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
+    assert sample_numba._scratch.stamp == 2
+    sample_numba._scratch.slot_stamp = LAST_STAMP - 1
+    with hashing():
+        for _ in range(3):
+            assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
+    assert sample_numba._scratch.slot_stamp == 2
+
+
+def test_stamps_end_in_the_middle_of_a_disjoint_sample():
+    graph = CSCGraph.from_edge_index(torch.randint(200, (2, 2000)), 200)
+    seeds = torch.randint(200, (20,))
+    expected = sample_neighbors(graph, seeds, [5, -1], 7, disjoint=True, backend="reference")
+    for left in range(45):
+        sample_numba._scratch.slot_stamp = LAST_STAMP - left
+        assert_equal(sample_neighbors(graph, seeds, [5, -1], 7, disjoint=True), expected)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_entries_of_the_table_widen_in_the_middle_of_a_batch(first):
+    graph = CSCGraph.from_edge_index(torch.randint(900, (2, 9000)), 900)
+    seeds = torch.randint(900, (first,))
+    expected = sample_neighbors(graph, seeds, [4, 4, 4], 7, backend="reference")
+    kept = sample_numba._scratch.bits
+    try:
+        for bits in range(1, 11):
+            sample_numba._scratch.bits, sample_numba._scratch.stamp = bits, 0
+            sample_numba._scratch.table[:] = 0
+            for _ in range(3):
+                assert_equal(sample_neighbors(graph, seeds, [4, 4, 4], 7), expected)
+    finally:
+        sample_numba._scratch.bits, sample_numba._scratch.stamp = kept, 0
+        sample_numba._scratch.table[:] = 0
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_batches_of_all_sizes_after_one_another(disjoint):
+    # A thread's guess at the next batch's size is wrong each time.
+    graph = CSCGraph.from_edge_index(torch.randint(900, (2, 30_000)), 900)
+    for size, hops in ((300, [9, 9]), (1, [1]), (0, [5]), (200, [1, -1]), (1, [-1, -1, 2]), (30, [0, 3])):
+        seeds = torch.randint(900, (size,))
+        expected = sample_neighbors(graph, seeds, hops, 5, disjoint=disjoint, backend="reference")
+        out = sample_neighbors(graph, seeds, hops, 5, disjoint=disjoint)
+        assert_equal(out, expected)
+        assert out.edge_index.is_contiguous()
+        for part in (out.node, out.edge_index, out.edge, *([out.batch] if disjoint else [])):
+            assert part.untyped_storage().nbytes() == part.nbytes  # what is pickled or shared with it is no more
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
+    graph = CSCGraph.from_edge_index(torch.randint(9000, (2, 300_000)), 9000)
+    kept = [sample_neighbors(graph, torch.arange(500), [10, 10], key, disjoint=disjoint) for key in range(12)]
+    # Of each mini-batch only one tensor stays.
+    parts = [sample[number % 3] for number, sample in enumerate(kept)]
+    del kept
+    gc.collect()
+    for key in range(12):
+        sample_neighbors(graph, torch.arange(500), [10, 10], 100 + key, disjoint=disjoint)
+    for number, part in enumerate(parts):
+        again = sample_neighbors(graph, torch.arange(500), [10, 10], number, disjoint=disjoint)
+        assert torch.equal(part, again[number % 3])
 
 
 @pytest.mark.slow

@@ -160,14 +160,15 @@ def test_equal_arrays_become_one_copy_in_place_and_writes_stay_with_the_writer(n
     assert len(set(run(sharing, num_ranks, num_ranks))) == 1
 
 
-def test_what_is_left_alone(tmp_path):
-    save_arrays(tmp_path, {"x": numbers()})
+def found_among_others(rank, folder):
+    large_blocks()
+    save_arrays(folder, {"x": numbers()})
     data = numbers()
     held = {
         "own": data,
         "again": data.view(2, -1),
         "small": numbers(1000),
-        "file": load_array(tmp_path / "x.npy"),
+        "file": load_array(folder / "x.npy"),
         "shared": numbers().share_memory_(),
         "trained": numbers().requires_grad_(),
         "part": torch.from_numpy(numbers().numpy()[5:]),
@@ -177,20 +178,33 @@ def test_what_is_left_alone(tmp_path):
         "meta": torch.empty(1 << 19, device="meta"),
         "text": "text",
     }
-    assert sorted(find_blocks(held)) == ["own", "part", "strided"]
+    return sorted(find_blocks(held))
+
+
+def test_what_is_left_alone(tmp_path):
+    assert run(found_among_others, 1, tmp_path) == [["own", "part", "strided"]]
     if torch.cuda.is_available():
         assert not find_blocks({"pinned": numbers().pin_memory(), "device": numbers().cuda()})
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_the_parts_of_sparse_tensors_are_found():
+def found_of_sparse_tensors(rank):
+    large_blocks()
     compressed = torch.sparse_csr_tensor(
         torch.arange(3) * (1 << 19), torch.arange(1 << 20) % (1 << 19), numbers(1 << 20)
     )
     edges = torch.stack([torch.arange(1 << 19), torch.arange(1 << 19)])
     listed = torch.sparse_coo_tensor(edges, numbers(), is_coalesced=True)
-    found = find_blocks({"data": Data(adj_t=compressed), "listed": listed})
-    assert sorted(found) == ["data.adj_t.col", "data.adj_t.values", "listed.indices", "listed.values"]
+    return sorted(find_blocks({"data": Data(adj_t=compressed), "listed": listed}))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_the_parts_of_sparse_tensors_are_found():
+    assert run(found_of_sparse_tensors, 1)[0] == [
+        "data.adj_t.col",
+        "data.adj_t.values",
+        "listed.indices",
+        "listed.values",
+    ]
 
 
 def test_memory_that_malloc_may_use_again_is_left_alone():
@@ -625,9 +639,9 @@ sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
 def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)},
+        [sys.executable, "-W", "ignore", str(script)], cwd=tmp_path, env={**os.environ, **environment},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     said = [line for line in done.stdout.splitlines() if line.endswith("bytes")]

@@ -106,9 +106,18 @@ def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
     for _ in range(3):
         timer.start()
         timer.stop()
-    assert timer.read(3.0) == 10.0
+        assert timer.read(3.0) == 10.0
     assert timer.read(7.0) == 10.0
     assert len(timer._steps) == 1
+
+
+def test_parts_of_a_step_are_timed_from_the_first_to_the_last():
+    timer, seconds = StepTimer(torch.device("meta")), count(step=10)
+    timer._clock.has_events, timer._clock.now = True, lambda: float(next(seconds))
+    for _ in range(2):
+        timer.start()
+        timer.stop()
+    assert timer.read(3.0) == 20.0
 
 
 def test_a_device_without_events_has_the_time_of_the_thread():

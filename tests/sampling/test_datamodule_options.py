@@ -338,7 +338,7 @@ def test_nodes_without_edges_and_features_without_floats():
     assert next(iter(build(NeighborDataModule, data).train_dataloader())).num_nodes > 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 def test_features_of_another_dtype_than_the_weights_are_named(kind, dtype):
     data = small_data()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ FUSED_ON = ("cpu",)
 """Devices on which the fused operators are measured to be faster than PyG's path."""
 UNFUSED_UP_TO = 1 << 19
 """Edges times columns up to which PyG's path is faster all the same: its operators are few."""
-_FUSED_DTYPES = (torch.float32, torch.float64)
-_STEPS = ("message", "message_and_aggregate", "aggregate", "update")
+_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
+"""What a layer's tensors may be under autocast to bfloat16."""
+_STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
-    for step in ("propagate", "message", "aggregate", "message_and_aggregate")
+    for step in ("propagate", "edge_update", "message", "aggregate", "message_and_aggregate")
     for when in ("_pre", "")
 )
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,12 +42,14 @@ class Fused:
         what: What runs as one, in words.
         reduces: Which reductions.
         products: Returns PyG's ``Linear`` modules whose product is a part of it, by name.
+        node_dim: The ``node_dim`` of PyG's class.
     """
 
     base: type[MessagePassing]
     what: str
     reduces: tuple[str, ...]
     products: Callable[[Any], dict[str, Any]]
+    node_dim: int = -2
 
 
 def obstacle(layer: MessagePassing) -> str | None:
@@ -62,7 +66,9 @@ def obstacle(layer: MessagePassing) -> str | None:
         return f"aggr={layer.aggr!r} is not one of {', '.join(fused.reduces)}"
     if layer.explain:
         return "an explainer masks its messages"
-    if layer.flow != "source_to_target" or layer.node_dim != -2 or layer.decomposed_layers != 1:
+    if getattr(layer, "edge_dim", None) is not None:
+        return "it reads features of edges"
+    if layer.flow != "source_to_target" or layer.node_dim != fused.node_dim or layer.decomposed_layers != 1:
         return "flow, node_dim and decomposed_layers must be as they are by default"
     products = fused.products(layer)
     for name, lin in products.items():
@@ -79,6 +85,26 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
+def runs_here(tensors: Sequence[Any], autocast_to: torch.dtype | None = None) -> bool:
+    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
+
+    Args:
+        tensors: What the layer got.
+        autocast_to: To which dtype autocast may convert, if to any.
+    """
+    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
+        return False
+    device = tensors[0].device.type
+    if device not in FUSED_ON or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != autocast_to:
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: Any = None) -> bool:
     """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner.
 
@@ -89,25 +115,20 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         edge_index: What it got as edges.
         edge_weight: What it got as their weights.
     """
-    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
+    if not runs_here(tensors, torch.bfloat16) or obstacle(layer) is not None:
         return False
     device, dtype = source.device, source.dtype
-    if device.type not in FUSED_ON or torch.is_autocast_enabled(device.type) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch.jit.is_tracing() or obstacle(layer) is not None:  # type: ignore[attr-defined, no-untyped-call]
-        return False
+    autocast = torch.is_autocast_enabled(device.type)
+    dtypes = _AUTOCAST_DTYPES if autocast else (dtype,)
     # Shapes and dtypes that do not fit are PyG's to complain about.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in _FUSED_DTYPES:
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else _FUSED_DTYPES):
         return False
     floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
-    fits = all(tensor.dtype == dtype and tensor.device == device for tensor in floating)
+    fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
     fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
     fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
     return (

@@ -8,14 +8,26 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
+from lightning_gnn.nn.conv.attention import fused_gat, fuses_attention
+from lightning_gnn.nn.conv.fused import Fused
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 
+def _products(layer: Any) -> dict[str, Any]:
+    if layer.lin is not None:
+        return {"lin": layer.lin}
+    return {"lin_src": layer.lin_src, "lin_dst": layer.lin_dst}
+
+
 class GATConv(pyg.GATConv):  # type: ignore[misc]
     """PyG's ``GATConv`` (arXiv:1710.10903), whose ``edge_index`` may also be a graph.
+
+    On an ``edge_index`` on the CPU, such as a mini-batch's, it computes scores, softmax and sums in one pass over the
+    edges, before or after it multiplies, whichever costs less, unless something about the layer is out of the ordinary;
+    dropout then draws one number from torch's generator, and its mask from that.
 
     Constructor, parameters and results are PyG's. ``return_attention_weights`` with a graph returns the graph that the
     weights belong to (with self-loops) and the weights ``[E, heads]`` in its own order of edges.
@@ -27,6 +39,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
 
     propagate_type = {"x": OptPairTensor, "alpha": Tensor}  # noqa: RUF012
     edge_updater_type = {"alpha": OptPairTensor, "edge_attr": OptTensor}  # noqa: RUF012
+    fused = Fused(pyg.GATConv, "scores, softmax, sums and product", ("sum",), _products, node_dim=0)
 
     @property
     def takes_graph(self) -> bool:
@@ -42,14 +55,18 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Return ``[num_targets, heads * out_channels]``, without ``concat`` ``[num_targets, out_channels]``."""
+        source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
+            plain = edge_attr is None and size is None and return_attention_weights is None
+            if plain and fuses_attention(self, source, target, edge_index):
+                lins = [self.lin_src, self.lin_dst] if self.lin is None else [self.lin, self.lin]
+                return fused_gat(self, source, target, edge_index, lins)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         if self.edge_dim is not None:
             raise ValueError(
                 f"GATConv(edge_dim={self.edge_dim}) reads edge features, which a compressed graph does not carry; "
                 f"leave edge_dim out, or use {TENSOR}"
             )
-        source, target = (x, x) if isinstance(x, Tensor) else x
         if check_inputs(self, edge_index, source, target=target) != "sum":
             raise ValueError(f"GATConv(aggr={self.aggr!r}) is not supported on a graph, which sums by attention")
         residual = self.res(target) if self.res is not None and target is not None else None

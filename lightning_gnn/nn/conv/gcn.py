@@ -12,7 +12,15 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import OptTensor
 
 from lightning_gnn.nn.conv.fused import Fused, fuses
-from lightning_gnn.nn.conv.graph import Graph, aggregates_first, check_inputs, is_graph, with_self_loops
+from lightning_gnn.nn.conv.graph import (
+    Graph,
+    aggregate_input,
+    aggregates_first,
+    check_inputs,
+    is_constant,
+    is_graph,
+    with_self_loops,
+)
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import update_by_edges
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
@@ -42,6 +50,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         lambda layer: {"lin": layer.lin},
     )
     _cached_weight: tuple[Graph, Tensor] | None = None
+    _cached_edge_index: tuple[Tensor, Tensor] | None
     _cached_edges: tuple[Tensor, list[Tensor]] | None = None
 
     def reset_parameters(self) -> None:
@@ -58,9 +67,12 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
             return out
         reduce = check_inputs(self, edge_index, x, edge_weight)
         graph, weight = self._weighted(edge_index, edge_weight, x)
-        first = aggregates_first(graph, self.lin, x, reduce, default=False)
-        x = aggregate(graph, x, _cast(weight, x), reduce) if first else self.lin(x)
-        x = self.lin(x) if first else aggregate(graph, x, _cast(weight, x), reduce)
+        constant = is_constant(edge_index, x) and (self.normalize or edge_weight is None)
+        weight = _cast(weight, x)
+        if not aggregates_first(graph, self.lin, x, reduce, default=False, constant=constant):
+            x = aggregate(graph, self.lin(x), weight, reduce)
+        else:
+            x = self.lin(aggregate_input(edge_index if constant else None, graph, x, weight, reduce))
         return x if self.bias is None else x + self.bias
 
     def run_fused(self, x: Tensor, edges: list[Tensor], then: ReluDropout | None = None) -> Tensor:
@@ -89,6 +101,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         if not self.normalize:
             return first_rows(order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight), num_targets)
         loop_weight = 2.0 if self.improved else 1.0
+        dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is multiplied in float32
         edges: list[Tensor] = order.gcn_edges(
             edge_index, num_nodes, num_targets, edge_weight, loop_weight, self.add_self_loops, dtype
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from lightning_gnn.ops.aggregate.definition import Reduce
+from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 
 REDUCE: dict[str, Reduce] = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 """PyG's names of reductions that run on a graph, and ours."""
@@ -113,12 +113,13 @@ def with_self_loops(graph: Graph) -> Any:
         return graph.with_self_loops()
 
 
-def aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: bool) -> bool:
+def aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: bool, constant: bool = False) -> bool:
     """Say whether ``(A X) W`` costs less than ``A (X W)``; both are the same, but for a maximum.
 
     An aggregation of d columns costs d per edge, and the same again backward where its input needs a gradient; the
     dense product costs by its rows, which are those of the sources or those of the targets. Where both sides have the
-    same rows, the answer does not depend on the graph, so that it is the same on each device of a sharded one.
+    same rows, the answer does not depend on the graph, so that it is the same on each device of a sharded one. Constant
+    features are aggregated first, and once for all epochs.
     """
     # A layer of the user's own in place of the product, or with hooks, is called as PyG calls it.
     if type(lin) is not Linear or lin._forward_hooks or lin._forward_pre_hooks:
@@ -127,6 +128,8 @@ def aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: bo
         return default
     if reduce == "max":
         return default
+    if constant:
+        return True
     wide, narrow = lin.in_channels, lin.out_channels
     grad = torch.is_grad_enabled()
     before = wide * (2 if grad and x.requires_grad else 1)
@@ -135,3 +138,54 @@ def aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: bo
         edges, product = _MACS_PER_ELEMENT * graph.num_edges, wide * narrow
         before, after = edges * before + graph.num_targets * product, edges * after + graph.num_sources * product
     return default if before == after else before < after
+
+
+_CONSTANT, _AGGREGATED = "constant features", "aggregated constant features"
+
+
+def keep_constant(graph: Graph, x: Any) -> None:
+    """Let :func:`aggregate_input` keep what features come to on a graph that keeps what it is asked for.
+
+    Args:
+        graph: The graph, which has a ``cache``.
+        x: Features that are the same tensor in each epoch, or anything else, which is not kept.
+    """
+    if isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad:
+        graph.cache[_CONSTANT] = x  # type: ignore[attr-defined]
+
+
+def is_constant(graph: Graph, x: Tensor) -> bool:
+    """Say whether these are the features of :func:`keep_constant`, the same object."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return getattr(graph, "cache", {}).get(_CONSTANT) is x and not x.requires_grad
+
+
+def aggregate_input(
+    keeper: Graph | None, graph: Graph, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum"
+) -> Tensor:
+    """Aggregate the input of a layer, constant features once for all epochs; nobody may write to the result.
+
+    Args:
+        keeper: The graph that knows that the features are constant, or None where they are not.
+        graph: The graph over which to aggregate.
+        x: Features of the sources.
+        weight: Weights of the edges, which are constant if they are the same object and nobody wrote to it.
+        reduce: How.
+    """
+    if keeper is None or (weight is not None and (weight.requires_grad or weight.is_inference())):
+        return aggregate(graph, x, weight, reduce)  # type: ignore[arg-type]
+    cache: dict[Any, Any] = keeper.cache  # type: ignore[attr-defined]
+    autocast = torch.is_autocast_enabled(x.device.type)
+    state = (graph is keeper, reduce, _version(x), None if weight is None else weight._version, autocast)
+    known = cache.get(_AGGREGATED)
+    if known is None or known[0] is not weight or known[1] != state or known[3] != _version(known[2]):
+        with torch.inference_mode(False), torch.no_grad():  # made in a validation loop, it must be good for training
+            out = aggregate(graph, x, weight, reduce)  # type: ignore[arg-type]
+        known = cache[_AGGREGATED] = (weight, state, out, _version(out))
+    kept: Tensor = known[2]
+    return kept
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

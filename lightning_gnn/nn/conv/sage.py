@@ -11,7 +11,14 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
 from lightning_gnn.nn.conv.fused import Fused, fuses, is_head
-from lightning_gnn.nn.conv.graph import REDUCE, aggregates_first, check_inputs, is_graph
+from lightning_gnn.nn.conv.graph import (
+    REDUCE,
+    aggregate_input,
+    aggregates_first,
+    check_inputs,
+    is_constant,
+    is_graph,
+)
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
@@ -55,8 +62,9 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         reduce = check_inputs(self, edge_index, source, target=target)
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
-        if aggregates_first(edge_index, self.lin_l, source, reduce, default=True):
-            out = self.lin_l(aggregate(edge_index, source, None, reduce))
+        constant = is_constant(edge_index, source)
+        if aggregates_first(edge_index, self.lin_l, source, reduce, default=True, constant=constant):
+            out = self.lin_l(aggregate_input(edge_index if constant else None, edge_index, source, None, reduce))
         else:
             out = aggregate(edge_index, F.linear(source, self.lin_l.weight), None, reduce)
             out = out if self.lin_l.bias is None else out + self.lin_l.bias

@@ -9,11 +9,12 @@ from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.nn.conv.fused import obstacle
 from lightning_gnn.nn.conv.gat import GATConv
+from lightning_gnn.nn.conv.gatv2 import GATv2Conv
 from lightning_gnn.nn.conv.gcn import GCNConv
 from lightning_gnn.nn.conv.gin import GINConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 
-_OURS: list[Any] = [kind for kind in (GCNConv, SAGEConv, GINConv, GATConv) if hasattr(kind, "fused")]
+_OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv]
 
 
 def fused_layers() -> list[tuple[str, str]]:

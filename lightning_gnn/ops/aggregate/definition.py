@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan
-from lightning_gnn.ops.aggregate.backends import backend_name, chunk_tensors, plan_of
+from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, chunk_tensors, plan_of
 from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphSum
 from lightning_gnn.ops.aggregate.graph_operators import graph_arguments, in_order
+from lightning_gnn.ops.aggregate.reference import accumulator
 
 Reduce = Literal["sum", "mean", "max"]
 REDUCES = ("sum", "mean", "max")
@@ -57,7 +58,7 @@ def aggregate(
 
     Returns:
         ``[num_targets, D]`` or ``[num_targets, H, C]`` of the dtype to which ``x`` and ``weight`` promote; zeros where
-        a target has no edge. float16 and bfloat16 are accumulated in float32.
+        a target has no edge. float16 and bfloat16 are accumulated in float32, and on the CPU bfloat16 is read as it is.
 
     Raises:
         TypeError: ``x`` or ``weight`` is not floating, or ``graph`` is no graph.
@@ -92,10 +93,11 @@ def aggregate(
     shape = (graph.num_targets, *x.shape[1:])
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     # The edges that attain a maximum are found again in backward, which needs it unrounded.
-    wide = torch.promote_types(dtype, torch.float32) if reduce == "max" else dtype
+    wide = accumulator(dtype) if reduce == "max" else dtype
     heads = weight.size(1) if weight is not None and weight.dim() == 2 else 1
     by_edge = None if weight is None else weight.to(wide).reshape(graph.num_edges, heads).contiguous()
-    by_head = x.to(wide).reshape(x.size(0), heads, x.shape[1:].numel() // heads)
+    narrow = x if x.dtype == torch.bfloat16 and wide == torch.float32 and _reads_bfloat16(x, backend) else x.to(wide)
+    by_head = narrow.reshape(x.size(0), heads, x.shape[1:].numel() // heads)
     if reduce == "max":
         out: Tensor = GraphMax.call(by_head, by_edge, *arguments)[0]
     else:
@@ -103,6 +105,11 @@ def aggregate(
         degrees = graph.in_degrees if reduce == "mean" else None
         out = GraphSum.call(by_head, by_edge, permuted, degrees, False, *arguments)
     return out.view(shape).to(dtype)
+
+
+def _reads_bfloat16(x: Tensor, backend: str | None) -> bool:
+    """Say whether bfloat16 is widened as it is read, and so may be multiplied with float32."""
+    return x.device.type == "cpu" and backend_name(backend) in (DEVICE, "numba", "reference")
 
 
 def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:

@@ -22,6 +22,7 @@ from lightning_gnn.ops.aggregate.graph_operators import (
     num_rows,
     register,
 )
+from lightning_gnn.ops.aggregate.reference import accumulator
 
 
 @register("graph_sum(Tensor x, Tensor? weight, Tensor? permuted, Tensor? degrees, bool transposed) -> Tensor")
@@ -30,7 +31,7 @@ class GraphSum(GraphOperator):
 
     Args:
         x: ``[num_sources, H, C]``, transposed ``[num_targets, H, C]``.
-        weight: ``[E, H]`` of the dtype of ``x``, or None.
+        weight: ``[E, H]`` of the dtype of ``x``, or None; on the CPU float32 beside bfloat16 too, which makes float32.
         permuted: The same in the order of the backward direction, if they are constants that somebody keeps.
         degrees: What the sums are divided by, int64 ``[num_targets]``: makes means; None if transposed.
         transposed: The direction.
@@ -45,7 +46,7 @@ class GraphSum(GraphOperator):
         """Compute without autograd."""
         side = Direction(graph, transposed)
         if x.numel() == 0 or side.num_rows == 0 or num_edges(graph) == 0:
-            return x.new_zeros(side.num_rows, *x.shape[1:])
+            return x.new_zeros(side.num_rows, *x.shape[1:], dtype=_product_type(x, weight))
         reduce = "sum" if degrees is None else "mean"
         weight = side.ordered(weight, permuted)
         # Without weights nothing tells the heads apart.
@@ -57,7 +58,7 @@ class GraphSum(GraphOperator):
     @staticmethod
     def fake(x: Tensor, weight: Any, permuted: Any, degrees: Any, transposed: bool, *graph: Any) -> Tensor:
         """Return the shape."""
-        return x.new_empty(num_rows(graph, transposed), *x.shape[1:])
+        return x.new_empty(num_rows(graph, transposed), *x.shape[1:], dtype=_product_type(x, weight))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,8 +74,10 @@ class GraphSum(GraphOperator):
         """Sum along the other direction; multiply both ends."""
         (x, weight, permuted, degrees), graph = kept(ctx)
         if degrees is not None:
+            dtype = grad.dtype
             grad = _divided(grad, degrees)
-            grad = grad if weight is None else grad.to(weight.dtype)
+            # Of float16, whose small numbers end early, it stays wide where nothing forbids it.
+            grad = grad if weight is None and dtype == torch.float16 else grad.to(dtype)
         grad = grad.contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -103,7 +106,7 @@ class GraphProducts(GraphOperator):
 
     Args:
         row_side: ``[num_targets, H, C]``.
-        column_side: ``[num_sources, H, C]``, of the same dtype.
+        column_side: ``[num_sources, H, C]``, of the same dtype; on the CPU also float32 beside bfloat16.
     """
 
     by_head = 2
@@ -112,7 +115,7 @@ class GraphProducts(GraphOperator):
     def compute(row_side: Tensor, column_side: Tensor, *graph: Any) -> Tensor:
         """Compute without autograd."""
         if row_side.size(1) * row_side.size(2) == 0 or num_edges(graph) == 0:
-            return row_side.new_zeros(num_edges(graph), row_side.size(1))
+            return row_side.new_zeros(num_edges(graph), row_side.size(1), dtype=_product_type(row_side, column_side))
         side = Direction(graph)
         plan = side.plan(row_side.size(1) * row_side.size(2), one_group=True)
         products: Tensor = side.functions.edge_products(side.chunks, row_side, column_side, None, None, *plan)
@@ -121,7 +124,7 @@ class GraphProducts(GraphOperator):
     @staticmethod
     def fake(row_side: Tensor, column_side: Tensor, *graph: Any) -> Tensor:
         """Return the shape."""
-        return column_side.new_empty(num_edges(graph), row_side.size(1))
+        return column_side.new_empty(num_edges(graph), row_side.size(1), dtype=_product_type(row_side, column_side))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -153,11 +156,11 @@ class GraphProducts(GraphOperator):
 
 @register("graph_max(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
 class GraphMax(GraphOperator):
-    """``y[i] = max of weight[e] * x[j] over e = (j, i)``, and how many edges attain it.
+    """``y[i] = max of weight[e] * x[j] over e = (j, i)``, not rounded, and how many edges attain it.
 
     Args:
-        x: ``[num_sources, H, C]``, float32 or float64.
-        weight: ``[E, H]`` of the same dtype, or None.
+        x: ``[num_sources, H, C]``, float32 or float64, on the CPU also bfloat16.
+        weight: ``[E, H]`` of the same dtype, float32 for bfloat16, or None.
     """
 
     by_head = 2
@@ -167,7 +170,7 @@ class GraphMax(GraphOperator):
         """Compute without autograd."""
         side = Direction(graph)
         if x.numel() == 0 or side.num_rows == 0 or num_edges(graph) == 0:
-            nothing = x.new_zeros(side.num_rows, *x.shape[1:])
+            nothing = x.new_zeros(side.num_rows, *x.shape[1:], dtype=accumulator(x.dtype))
             return nothing, nothing.clone()
         plan = side.plan(x.size(1) * x.size(2))
         best, ties = side.functions.aggregate_chunks(side.chunks, side.num_rows, x, weight, "max", *plan)
@@ -176,7 +179,7 @@ class GraphMax(GraphOperator):
     @staticmethod
     def fake(x: Tensor, weight: Tensor | None, *graph: Any) -> tuple[Tensor, Tensor]:
         """Return the shapes."""
-        out = x.new_empty(num_rows(graph), *x.shape[1:])
+        out = x.new_empty(num_rows(graph), *x.shape[1:], dtype=accumulator(x.dtype))
         return out, torch.empty_like(out)
 
     @staticmethod
@@ -217,8 +220,8 @@ class GraphMaxBackward(GraphOperator):
     Args:
         shares: Gradient of each maximum by the edges that attain it, ``[num_targets, H, C]``.
         best: The maxima, ``[num_targets, H, C]``.
-        x: ``[num_sources, H, C]``, float32 or float64.
-        weight: ``[E, H]`` of the same dtype, or None.
+        x: ``[num_sources, H, C]``, float32 or float64, on the CPU also bfloat16.
+        weight: ``[E, H]`` of the same dtype, float32 for bfloat16, or None.
         wants_x: Whether to compute that of ``x``.
         wants_weight: Whether to compute that of ``weight``.
     """
@@ -253,7 +256,7 @@ class GraphMaxBackward(GraphOperator):
         shares: Tensor, best: Tensor, x: Tensor, weight: Tensor | None, wants_x: bool, wants_weight: bool, *graph: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the shapes."""
-        edges = x.new_empty(num_edges(graph), x.size(1)) if wants_weight else x.new_empty(0)
+        edges = best.new_empty(num_edges(graph), x.size(1)) if wants_weight else best.new_empty(0)
         return x.new_empty(x.shape) if wants_x else x.new_empty(0), edges
 
     @staticmethod
@@ -269,6 +272,10 @@ class GraphMaxBackward(GraphOperator):
         )
 
     jvp = GraphMax.jvp
+
+
+def _product_type(x: Tensor, other: Tensor | None) -> torch.dtype:
+    return x.dtype if other is None else torch.promote_types(x.dtype, other.dtype)
 
 
 def _divided(rows: Tensor, degrees: Tensor) -> Tensor:

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
-from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, rows_of, wide
+from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, loadable, rows_of
+from lightning_gnn.ops.aggregate.reference import accumulator
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.library import library
 
 _NO_DEGREES = np.empty(0, np.int64)
+_SPARE = 2 * WIDTHS[0]
+"""Numbers apart at which workers hold a block: no two share a line of the cache."""
 
 
 @torch.library.impl(library, "aggregate_chunks", "CPU")
@@ -37,22 +40,32 @@ def aggregate_chunks(
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
-    dtype, x = x.dtype, wide(x)
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    x, added_in = loadable(x), accumulator(x.dtype)
     rows = rows_of(chunks, num_rows, x.size(0))
     heads = 0 if weight is None else weight.size(1)
     num_columns = x.size(1) * x.size(2)
     is_max, is_mean = reduce == "max", reduce == "mean"
-    out = huge_pages(torch.empty((num_rows + rows.split.size, x.size(1), x.size(2)), dtype=x.dtype))
-    ties = huge_pages(torch.empty_like(out)) if is_max else x.new_empty(0)
-    target, counts = flat(out), flat(ties)
-    weights = None if weight is None else flat(wide(weight))
-    divisors = rows.degrees if is_mean else _NO_DEGREES
     run = _Run(rows, slices, chunk_ranges, num_columns)
+    shape = x.shape[1:]
+    # What is rounded needs memory in float32 for the pieces of split rows, and a block of each worker, alone.
+    rounds = dtype == torch.bfloat16 and not is_max
+    result = huge_pages(torch.empty((num_rows, *shape), dtype=dtype)) if rounds else None
+    kept_rows = rows.split.size if rounds else num_rows + rows.split.size
+    spare = run.num_workers * _SPARE if rounds else 0
+    memory = huge_pages(torch.empty(kept_rows * num_columns + spare, dtype=added_in))
+    target, rounded = flat(memory), None if result is None else flat(result)
+    ties = torch.empty(0, dtype=added_in)
+    if is_max:
+        ties = huge_pages(torch.empty((num_rows + rows.split.size, *shape), dtype=added_in))
+    counts = flat(ties)
+    weights = None if weight is None else flat(loadable(weight))
+    divisors = rows.degrees if is_mean else _NO_DEGREES
 
     with run.gathered([x], x.size(2), heads, MAX_WIDTHS if is_max else WIDTHS) as (source,):
         given = source if weights is None else weights
 
-        def share(table: np.ndarray, first: int, last: int) -> None:
+        def share(worker: int, table: np.ndarray, first: int, last: int) -> None:
             if is_max:
                 kernels.max_rows(
                     source, table, rows.indptr, rows.indices, given, heads, rows.places, first, last, target, counts,
@@ -61,17 +74,19 @@ def aggregate_chunks(
             else:
                 kernels.sum_rows(
                     source, table, rows.indptr, rows.indices, given, heads, rows.places, divisors, first, last, target,
-                    num_columns,
+                    num_columns, *(() if rounded is None else (rounded, kept_rows * num_columns + worker * _SPARE)),
                 )  # fmt: skip
 
         run.shares(share)
     if is_max:
         _join_max(rows, target, counts, num_columns)
-        ties.resize_(num_rows, *x.shape[1:])
+        ties.resize_(num_rows, *shape)
     else:
-        _join(rows, target, num_columns, rows.split_degrees if is_mean else _NO_DEGREES)
-    out.resize_(num_rows, *x.shape[1:])
-    return out.to(dtype), ties
+        _join(rows, target, num_columns, rows.split_degrees if is_mean else _NO_DEGREES, rounded)
+    if result is not None:
+        return result, ties
+    out = memory.resize_(num_rows, *shape)
+    return (out if is_max else out.to(dtype)), ties
 
 
 @torch.library.impl(library, "aggregate_max_backward", "CPU")
@@ -89,14 +104,14 @@ def aggregate_max_backward(
     rows = rows_of(chunks, num_rows, grad.size(0))
     heads = 0 if weight is None else weight.size(1)
     num_columns = x.size(1) * x.size(2)
-    out = huge_pages(torch.empty((num_rows + rows.split.size, x.size(1), x.size(2)), dtype=x.dtype))
+    out = huge_pages(torch.empty((num_rows + rows.split.size, x.size(1), x.size(2)), dtype=best.dtype))
     target, own = flat(out), flat(x)
     weights = own if weight is None else flat(weight)
     run = _Run(rows, slices, chunk_ranges, num_columns)
 
     with run.gathered([grad, best], x.size(2), heads, MAX_WIDTHS) as (grads, bests):
 
-        def share(table: np.ndarray, first: int, last: int) -> None:
+        def share(_: int, table: np.ndarray, first: int, last: int) -> None:
             kernels.route_rows(
                 grads, bests, table, rows.indptr, rows.indices, weights, heads, rows.vertices, rows.places, first,
                 last, own, target, num_columns,
@@ -104,7 +119,7 @@ def aggregate_max_backward(
 
         run.shares(share)
     _join(rows, target, num_columns, _NO_DEGREES)
-    return out.resize_(num_rows, *x.shape[1:])
+    return out.resize_(num_rows, *x.shape[1:]).to(x.dtype)
 
 
 @torch.library.impl(library, "edge_products", "CPU")
@@ -120,17 +135,18 @@ def edge_products(
     """Do what the function of this name in ``reference.py`` does."""
     if best is not None:
         return aggregate_reference.edge_products(chunks, row_side, column_side, best, weight, slices, chunk_ranges)
-    dtype, row_side, column_side = column_side.dtype, wide(row_side), wide(column_side)
+    dtype = torch.promote_types(row_side.dtype, column_side.dtype)
+    row_side, column_side = _alike(row_side, column_side)
     rows = rows_of(chunks, row_side.size(0), column_side.size(0))
     heads, channels = row_side.size(1), row_side.size(2)
     num_columns = heads * channels
-    out = huge_pages(torch.empty((rows.indices.size, heads), dtype=row_side.dtype))
+    out = huge_pages(torch.empty((rows.indices.size, heads), dtype=accumulator(dtype)))
     side, target = flat(row_side), flat(out)
     run = _Run(rows, slices, chunk_ranges, num_columns)
 
     with run.gathered([column_side], channels, heads, WIDTHS, overlap=False) as (source,):
 
-        def share(table: np.ndarray, first: int, last: int) -> None:
+        def share(_: int, table: np.ndarray, first: int, last: int) -> None:
             kernels.dot_rows(
                 source, table, rows.indptr, rows.indices, rows.vertices, first, last, side, target, heads,
                 num_columns,
@@ -186,24 +202,30 @@ class _Run:
         yield packed
         rows.scratch.extend(buffers)
 
-    def shares(self, share: Callable[[np.ndarray, int, int], None]) -> None:
-        """Call ``share(table of a slice, first row, one past the last)`` for every worker."""
-        execute(
-            [
-                partial(share, table, first, last)
-                for first, last in pairwise(self.row_bounds)
-                for table in self.tables
-                if last > first
-            ],
-            self.work,
-        )
+    def shares(self, share: Callable[[int, np.ndarray, int, int], None]) -> None:
+        """Call ``share(worker, table of a slice, first row, one past the last)`` for every worker."""
+        work = [
+            (table, first, last) for first, last in pairwise(self.row_bounds) for table in self.tables if last > first
+        ]
+        execute([partial(share, worker, *what) for worker, what in enumerate(work)], self.work)
 
 
-def _join(rows: Rows, out: np.ndarray, num_columns: int, degrees: np.ndarray) -> None:
+def _alike(row_side: Tensor, column_side: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers that the loops load, of dtypes that they multiply with one another."""
+    row_side, column_side = loadable(row_side), loadable(column_side)
+    if torch.float64 in (row_side.dtype, column_side.dtype):
+        return row_side.to(torch.float64), column_side.to(torch.float64)
+    return row_side, column_side
+
+
+def _join(
+    rows: Rows, out: np.ndarray, num_columns: int, degrees: np.ndarray, rounded: np.ndarray | None = None
+) -> None:
     if rows.split.size:
-        kernels.join_rows(rows.vertices, rows.places, rows.split, num_columns, degrees, out)
+        given = () if rounded is None else (rounded,)
+        kernels.join_rows(rows.vertices, rows.places, rows.split, num_columns, degrees, out, *given)
     if rows.uncovered.size:
-        kernels.clear_rows(rows.uncovered, num_columns, out)
+        kernels.clear_rows(rows.uncovered, num_columns, out if rounded is None else rounded)
 
 
 def _join_max(rows: Rows, out: np.ndarray, ties: np.ndarray, num_columns: int) -> None:

@@ -8,13 +8,14 @@ numbers twice.
 
 Arguments that all have in common:
 
-- ``x`` (``grad``, ``best``): features as the entries' columns index them, floating and flat, of one dtype;
+- ``x`` (``grad``, ``best``): features as the entries' columns index them, flat: float32, float64, or bfloat16 as
+  uint16, which is added up in float32; results (``out``, ``ties``) are of the dtype in which is added up;
 - ``indptr`` int64 ``[R + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
 - ``weight`` ``[E * weight_stride]``: weights of each entry, ``x`` and 0 where there are none;
 - ``vertices`` int32 ``[R]``, ``places`` int64 ``[R]``: where a row's own features are, and where its result goes;
 - ``first``, ``last``: the share's rows, one past the last; ``num_columns``: D, elements of a row of ``out``.
 
-Numba's cache on disk follows changes of this file only: after a change in ``intrinsics.py``, change (or touch) it.
+Numba's cache on disk follows changes of this file only: after one in ``intrinsics.py`` or ``rounding.py``, touch it.
 """
 
 import functools
@@ -33,6 +34,7 @@ from lightning_gnn.ops.intrinsics import (
     max_entries,
     route_entries,
 )
+from lightning_gnn.ops.rounding import round_span
 
 COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 
@@ -113,20 +115,30 @@ def pack_rows(
 def sum_rows(
     x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
     places: np.ndarray, degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int,
+    rounded: np.ndarray | None = None, spare: int = 0,
 ) -> None:  # fmt: skip
-    """Sum of the gathered rows times the entry's weight; divided by ``degrees`` of the row where that is not empty."""
+    """Sum of the gathered rows times the entry's weight; divided by ``degrees`` of the row where that is not empty.
+
+    Rows whose places lie in ``rounded``, which takes bfloat16, are rounded into it, by way of ``out[spare:]``, of the
+    width of a block; ``out`` then begins with the places behind these.
+    """
     end = indices.size - 1
-    one = x.dtype.type(1)
+    one = out.dtype.type(1)
+    behind = 0 if rounded is None else rounded.size // num_columns
     # Blocks outside, rows inside: the gathered pieces of one block stay in the level-2 cache.
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
-            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
-            by = x.dtype.type(degrees[r]) if degrees.size else one
+            p, q, place = indptr[r], indptr[r + 1], places[r]
+            at = spare if place < behind else (place - behind) * num_columns + column
+            by = out.dtype.type(degrees[r]) if degrees.size else one
             add_entries(
                 x, base, stride, indices, weight, weight_stride, head, p, q, end, by, out, at, width, heads
             )  # fmt: skip
+            if rounded is not None:  # noqa: SIM102  Numba drops what follows such a test alone
+                if place < behind:
+                    round_span(out, spare, rounded, place * num_columns + column, width)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -184,18 +196,36 @@ def dot_rows(
 
 @numba.njit(nogil=True, cache=True)
 def join_rows(
-    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, degrees: np.ndarray, out: np.ndarray
-) -> None:
-    """Add up the pieces of each split row, in order, from the end of ``out`` into its row."""
+    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, degrees: np.ndarray, out: np.ndarray,
+    rounded: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Add up the pieces of each split row, in order, into its row of ``out``, or of ``rounded``.
+
+    The pieces are in ``out``, behind the rows; with ``rounded``, which has the rows, they are alone there.
+    """
+    behind = 0 if rounded is None else rounded.size // num_columns
+    whole = 0
     for i in range(split.size):
         r = split[i]
-        target, source = np.int64(vertices[r]) * num_columns, places[r] * num_columns
-        # Nobody has written to the vertex's row: the first piece is copied. The division of a mean is the last step.
+        source = (places[r] - behind) * num_columns
+        # The first piece takes in the others. The division of a mean is the last step.
         fresh = i == 0 or vertices[split[i - 1]] != vertices[r]
         final = i + 1 == split.size or vertices[split[i + 1]] != vertices[r]
-        for d in range(num_columns):
-            value = out[source + d] if fresh else out[target + d] + out[source + d]
-            out[target + d] = value / degrees[r] if final and degrees.size else value
+        if fresh:
+            whole = source
+        else:
+            for d in range(num_columns):
+                out[whole + d] += out[source + d]
+        if not final:
+            continue
+        if degrees.size:
+            for d in range(num_columns):
+                out[whole + d] /= degrees[r]
+        target = np.int64(vertices[r]) * num_columns
+        if rounded is not None:
+            round_span(out, whole, rounded, target, num_columns)
+        else:
+            out[target : target + num_columns] = out[whole : whole + num_columns]
 
 
 @numba.njit(nogil=True, cache=True)

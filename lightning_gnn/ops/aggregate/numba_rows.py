@@ -183,9 +183,17 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 
 
+def loadable(tensor: Tensor) -> Tensor:
+    """Return contiguous numbers that the loops load: bfloat16, which they widen themselves, or :func:`wide` ones."""
+    return tensor.detach().contiguous() if tensor.dtype == torch.bfloat16 else wide(tensor)
+
+
 def flat(tensor: Tensor) -> np.ndarray:
-    """Return the numbers as an array of one dimension, of the same memory if they lie together."""
-    return tensor.contiguous().view(-1).numpy()
+    """Return the numbers as an array of one dimension, of the same memory if they lie together; bfloat16 as uint16."""
+    tensor = tensor.contiguous().view(-1)
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
 
 
 def huge_pages(tensor: Tensor) -> Tensor:

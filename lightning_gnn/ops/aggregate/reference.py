@@ -43,15 +43,17 @@ def aggregate_chunks(
         chunks: One direction of a graph, see ``backends.py``.
         num_rows: Vertices on the row side.
         x: ``[num_columns, H, C]``.
-        weight: Of each entry, ``[num_edges, H]``, or None.
+        weight: Of each entry, ``[num_edges, H]``, or None; for maxima, of the dtype in which numbers are added up.
         reduce: ``"sum"``, ``"mean"`` or ``"max"``.
         slices: Bounds of the columns of each group of the plan; unused, as torch's own operators need no plan.
         chunk_ranges: Bounds of the chunks of each member of a group.
 
     Returns:
-        ``[num_rows, H, C]``, and for maxima how many entries attain each (else empty).
+        ``[num_rows, H, C]`` of the dtype to which ``x`` and ``weight`` promote; for maxima, which are not rounded, also
+        how many entries attain each (else empty).
     """
-    wide = accumulator(x.dtype)
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    wide = accumulator(dtype)
     shape = (num_rows, *x.shape[1:])
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.zeros(shape, dtype=wide, device=x.device)
@@ -61,7 +63,7 @@ def aggregate_chunks(
         if reduce == "mean":
             degree = _count(row, num_rows, wide).clamp_(min=1)
             out /= degree.view(-1, 1, 1)
-        return out.to(x.dtype), x.new_empty(0)
+        return out.to(dtype), x.new_empty(0)
     ties = torch.zeros_like(out)
     out.fill_(-torch.inf)
     for part in _blocks(row.numel(), x):
@@ -83,7 +85,7 @@ def aggregate_max_backward(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> Tensor:
-    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
+    """Send the gradient of a maximum to the rows of ``x`` that attain it; ``grad`` and ``best`` are not rounded."""
     wide = accumulator(x.dtype)
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -105,7 +107,8 @@ def edge_products(
     chunk_ranges: list[int],
 ) -> Tensor:
     """Take the dot product of both ends of each entry, per head; with ``best`` only over what attains the maximum."""
-    wide = accumulator(column_side.dtype)
+    dtype = torch.promote_types(row_side.dtype, column_side.dtype)
+    wide = accumulator(dtype)
     row, column = entry_rows(chunks), entry_columns(chunks)
     out = torch.empty((row.numel(), row_side.size(1)), dtype=wide, device=row_side.device)
     for part in _blocks(row.numel(), column_side):
@@ -115,7 +118,7 @@ def edge_products(
             message = source * weight[part].to(wide).unsqueeze(-1)
             product.masked_fill_(~_same(message, best[row[part]]), 0)
         out[part] = product.sum(-1)
-    return out.to(column_side.dtype)
+    return out.to(dtype)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -135,7 +138,7 @@ def _blocks(num_edges: int, x: Tensor) -> Iterator[slice]:
 
 def _messages(x: Tensor, weight: Tensor | None, column: Tensor, part: slice) -> Tensor:
     message = x[column[part]].to(accumulator(x.dtype))
-    return message if weight is None else message * weight[part].to(message.dtype).unsqueeze(-1)
+    return message if weight is None else message * weight[part].to(accumulator(weight.dtype)).unsqueeze(-1)
 
 
 def _same(message: Tensor, best: Tensor) -> Tensor:

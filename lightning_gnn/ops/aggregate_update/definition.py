@@ -67,16 +67,9 @@ def aggregate_update(
     """
     num_targets = x.size(0) if num_targets is None else num_targets
     _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        x, weight = x.to(low), weight.to(low)
-        self_weight = None if self_weight is None else self_weight.to(low)
-        bias = None if bias is None else bias.to(low)
     edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
-    with torch.autocast(device, enabled=False):
-        edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
-        return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
+    return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)
 
 
 def update_by_edges(
@@ -91,7 +84,7 @@ def update_by_edges(
     """Do what :func:`aggregate_update` does with edges that are sorted by target, and checked, already.
 
     Args:
-        x: Features of the sources, as all others of the dtype in which the result shall be.
+        x: Features of the sources, as all others of the dtype in which the result shall be, unless autocast says that.
         edges: As ``edge_order.py`` sorts them, one row per target.
         weight: W.
         self_weight: S, or None.
@@ -99,6 +92,13 @@ def update_by_edges(
         mean: Divide sums by the number of edges.
         then: ReLU and dropout.
     """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        self_weight = None if self_weight is None else self_weight.to(low)
+        bias = None if bias is None else bias.to(low)
+        with torch.autocast(device, enabled=False):
+            return update_by_edges(x.to(low), edges, weight.to(low), self_weight, bias, mean, then)
     # Forward mode and torch.func go through torch's own operators.
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if transformed or edges[1].numel() == 0 or x.numel() == 0 or (edges[0].numel() - 1) * weight.size(0) == 0:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
+from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages, loadable, wide
 from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.aggregate_update.products import Products
 from lightning_gnn.ops.dropout import drawn, relu_drop_rows
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.library import library
@@ -47,43 +48,43 @@ def aggregate_update(
     key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
-    dtype = x.dtype
-    x, weight = wide(x), wide(weight)
+    dtype, multiply = x.dtype, Products(x.dtype)
+    x, weight = loadable(x), wide(weight)
     by_self = None if self_weight is None else wide(self_weight)
     plus = None if bias is None else wide(bias)
-    rows = _SortedEdges(edges, x.dtype, mean)
-    out = huge_pages(x.new_empty((rows.count, weight.size(0))))
-    kept = huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
+    rows = _SortedEdges(edges, weight.dtype, mean)
+    out = huge_pages(weight.new_empty((rows.count, weight.size(0))))
+    kept = huge_pages(weight.new_empty((rows.count, x.size(1)))) if keep else weight.new_empty(0)
     if aggregate_first:
 
         def update(first: int, last: int) -> None:
-            buffer = _buffer(x)
+            buffer = _buffer(x, weight.dtype)
             for start, stop in _tiles(first, last, x):
                 tile = kept[start:stop] if keep else buffer[: stop - start]
                 rows.sums(x, start, stop, tile)
-                _product(tile, weight, plus, out[start:stop])
+                _product(multiply, tile, weight, plus, out[start:stop])
                 if by_self is not None:
-                    out[start:stop].addmm_(x[start:stop], by_self.t())
+                    multiply.add(x[start:stop], by_self.t(), out[start:stop])
                 _activate(out[start:stop], start, p, key)
 
     else:
-        products = huge_pages(x.new_empty((x.size(0), weight.size(0))))
+        products = huge_pages(_new(multiply, x, weight).new_empty((x.size(0), weight.size(0))))
 
-        def multiply(first: int, last: int) -> None:
+        def multiply_all(first: int, last: int) -> None:
             for start, stop in _tiles(first, last, x):
-                _product(x[start:stop], weight, None, products[start:stop])
+                multiply.write(x[start:stop], weight.t(), products[start:stop])
 
         def update(first: int, last: int) -> None:
             for start, stop in _tiles(first, last, x):
                 tile = out[start:stop]
                 rows.sums(products, start, stop, tile)
                 if by_self is not None:
-                    tile.addmm_(x[start:stop], by_self.t())
+                    multiply.add(x[start:stop], by_self.t(), tile)
                 if plus is not None:
                     tile.add_(plus)
                 _activate(tile, start, p, key)
 
-        _share_out(multiply, np.arange(x.size(0) + 1), x)
+        _share_out(multiply_all, np.arange(x.size(0) + 1), x)
     _share_out(update, rows.work, x)
     return out.to(dtype), kept
 
@@ -103,18 +104,18 @@ def aggregate_update_backward(
     p: float = 0.0,
 ) -> list[Tensor]:
     """Do what the function of this name in ``reference.py`` does."""
-    dtype = x.dtype
+    dtype, multiply = x.dtype, Products(x.dtype)
     wants_x, wants_weight, wants_self, wants_bias = wanted
-    grad, x, weight = wide(grad), wide(x), wide(weight)
+    grad, x, weight = wide(grad), loadable(x), wide(weight)
     by_self = None if self_weight is None else wide(self_weight)
     num_targets, num_sources = grad.size(0), x.size(0)
     received = wants_x or (wants_weight and not aggregate_first)  # whether the gradient goes back along the edges
     own = aggregate_first and by_self is not None
-    degrees = edges[0].diff().clamp_(min=1).to(x.dtype).unsqueeze(1) if mean else None
+    degrees = edges[0].diff().clamp_(min=1).to(weight.dtype).unsqueeze(1) if mean else None
     # What goes back along the edges; below it, if x was aggregated, what each target sends to its own row.
     table = grad
     if received and aggregate_first:
-        table = huge_pages(x.new_empty(((1 + own) * num_targets, x.size(1))))
+        table = huge_pages(_new(multiply, x, weight).new_empty(((1 + own) * num_targets, x.size(1))))
     elif received and mean:
         table = huge_pages(torch.empty_like(grad))
     sent = _Parts(weight, {"weight": wants_weight and aggregate_first, "self": wants_self, "bias": wants_bias})
@@ -133,15 +134,15 @@ def aggregate_update_backward(
                 before = whole[start:stop] if whole is not None else buffer[: stop - start]  # type: ignore[index]
                 tile = _deactivate(tile, activated[start:stop], p, before)
             if received and aggregate_first:
-                torch.mm(tile, weight, out=to)
+                multiply.write(tile, weight, to)
                 if own and by_self is not None:
-                    torch.mm(tile, by_self, out=table[num_targets + start : num_targets + stop])
+                    multiply.write(tile, by_self, table[num_targets + start : num_targets + stop])
             if received and degrees is not None:
                 torch.div(to if aggregate_first else tile, degrees[start:stop], out=to)
             if wants_weight and aggregated is not None:
-                part["weight"].addmm_(tile.t(), aggregated[start:stop])
+                multiply.add(tile.t(), aggregated[start:stop], part["weight"])
             if wants_self:
-                part["self"].addmm_(tile.t(), x[start:stop])
+                multiply.add(tile.t(), x[start:stop], part["self"])
             if wants_bias:
                 part["bias"].add_(tile.sum(0))
 
@@ -149,26 +150,26 @@ def aggregate_update_backward(
         _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
     if whole is not None:
         grad, table = whole, table if mean else whole
-    grad_x = huge_pages(x.new_empty((num_sources, x.size(1)))) if wants_x else x.new_empty(0)
+    grad_x = huge_pages(weight.new_empty((num_sources, x.size(1)))) if wants_x else weight.new_empty(0)
     if received:
         rows = _SortedEdges(
-            torch.ops.lightning_gnn.edges_by_source(_wide_edges(edges), num_sources, own), x.dtype, False
+            torch.ops.lightning_gnn.edges_by_source(_wide_edges(edges), num_sources, own), weight.dtype, False
         )
 
         def receive(first: int, last: int) -> None:
-            buffer, part = _buffer(table), got.of(first)
+            buffer, part = _buffer(table, weight.dtype), got.of(first)
             for start, stop in _tiles(first, last, x):
                 tile = grad_x[start:stop] if aggregate_first else buffer[: stop - start]
                 rows.sums(table, start, stop, tile)
                 if aggregate_first:
                     continue
                 if wants_weight:
-                    part["weight"].addmm_(tile.t(), x[start:stop])
+                    multiply.add(tile.t(), x[start:stop], part["weight"])
                 if wants_x:
-                    torch.mm(tile, weight, out=grad_x[start:stop])
+                    multiply.write(tile, weight, grad_x[start:stop])
                     if by_self is not None and start < num_targets:
                         stop = min(stop, num_targets)
-                        grad_x[start:stop].addmm_(grad[start:stop], by_self)
+                        multiply.add(grad[start:stop], by_self, grad_x[start:stop])
 
         _share_out(receive, rows.work, x)
     grad_weight = (sent if aggregate_first else got).sum("weight")
@@ -196,7 +197,7 @@ class _SortedEdges:
         """Write the sums of rows ``[start, stop)``; ``x`` and ``out`` are contiguous."""
         num_columns, blocks = x.size(1), self._blocks(x, WIDTHS)
         indptr, degrees = self.indptr[start : stop + 1], self.degrees[start:stop]
-        source, target = x.view(-1).numpy(), out.view(-1).numpy()
+        source, target = flat(x), out.view(-1).numpy()
         weight, stride = (source, 0) if self.weight is None else (self.weight, 1)
         kernels.sum_rows(
             source, blocks, indptr, self.indices, weight, stride, self.places, degrees, 0, stop - start, target,
@@ -205,7 +206,7 @@ class _SortedEdges:
 
     def maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
         """Write the maxima of rows ``[start, stop)``, -inf without edges, and how many edges attain each."""
-        source = x.view(-1).numpy()
+        source = flat(x)
         kernels.max_rows(
             source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, self.places,
             0, stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
@@ -253,11 +254,18 @@ class _Parts:
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
+def _product(multiply: Products, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None or multiply.low:
+        multiply.write(x, weight.t(), out)
+        if bias is not None:
+            out.add_(bias)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _new(multiply: Products, x: Tensor, weight: Tensor) -> Tensor:
+    """Return of whose dtype a table is that products are written to and rows are read from."""
+    return x if multiply.low else weight
 
 
 def _activate(tile: Tensor, first_row: int, p: float | None, key: int) -> None:
@@ -276,7 +284,7 @@ def _deactivate(grad: Tensor, activated: Tensor, p: float, out: Tensor) -> Tenso
 
 
 def _tile_rows(x: Tensor) -> int:
-    return min(max(TILE_BYTES // (x.size(1) * x.element_size()), 64), 1024)
+    return min(max(TILE_BYTES // (x.size(1) * max(x.element_size(), 4)), 64), 1024)
 
 
 def _tiles(first: int, last: int, x: Tensor) -> Iterator[tuple[int, int]]:
@@ -285,8 +293,8 @@ def _tiles(first: int, last: int, x: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, last)
 
 
-def _buffer(x: Tensor) -> Tensor:
-    return x.new_empty((_tile_rows(x), x.size(1)))
+def _buffer(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((_tile_rows(x), x.size(1)), dtype=dtype)
 
 
 def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -> None:

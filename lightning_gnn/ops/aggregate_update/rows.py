@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, loadable, wide
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
 from lightning_gnn.ops.library import define, library
@@ -77,10 +77,10 @@ define(
 
 @torch.library.impl(library, "aggregate_rows", "CPU")
 def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    dtype, x = x.dtype, wide(x)
-    rows = _SortedEdges(edges, x.dtype, reduce == "mean")
-    out = huge_pages(x.new_empty((rows.count, x.size(1))))
-    ties = huge_pages(torch.empty_like(out)) if reduce == "max" else x.new_empty(0)
+    dtype, x, added_in = x.dtype, loadable(x), torch.promote_types(x.dtype, torch.float32)
+    rows = _SortedEdges(edges, added_in, reduce == "mean")
+    out = huge_pages(x.new_empty((rows.count, x.size(1)), dtype=added_in))
+    ties = huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
 
     def share(first: int, last: int) -> None:
         for start, stop in _tiles(first, last, x):

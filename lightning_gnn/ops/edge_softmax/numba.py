@@ -138,7 +138,7 @@ def _softmax_rows(
             for h in range(heads):
                 out[e * heads + h] -= largest[h]
         # 3. All heads' exp in one go: it needs no entry's bounds.
-        _exp(out, begin * heads, end * heads)
+        exp_all(out, begin * heads, end * heads)
         # 4. Divide by the sums, which PyG, too, keeps from being 0.
         for e in range(begin, end):
             for h in range(heads):
@@ -152,7 +152,8 @@ def _softmax_rows(
 
 
 @numba.njit(nogil=True, cache=True)
-def _exp(values: np.ndarray, begin: int, end: int) -> None:
+def exp_all(values: np.ndarray, begin: int, end: int) -> None:
+    """Replace ``values[begin:end]``, none of them above 0, by their exp."""
     if values.itemsize == 4:
         # The view is for the compiler, which types this branch for float64 too.
         exp_span(values.view(np.float32), begin, end)

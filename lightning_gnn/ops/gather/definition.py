@@ -9,6 +9,8 @@ from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.library import define
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def gather_rows(
     table: Tensor,
@@ -25,9 +27,9 @@ def gather_rows(
     host memory, which the kernel reads in place.
 
     Args:
-        table: float32, float16 or any other dtype ``[num_rows, ...]``.
+        table: float32, float16, bfloat16 or any other dtype ``[num_rows, ...]``.
         index: int64 or int32 ``[n]``.
-        out: Where to write, ``[n, ...]``, contiguous: of the table's dtype, or float32 for a float16 table, or float32
+        out: Where to write, ``[n, ...]``, contiguous: of the table's dtype, or float32 for 16 bits, or float32
             or float16 where there are ``scales``; by default a buffer from the pool, or new device memory.
         scales: What the rows of an int8 table are multiplied with, float32 ``[num_rows]``.
         cache: Copies of some rows, read instead of the table's, on the device of the index.
@@ -96,7 +98,7 @@ def check_arguments(
             )
         if out.dtype not in (torch.float32, torch.float16):
             raise TypeError(f"out must be float32 or float16 where there are scales, but is {out.dtype}")
-    elif out.dtype != table.dtype and (table.dtype, out.dtype) != (torch.float16, torch.float32):
+    elif out.dtype != table.dtype and not (table.dtype in _HALF and out.dtype == torch.float32):
         raise TypeError(f"out must be {table.dtype} as the table is, but is {out.dtype}")
     shape = [index.numel(), *table.shape[1:]]
     if list(out.shape) != shape or not out.is_contiguous():

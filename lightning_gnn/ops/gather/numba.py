@@ -1,4 +1,4 @@
-"""Gathering rows on the CPU: by torch in the main thread, by a compiled copy, outside the GIL, in worker threads."""
+"""Gathering rows on the CPU: by a compiled copy, outside the GIL, or by torch in the main thread if it has several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from torch import Tensor
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import gather_torch
-from lightning_gnn.ops.intrinsics import copy_bytes
+from lightning_gnn.ops.intrinsics import copy_bytes, prefetch
 from lightning_gnn.ops.library import library
+
+_AHEAD = 4
+"""How many rows ahead are asked for."""
+_LINE = 64
+_MOST_BYTES = 1024
+"""How much of a row is asked for; the rest of a longer one the processor foresees."""
+_WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @torch.library.impl(library, "gather_rows", "CPU")
@@ -47,11 +54,23 @@ def _gather_cpu(
         out.copy_(rows)
     # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
     # per worker would only fight the others.
-    elif threading.current_thread() is threading.main_thread() or not table.is_contiguous():
+    elif not table.is_contiguous() or (_in_main_thread() and torch.get_num_threads() > 1):
         torch.index_select(table, 0, index, out=out)
     else:
-        row_bytes = table[0].numel() * table.element_size()
-        _copy_rows(_as_bytes(table), index.contiguous().numpy(), _as_bytes(out), row_bytes)
+        _copy(table, index.contiguous().numpy(), out)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _copy(table: Tensor, index: np.ndarray, out: Tensor) -> None:
+    row_bytes = table[0].numel() * table.element_size()
+    source, target = _as_bytes(table), _as_bytes(out)
+    if row_bytes in _WORDS:
+        take(source.view(_WORDS[row_bytes]), index, target.view(_WORDS[row_bytes]))
+    else:
+        _copy_rows(source, index, target, row_bytes)
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:
@@ -59,10 +78,20 @@ def _as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 @numba.njit(nogil=True, cache=True)
+def take(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """Write ``table[index]``, without checks; ``out`` may be ``index`` itself."""
+    for i in range(index.size):
+        out[i] = table[index[i]]
+
+
+@numba.njit(nogil=True, cache=True)
 def _copy_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes: int) -> None:
     for i in range(index.size):
-        # Bytes, so that one compiled loop serves every dtype. Rows are long enough for the memory to keep up: a
-        # prefetch gains nothing here.
+        if i + _AHEAD < index.size:
+            later = np.int64(index[i + _AHEAD]) * row_bytes
+            for at in range(later, later + min(row_bytes, _MOST_BYTES), _LINE):
+                prefetch(table, at)
+        # Bytes, so that one compiled loop serves every dtype.
         copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
 
 

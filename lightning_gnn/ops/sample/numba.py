@@ -1,9 +1,8 @@
 """Neighbour sampling on the CPU, compiled, outside the GIL.
 
-Each hop is two passes of memory accesses that do not wait for each other: pick edge ids, then gather ``indices`` of the
-picks and relabel them. The relabelling goes through one table per thread whose 64-bit entries pack a stamp and a local
-id, so it costs one cache miss per edge, and nothing is cleared between batches. A graph too large for such a table, and
-disjoint sampling, take an open-addressing hash table instead, which grows with the batch.
+A hop goes through its edges in blocks that stay in the cache, in three stages of memory accesses that do not wait for
+each other: pick edges and ask for ``indices`` of them (``picks``); read these, of the block before, and ask for their
+entries in the table; relabel the block before that (``relabel``). What is written is the mini-batch itself.
 """
 
 import threading
@@ -16,115 +15,83 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.hashing import Word, draw_compiled, node_key_compiled, tree_key_compiled
-from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
+from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
+from lightning_gnn.ops.sample.relabel import (
+    FAR,
+    FIRST_SLOTS,
+    LAST_STAMP,
+    begin_reading,
+    enter_all,
+    enter_hashed,
+    relabel_by_hash,
+    relabel_by_table,
+    relabel_trees,
+)
 
 TABLE_LIMIT = 1 << 29
-"""Largest node table a thread may hold, in bytes (8 per node); larger graphs are relabelled by hashing."""
-
-_AHEAD = 16
-"""How many picks ahead the table (and, for nodes, ``indptr``) is asked for."""
-_FAR_AHEAD = 32
-"""How many before that ``indices`` is asked for, which says where in the table."""
-_SMALL_FANOUT = 64
-"""Up to which a few touched positions are searched one by one, faster than a shuffle of the whole neighbourhood."""
-_LAST_STAMP = 2**31 - 1
-_LARGEST_UINT32 = 2**32 - 1
+"""Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabelled by hashing."""
+_BLOCK = 128
+"""About how many edges are picked before as many are relabelled."""
+_FIRST_BITS = 20
 
 
 @dataclass
 class _Scratch(threading.local):
-    """What one thread keeps between batches: 8 bytes per node (or the hash table) and 12 to 16 bytes per edge."""
+    """What one thread keeps between batches: 4 bytes per node, or a hash table, and a guess at the next batch's size.
 
+    Args:
+        table: The table of nodes, uint32 ``[num_nodes]``.
+        bits: Of a local id in it.
+        stamp: Of the last mini-batch in it.
+        slots: The hash table, int64.
+        slot_stamp: Of what was last entered in it.
+        room: Edges that the next mini-batch begins with room for.
+        ends: Ends of the targets' edges, int64.
+        lanes: Of rows whose picks are drawn together.
+    """
+
+    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    bits: int = _FIRST_BITS
     stamp: int = 0
-    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    hash_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    hash_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    node: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    tree: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    col: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
-    wide_edge: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(FIRST_SLOTS, np.int64))
+    slot_stamp: int = 0
+    room: int = 0
+    ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)
 
-    def next_stamp(self) -> int:
-        if self.stamp == _LAST_STAMP:
-            self.stamp = 0
-            self.table[:] = 0
-            self.hash_slots[:] = 0
+    def begin_table(self, num_nodes: int) -> None:
+        """Begin a mini-batch in the table."""
+        if self.table.size < num_nodes:
+            self.table, self.stamp = np.zeros(num_nodes, np.uint32), 0
         self.stamp += 1
-        return self.stamp
+        if self.stamp >> (32 - self.bits):
+            self.table[:] = 0
+            self.stamp = 1
+
+    def widen(self, count: int, node: np.ndarray, entered: int) -> None:
+        """Make room in the entries for ``count`` local ids, where ``entered`` nodes have theirs already."""
+        bits = (count - 1).bit_length()
+        if bits > self.bits:
+            self.table[:] = 0
+            self.bits, self.stamp = bits, 1
+            enter_all(self.table, self.own, node, entered)
+
+    def begin_slots(self) -> None:
+        """Begin a mini-batch in the hash table."""
+        self.slot_stamp += 1
+        if self.slot_stamp > LAST_STAMP:
+            self.slots[:] = 0
+            self.slot_stamp = 1
+
+    @property
+    def own(self) -> int:
+        """The stamp, in its place."""
+        return self.stamp << self.bits
 
 
 _scratch = _Scratch()
-
-
-def sample_numba(
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    seeds: np.ndarray,
-    fanouts: np.ndarray,
-    key: int,
-    replace: bool,
-    disjoint: bool,
-    first_tree: int = 0,
-    hashing: bool | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
-    """Sample one mini-batch; see :func:`lightning_gnn.ops.sample_neighbors` for the definition.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        indices: int32 or int64 ``[num_edges]``.
-        seeds: int64 ``[batch_size]``, checked.
-        fanouts: int64 ``[num_hops]``; below zero means all.
-        key: The batch key, signed 64-bit.
-        replace: Draw with replacement.
-        disjoint: One tree per seed.
-        first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
-        hashing: Relabel by hashing; by default where the table would exceed ``TABLE_LIMIT``.
-
-    Returns:
-        Arrays that belong to the calling thread and are valid until its next call: ``node``, ``row``, ``col``,
-        ``edge``, ``tree``, and the counts of nodes and of edges per hop.
-    """
-    num_nodes = indptr.size - 1
-    if hashing is None:
-        hashing = 8 * num_nodes > TABLE_LIMIT
-    wide = indices.size > _LARGEST_UINT32
-    scratch = _scratch
-    if not (hashing or disjoint) and scratch.table.size < num_nodes:
-        scratch.table = np.zeros(num_nodes, np.int64)
-    out = _sample(
-        indptr,
-        indices,
-        seeds,
-        fanouts,
-        np.uint64(key & 0xFFFFFFFFFFFFFFFF),
-        replace,
-        disjoint,
-        np.uint64(first_tree),
-        hashing or disjoint,
-        np.int64(scratch.next_stamp()),
-        scratch.table,
-        scratch.hash_keys,
-        scratch.hash_slots,
-        scratch.node,
-        scratch.tree,
-        scratch.row,
-        scratch.col,
-        scratch.wide_edge if wide else scratch.edge,
-    )
-    node_counts, edge_counts = out[0], out[1]
-    scratch.hash_keys, scratch.hash_slots = out[2], out[3]
-    scratch.node, scratch.tree, scratch.row, scratch.col, edge = out[4:]
-    if wide:
-        scratch.wide_edge = edge
-    else:
-        scratch.edge = edge
-    n, m = int(node_counts.sum()), int(edge_counts.sum())
-    tree = scratch.tree[:n] if disjoint else None
-    return scratch.node[:n], scratch.row[:m], scratch.col[:m], edge[:m], tree, node_counts, edge_counts
 
 
 @torch.library.impl(library, "sample_neighbors", "CPU")
@@ -138,285 +105,121 @@ def _sample_cpu(
     disjoint: bool,
     first_tree: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int]]:
-    node, row, col, edge, tree, node_counts, edge_counts = sample_numba(
-        indptr.numpy(), indices.numpy(), seeds.numpy(), np.array(fanouts, np.int64), key, replace, disjoint, first_tree
-    )
-    edge_index = pool.empty((2, row.size), torch.int64)
-    _widen(row, edge_index[0].numpy())
-    _widen(col, edge_index[1].numpy())
-    batch = torch.empty(0, dtype=torch.int64) if tree is None else _owned(tree)
-    return _owned(node), edge_index, _owned(edge), batch, node_counts.tolist(), edge_counts.tolist()
+    pointers, sources = indptr.numpy(), indices.numpy()
+    num_nodes, num_seeds = pointers.size - 1, seeds.numel()
+    hashing = disjoint or 4 * num_nodes > TABLE_LIMIT
+    scratch = _scratch
+    # Rows first: where the targets go, behind them, is known once the edges are counted.
+    room = scratch.room
+    row, edge = _room(2 * room), _room(room)
+    node, tree = _grown(seeds.numpy(), num_seeds, num_seeds + 1), _room(num_seeds + 1 if disjoint else 0)
+    begins = np.zeros((len(fanouts) + 1, num_seeds + 1), np.int64)
+    used = 0
+    if disjoint:
+        tree[:num_seeds] = begins[0, :num_seeds] = np.arange(num_seeds)
+        begins[0, num_seeds] = num_seeds
+    elif hashing:
+        scratch.begin_slots()
+        scratch.slots, used = enter_hashed(scratch.slots, scratch.slot_stamp, used, node, 0, num_seeds)
+    else:
+        scratch.begin_table(num_nodes)
+        scratch.widen(num_seeds + 1, node, 0)
+        enter_all(scratch.table, scratch.own, node, num_seeds)
+    low, k, m = 0, num_seeds, 0
+    node_counts, edge_counts = [num_seeds], []
+    for hop, fanout in enumerate(fanouts):
+        # The frontier is node[low:k], the new nodes of the hop before. An upper bound of its edges is at hand; they are
+        # counted only where that bound does not fit, or there is none.
+        size = (k - low) * fanout
+        if fanout < 0 or m + size > room:
+            size = hop_size(pointers, node, low, k, fanout, replace)
+        if m + size > room:
+            room = (m + size) * 9 // 8
+            row, edge = _grown(row, m, 2 * room), _grown(edge, m, room)
+        # Each edge may find a new node, and one more is written behind them.
+        most = k + size if disjoint else min(k + size, num_nodes + num_seeds)
+        node, tree = _grown(node, k, most + 1), _grown(tree, k, most + 1) if disjoint else tree
+        if not hashing:
+            scratch.widen(most + 1, node, k)
+        if scratch.ends.size < k:
+            scratch.ends = np.concatenate([scratch.ends[:low], np.empty(2 * k - low, np.int64)])
+        high, begin = k, m
+        scratch.slots, scratch.slot_stamp, used, k, m = _expand(
+            pointers, sources, node, tree, low, high, hop, fanout, replace, disjoint, np.uint64(key & (2**64 - 1)),
+            np.uint64(first_tree), row, edge, scratch.ends, m, hashing, scratch.table, scratch.own, scratch.bits,
+            scratch.slots, scratch.slot_stamp, used, begins, scratch.lanes,
+        )  # fmt: skip
+        node_counts.append(k - high)
+        edge_counts.append(m - begin)
+        low = high
+    scratch.room = m * 9 // 8
+    edge_index = row[: 2 * m].reshape(2, m)
+    write_targets(scratch.ends, low, edge_index[1])
+    parts = (node[:k], edge_index, edge[:m], tree[:k] if disjoint else tree[:0])
+    return *map(torch.from_numpy, parts), node_counts, edge_counts
 
 
-def _owned(array: np.ndarray) -> Tensor:
-    """Copy what belongs to the thread into a buffer that belongs to the mini-batch."""
-    out = pool.empty(array.shape, torch.int64)
-    _widen(array, out.numpy())
-    return out
+def _room(size: int) -> np.ndarray:
+    """Return memory of the pool, which goes back by itself once nothing looks at it."""
+    return pool.empty((size,), torch.int64).numpy()
 
 
-@numba.njit(nogil=True, cache=True)
-def _widen(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy integers into an int64 array of the same size, outside the GIL."""
-    for i in range(source.size):
-        target[i] = source[i]
-
-
-@numba.njit(nogil=True, cache=True)
-def _grown(array: np.ndarray, needed: int) -> np.ndarray:
-    """Return the array, or a larger one with its contents: by half at least, so that growing batches settle soon."""
+def _grown(array: np.ndarray, count: int, needed: int) -> np.ndarray:
+    """Return the array, or a larger one that begins with ``count`` of its numbers."""
     if array.size >= needed:
         return array
-    larger = np.empty(max(needed, array.size + array.size // 2), array.dtype)
-    larger[: array.size] = array
+    larger = _room(needed)
+    larger[:count] = array[:count]
     return larger
 
 
 @numba.njit(nogil=True, cache=True)
-def _hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: int, replace: bool) -> int:
-    """Count the edges that the frontier ``node[low:high]`` will pick."""
-    total = 0
-    for t in range(low, high):
-        degree = indptr[node[t] + 1] - indptr[node[t]]
-        if fanout < 0 or (degree < fanout and not replace):
-            total += degree
-        elif degree > 0:
-            total += fanout
-    return total
-
-
-@numba.njit(nogil=True, cache=True)
-def _pick(
-    indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int, fanout: int, replace: bool,
-    disjoint: bool, key: Word, first_tree: Word, col: np.ndarray, edge: np.ndarray, m: int,
-) -> int:  # fmt: skip
-    """Write the edge ids picked by the frontier ``node[low:high]`` from position m on; return the end position.
-
-    Neither ``indices`` nor the table is looked at: what a node picks follows from its degree and the key alone.
-    """
-    draws = np.empty(min(max(fanout, 1), _SMALL_FANOUT), np.int64)
-    values = np.empty_like(draws)
-    for t in range(low, high):
-        if t + _AHEAD < high:
-            prefetch(indptr, node[t + _AHEAD])
-        v = node[t]
-        begin = indptr[v]
-        degree = indptr[v + 1] - begin
-        # All in-edges, in CSC order; nothing is drawn.
-        if fanout < 0 or (degree <= fanout and not replace):
-            for j in range(degree):
-                edge[m] = begin + j
-                col[m] = t
-                m += 1
-            continue
-        if degree == 0:
-            continue
-        own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
-        stream = node_key_compiled(own_key, v)  # the same in whichever hop, batch position or thread v is expanded
-        if replace:
-            for j in range(fanout):
-                edge[m] = begin + draw_compiled(stream, j, degree)
-                col[m] = t
-                m += 1
-            continue
-        if fanout > _SMALL_FANOUT:
-            _shuffle(stream, degree, fanout, begin, edge[m : m + fanout])
-            col[m : m + fanout] = t
-            m += fanout
-            continue
-        # Forward Fisher-Yates, of which only the touched positions are kept. When the draws are distinct and none
-        # falls on a position still to come, no swap is ever seen again and the draws are the picks.
-        seen = False
-        for j in range(fanout):
-            r = j + draw_compiled(stream, j, degree - j)
-            draws[j] = r
-            seen |= j < r < fanout
-            for i in range(j):
-                seen |= draws[i] == r
-        if seen:
-            _resolve(draws, values, fanout)
-        for j in range(fanout):
-            edge[m] = begin + draws[j]
-            col[m] = t
-            m += 1
-    return m
-
-
-@numba.njit(nogil=True, cache=True)
-def _shuffle(stream: Word, degree: int, fanout: int, begin: int, picks: np.ndarray) -> None:
-    """Forward Fisher-Yates over all positions, for fanouts so large that searching the touched ones costs more."""
-    order = np.arange(begin, begin + degree)
-    for j in range(fanout):
-        r = j + draw_compiled(stream, j, degree - j)
-        order[j], order[r] = order[r], order[j]
-        picks[j] = order[j]
-
-
-@numba.njit(nogil=True, cache=True)
-def _resolve(draws: np.ndarray, values: np.ndarray, fanout: int) -> None:
-    """Turn Fisher-Yates draws into picks in place; ``values[i]`` is what stands at position ``draws[i]``."""
-    positions = draws.copy()
-    kept = 0
-    for j in range(fanout):
-        # The shuffle swaps what stands at positions j and r. A position that no draw touched holds its own number.
-        r = positions[j]
-        value_r, value_j, at = r, np.int64(j), -1
-        for i in range(kept):
-            if positions[i] == r:
-                value_r, at = values[i], i
-            if positions[i] == j:
-                value_j = values[i]
-        # What stood at r is pick j; what stood at j moves to r. Position j itself is never read again.
-        if at >= 0:
-            values[at] = value_j
-        else:
-            positions[kept] = r
-            values[kept] = value_j
-            kept += 1
-        draws[j] = value_r
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _probe(slots: np.ndarray, keys: np.ndarray, stamp: int, entry: int) -> Any:
-    """Find the slot of an entry, or the empty slot where it belongs."""
-    mask = slots.size - 1
-    # Fibonacci hashing; a slot whose stamp is not this batch's is empty, whatever an earlier one left there.
-    at = np.int64((np.uint64(entry) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) & mask
-    while (slots[at] >> 32) == stamp and keys[at] != entry:
-        at = (at + 1) & mask
-    return at
-
-
-@numba.njit(nogil=True, cache=True)
-def _ensure_hash(
-    keys: np.ndarray, slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, num_nodes: int,
-    disjoint: bool, count: int, needed: int,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Keep the hash table at most half full; insert the ``count`` nodes again when it grows."""
-    if slots.size >= 2 * needed and slots.size > 0:
-        return keys, slots
-    size = 1024
-    while size < 2 * needed:
-        size *= 2
-    keys, slots = np.zeros(size, np.int64), np.zeros(size, np.int64)
+def write_targets(ends: np.ndarray, count: int, col: np.ndarray) -> None:
+    """Write the target of each edge."""
+    begin = 0
     for t in range(count):
-        entry = node[t] + (np.int64(tree[t]) * num_nodes if disjoint else 0)
-        at = _probe(slots, keys, stamp, entry)
-        if (slots[at] >> 32) != stamp:
-            keys[at] = entry
-            slots[at] = (stamp << 32) | t
-    return keys, slots
+        for q in range(begin, ends[t]):
+            col[q] = t
+        begin = ends[t]
 
 
 @numba.njit(nogil=True, cache=True)
-def _relabel_table(
-    table: np.ndarray, stamp: int, node: np.ndarray, k: int, row: np.ndarray, edge: np.ndarray, begin: int, end: int,
-    indices: np.ndarray,
-) -> int:  # fmt: skip
-    """Write the local ids of the picks' sources into ``row``; new nodes get the next, from k on. Return k.
-
-    Until its turn comes, ``row[q]`` holds the global id of pick q.
-    """
-    # Two memory accesses follow each other here, to indices and to the table. Each is asked for long before its turn.
-    for q in range(begin, min(begin + _AHEAD, end)):
-        row[q] = indices[edge[q]]
-        prefetch(table, row[q])
-    for q in range(begin, end):
-        # Three stages of a pipeline: ask for indices of pick q + 48, read those of q + 16 and ask for their table
-        # entries, relabel q.
-        ahead = q + _AHEAD
-        if ahead < end:
-            if ahead + _FAR_AHEAD < end:
-                prefetch(indices, edge[ahead + _FAR_AHEAD])
-            row[ahead] = indices[edge[ahead]]
-            prefetch(table, row[ahead])
-        u = row[q]
-        entry = table[u]
-        if (entry >> 32) == stamp:
-            row[q] = entry & 0xFFFFFFFF  # met before in this batch
-        else:
-            table[u] = (stamp << 32) | k
-            node[k] = u
-            row[q] = k
-            k += 1
-    return k
-
-
-@numba.njit(nogil=True, cache=True)
-def _relabel_hash(
-    keys: np.ndarray, slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, num_nodes: int,
-    disjoint: bool, k: int, row: np.ndarray, col: np.ndarray, edge: np.ndarray, begin: int, end: int,
-    indices: np.ndarray,
-) -> int:  # fmt: skip
-    """The same by a hash table, whose keys are nodes, or, if disjoint, pairs of a tree and a node."""
-    for q in range(begin, end):
-        u = np.int64(indices[edge[q]])
-        root = tree[col[q]] if disjoint else np.int32(0)
-        entry = u + np.int64(root) * num_nodes
-        at = _probe(slots, keys, stamp, entry)
-        if (slots[at] >> 32) == stamp:
-            row[q] = slots[at] & 0xFFFFFFFF
-        else:
-            keys[at] = entry
-            slots[at] = (stamp << 32) | k
-            node[k] = u
-            if disjoint:
-                tree[k] = root
-            row[q] = k
-            k += 1
-    return k
-
-
-@numba.njit(nogil=True, cache=True)
-def _sample(
-    indptr: np.ndarray, indices: np.ndarray, seeds: np.ndarray, fanouts: np.ndarray, key: Word, replace: bool,
-    disjoint: bool, first_tree: Word, hashing: bool, stamp: int, table: np.ndarray, keys: np.ndarray,
-    slots: np.ndarray, node: np.ndarray, tree: np.ndarray, row: np.ndarray, col: np.ndarray, edge: np.ndarray,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Sample all hops; return the counts per hop, and the thread's arrays, grown where they were too small."""
-    num_nodes = indptr.size - 1
-    node_counts = np.zeros(fanouts.size + 1, np.int64)
-    edge_counts = np.zeros(fanouts.size, np.int64)
-    k = seeds.size
-    node = _grown(node, k)
-    tree = _grown(tree, k if disjoint else 0)
-    if hashing:
-        keys, slots = _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, 0, k)
-    # Seeds come first, each at its own place; of equal ones the first is what edges will refer to.
-    for t in range(k):
-        v = seeds[t]
-        node[t] = v
+def _expand(
+    indptr: np.ndarray, indices: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int, hop: int,
+    fanout: int, replace: bool, disjoint: bool, key: Word, first_tree: Word, row: np.ndarray, edge: np.ndarray,
+    ends: np.ndarray, m: int, hashing: bool, table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int,
+    used: int, begins: np.ndarray, lanes: Any,
+) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
+    """Sample one hop; return the hash table, its stamp, how many nodes it holds, and the counts of nodes and edges."""
+    k, t, tree_slots, current = high, low, slots, np.int64(-1)
+    # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.
+    done, picked, t0 = m, m, t
+    while t < high or done < picked:
+        if t < high:
+            t, picked = pick_edges(
+                indptr, node, tree, t, high, fanout, replace, disjoint, key, first_tree, edge, ends, picked, _BLOCK,
+                lanes,
+            )  # fmt: skip
+        if done == m:
+            if t < high and picked - m < FAR:
+                continue
+            begin_reading(indices, edge, row, m, picked)
+        # What is asked for far ahead is picked by then.
+        limit = picked - FAR if t < high else picked
         if disjoint:
-            tree[t] = t
-        if hashing:
-            entry = v + (np.int64(t) * num_nodes if disjoint else 0)
-            at = _probe(slots, keys, stamp, entry)
-            if (slots[at] >> 32) != stamp:
-                keys[at] = entry
-                slots[at] = (stamp << 32) | t
-        elif (table[v] >> 32) != stamp:
-            table[v] = (stamp << 32) | t
-    node_counts[0] = k
-    low, m = 0, 0
-    for hop in range(fanouts.size):
-        # The frontier is node[low:k], the new nodes of the hop before. An upper bound of its edges is at hand; they
-        # are counted only where that bound does not fit, or there is none.
-        fanout = fanouts[hop]
-        size = (k - low) * fanout
-        if fanout < 0 or m + size > edge.size:
-            size = _hop_size(indptr, node, low, k, fanout, replace)
-        row, col, edge = _grown(row, m + size), _grown(col, m + size), _grown(edge, m + size)
-        end = _pick(indptr, node, tree, low, k, fanout, replace, disjoint, key, first_tree, col, edge, m)
-        # Each edge may find a new node.
-        node = _grown(node, k + end - m)
-        tree = _grown(tree, k + end - m if disjoint else 0)
-        low = k
-        if hashing:
-            keys, slots = _ensure_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, k + end - m)
-            k = _relabel_hash(keys, slots, stamp, node, tree, num_nodes, disjoint, k, row, col, edge, m, end, indices)
+            first = t0
+            while t0 < t and ends[t0] <= limit:
+                t0 += 1
+            slots, tree_slots, stamp, used, current, k = relabel_trees(
+                slots, tree_slots, stamp, used, current, node, tree, k, indices, edge, row, ends, first, t0, done,
+                picked, hop, begins, fanout,
+            )  # fmt: skip
+            done = ends[t0 - 1] if t0 > low else m
+        elif hashing:
+            slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
+            done = limit
         else:
-            k = _relabel_table(table, stamp, node, k, row, edge, m, end, indices)
-        node_counts[hop + 1] = k - low
-        edge_counts[hop] = end - m
-        m = end
-    return node_counts, edge_counts, keys, slots, node, tree, row, col, edge
+            k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
+            done = limit
+    begins[hop + 1, current + 1 :] = k
+    return slots, stamp, used, k, picked

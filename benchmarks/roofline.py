@@ -1,0 +1,53 @@
+"""The least time that a mini-batch can take on a machine: the bytes that must move, and the products."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from torch_geometric.data import Data
+
+from lightning_gnn.planning.limits import MachineLimits
+
+_ID = 8
+
+
+def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, limits: MachineLimits) -> dict[str, Any]:
+    """Count what a trimmed epoch must read, write and multiply, each once, and what that takes at the least.
+
+    Bytes: features are gathered (read and written), each edge's row is read once per aggregation (forward, and backward
+    but for the first layer; attention aggregates what has been multiplied), each layer's output is written and read
+    twice. Products: forward, the weights' gradients, and but for the first layer those of the inputs. Nothing overlaps.
+
+    Args:
+        batch: A typical mini-batch.
+        widths: Features, hidden channels, outputs.
+        model: ``"SAGE"``, ``"GCN"`` or ``"GAT"``.
+        batches: Mini-batches of an epoch.
+        limits: Of the machine, with all its threads.
+    """
+    nodes, edges = list(accumulate(batch.num_sampled_nodes)), list(accumulate(batch.num_sampled_edges))
+    size = batch.x.element_size()
+    layers = len(widths) - 1
+    moved, flops = 2 * nodes[-1] * widths[0] * size + 2 * _ID * edges[-1], 0
+    for layer in range(layers):
+        sources, targets = nodes[layers - layer], nodes[layers - layer - 1]
+        own_edges = edges[layers - layer - 1]
+        wide, narrow = widths[layer], widths[layer + 1]
+        heads = 4 if model == "GAT" and layer == layers - 1 else 1  # of the last layer each is as wide as the output
+        read = narrow * heads if model == "GAT" else min(wide, narrow)
+        passes = 1 + (layer > 0 or model == "GAT")
+        moved += passes * own_edges * (read * size + _ID) + 4 * targets * narrow * size
+        rows = sources if model == "GAT" or narrow < wide else targets
+        products = rows * wide * narrow * heads + (targets * wide * narrow if model == "SAGE" else 0)
+        flops += 2 * products * (2 + (layer > 0))
+    seconds = moved / limits.copy_bandwidth, flops / limits.flops
+    return {
+        "GB per batch": round(moved / 1e9, 4),
+        "GFLOP per batch": round(flops / 1e9, 3),
+        "GB/s copied": round(limits.copy_bandwidth / 1e9, 2),
+        "GFLOP/s": round(limits.flops / 1e9, 1),
+        "ms of bytes": round(1e3 * seconds[0], 2),
+        "ms of products": round(1e3 * seconds[1], 2),
+        "bound s": round(batches * sum(seconds), 4),
+    }

@@ -1,0 +1,130 @@
+"""When a GAT or GATv2 layer on an ``edge_index`` runs as one operator of this package instead of PyG's several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gnn.nn.conv.fused import obstacle, runs_here
+from lightning_gnn.ops.attention.definition import attend, with_self_loops
+from lightning_gnn.ops.dropout import row_dropout
+
+UNFUSED_UP_TO = 1 << 17
+"""Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_GATHER = 16
+"""Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
+_SCORE = 3
+"""The same for what a head does with a number that was read."""
+_TILED = 1.5
+"""What a product of a head and a tile costs, of one of all heads and rows at once."""
+
+
+def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
+    """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner.
+
+    Args:
+        layer: A ``GATConv`` or ``GATv2Conv``, or of a class derived from it.
+        source: What it got as features of the sources.
+        target: What it got as features of the targets.
+        edge_index: What it got as edges.
+    """
+    tensors = (source, target, edge_index)
+    if not runs_here(tensors) or obstacle(layer) is not None:
+        return False
+    # Shapes and dtypes that do not fit are PyG's to complain about.
+    weights = [lin.weight for lin in layer.fused.products(layer).values()]
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or source.dtype not in _FUSED_DTYPES:
+        return False
+    fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
+    fits = fits and all(tensor.dtype == source.dtype for tensor in (target, *weights))
+    fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[-1].size(1)
+    fits = fits and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
+    return fits and edge_index.size(1) * weights[0].size(0) > UNFUSED_UP_TO
+
+
+def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor, lins: list[Any]) -> Tensor:
+    """Return what ``GATConv`` returns for a pair of features.
+
+    Args:
+        layer: A ``GATConv``.
+        source: ``[num_sources, in]``.
+        target: ``[num_targets, in of the targets]``.
+        edge_index: ``[2, E]``.
+        lins: Its linear layers for sources and targets.
+    """
+    edges, factor = _edges(layer, source, target, edge_index)
+    heads, slope = layer.heads, layer.negative_slope
+    weight, by_target = lins[0].weight, lins[1].weight
+    # A score needs the product of a node's features with a vector, not that with the weight.
+    scores = target @ _through(layer.att_dst, by_target).t()
+    if aggregates_first(source, edges, weight, heads):
+        out = attend(edges, source, _through(layer.att_src, weight), scores, weight, factor, slope)
+    else:
+        out = attend(edges, F.linear(source, weight), layer.att_src.squeeze(0), scores, None, factor, slope)
+    return _finish(layer, out, target)
+
+
+def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Return what ``GATv2Conv`` returns for a pair of features.
+
+    Args:
+        layer: A ``GATv2Conv``.
+        source: ``[num_sources, in]``.
+        target: ``[num_targets, in of the targets]``.
+        edge_index: ``[2, E]``.
+    """
+    edges, factor = _edges(layer, source, target, edge_index)
+    left = F.linear(source, layer.lin_l.weight, layer.lin_l.bias)
+    same = target is source and layer.lin_r is layer.lin_l
+    right = left if same else F.linear(target, layer.lin_r.weight, layer.lin_r.bias)
+    out = attend(edges, left, layer.att.squeeze(0), right, None, factor, layer.negative_slope, dynamic=True)
+    return _finish(layer, out, target)
+
+
+def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads: int) -> bool:
+    """Say whether it costs less to aggregate the features for each head and multiply than the other way round.
+
+    Args:
+        source: ``[num_sources, in]``.
+        edges: Sorted by target.
+        weight: ``[heads * out, in]``.
+        heads: How many.
+    """
+    wide, narrow, num_edges, num_targets = weight.size(1), weight.size(0), edges[1].numel(), edges[0].numel() - 1
+    grad = torch.is_grad_enabled()
+    wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)
+    # What is read along the edges, by targets and, backward, by sources; then the products.
+    before: float = num_edges * wide * ((1 + wants) * (_GATHER + heads * _SCORE) + wants_x * heads * _GATHER)
+    before += _TILED * num_targets * wide * narrow * (1 + 2 * wants)
+    after = num_edges * narrow * ((1 + wants) * (_GATHER + _SCORE) + wants * _GATHER)
+    after += source.size(0) * wide * narrow * (1 + wants + wants_x)
+    return before < after
+
+
+def _through(att: Tensor, weight: Tensor) -> Tensor:
+    """Return the vector of each head that gives ``att · (weight x)`` as its product with x, ``[heads, in]``."""
+    by_head = weight.reshape(att.size(1), -1, weight.size(1))
+    return (by_head * att.squeeze(0).unsqueeze(2)).sum(1)
+
+
+def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+    if layer.add_self_loops:
+        edges = with_self_loops(edges, source.size(0))
+    if not layer.training or layer.dropout == 0.0:
+        return edges, None
+    # A key from torch's generator: the mask is the same for any number of threads, and when a checkpoint runs again.
+    key = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
+    return edges, row_dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout, key)
+
+
+def _finish(layer: Any, out: Tensor, target: Tensor) -> Tensor:
+    if not layer.concat:
+        out = out.view(out.size(0), layer.heads, layer.out_channels).mean(1)
+    if layer.res is not None:
+        out = out + layer.res(target)
+    return out if layer.bias is None else out + layer.bias

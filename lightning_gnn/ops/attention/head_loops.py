@@ -1,0 +1,275 @@
+"""Inner loops over the entries of a row for several heads, emitted as those of ``ops/intrinsics.py`` are.
+
+Columns are taken a cache line at a time; what the last line holds beyond them is masked, neither read nor written.
+Heads are taken up to four at a time. Either all of them read the same columns of a row, which is then loaded once, or
+each has columns of its own. Each sum has one fixed order.
+
+Arguments that all have in common:
+
+- ``x``: floating, one dimension; the row of entry e begins at ``base + indices[e] * stride``;
+- ``begin``, ``end``: the entries, one past the last; ``last``: the last that there is at all, for looking ahead;
+- ``columns``: how many there are, of each head or of the block.
+
+All integers are int64 but ``indices``, which is int32; all floating numbers are of the dtype of ``x``.
+"""
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from lightning_gnn.ops.intrinsics import _I32, _I64, _LINE, AHEAD, _ask_for, _Block, _row_loop
+
+HEADS = (4, 2, 1)
+"""Heads that a loop may take together."""
+LINES = 4
+"""Lines of columns that a sum may take together: with four heads they fill half of AVX-512's registers."""
+SHARED, APART = 1, 2
+"""Whether heads read the same columns or each its own."""
+_DOTS = tuple((kind, heads) for kind in (SHARED, APART) for heads in HEADS)
+_LEAKY_DOTS = tuple((APART, heads) for heads in HEADS)
+_SUMS = tuple((lines, heads) for lines in range(1, LINES + 1) for heads in HEADS)
+_LEAKY_SUMS = tuple((lines, sums) for lines in range(1, LINES + 1) for sums in (1, 2))
+
+
+class _Line(_Block):
+    """A block that is one cache line of columns.
+
+    Args:
+        block: Whose arguments it has.
+    """
+
+    def __init__(self, block: _Block) -> None:
+        size: int = block.types["x"].dtype.bitwidth // 8
+        super().__init__(block.context, block.builder, block.args, block.types, _LINE // size, 1)
+        self.zeros = self.constant(0.0)
+        self.masks = ir.VectorType(ir.IntType(1), self.width)
+
+    def mask(self, count: ir.Value) -> ir.Value:
+        """Return which of a line's columns are among the first ``count``."""
+        integers = ir.VectorType(_I32, self.width)
+        one = self.builder.insert_element(ir.Constant(integers, ir.Undefined), self.builder.trunc(count, _I32), _I32(0))
+        counts = self._shuffle(one, one, [0] * self.width)
+        return self.builder.icmp_signed("<", ir.Constant(integers, list(range(self.width))), counts)
+
+    def read(self, name: str, at: ir.Value, mask: ir.Value | None) -> ir.Value:
+        """Load a line; what is masked is 0."""
+        if mask is None:
+            return self.load(name, at)
+        pointer = self.builder.bitcast(self.pointer(name, at), self.vector.as_pointer())
+        kind = ir.FunctionType(self.vector, [pointer.type, _I32, self.masks, self.vector])
+        call = f"llvm.masked.load.v{self.width}f{8 * self.bytes}.p0"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, call)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, [pointer, _I32(self.bytes), mask, self.zeros])
+
+    def write(self, value: ir.Value, name: str, at: ir.Value, mask: ir.Value | None) -> None:
+        """Store a line but for what is masked."""
+        if mask is None:
+            self.store(value, name, at)
+            return
+        pointer = self.builder.bitcast(self.pointer(name, at), self.vector.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer.type, _I32, self.masks])
+        call = f"llvm.masked.store.v{self.width}f{8 * self.bytes}.p0"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, call)  # type: ignore[no-untyped-call]
+        self.builder.call(function, [value, pointer, _I32(self.bytes), mask])
+
+    def number(self, name: str, at: ir.Value) -> ir.Value:
+        """Load one number and repeat it."""
+        return self.splat(self.builder.load(self.pointer(name, at)))
+
+    def later(self, entry: ir.Value) -> ir.Value:
+        """Where the row of a later entry begins, which is to be asked for."""
+        ahead = self.builder.add(entry, _I64(AHEAD))
+        last = self.args["last"]
+        return self.row(self.builder.select(self.builder.icmp_signed("<", ahead, last), ahead, last))
+
+    def ask(self, at: ir.Value) -> None:
+        """Ask for a line of ``x``."""
+        _ask_for(self.builder, self.builder.bitcast(self.pointer("x", at), cgutils.voidptr_t))
+
+    def positive(self, value: ir.Value) -> ir.Value:
+        return self.builder.fcmp_ordered(">", value, self.zeros)
+
+    def totals(self, values: Sequence[ir.Value]) -> ir.Value:
+        """Add up each of the vectors, of which there is a power of two, in a fixed order: halves first."""
+        each = self.width
+        while len(values) > 1:
+            groups = self.width // each
+            low = [
+                side * self.width + group * each + lane
+                for side in range(2)
+                for group in range(groups)
+                for lane in range(each // 2)
+            ]
+            high = [at + each // 2 for at in low]
+            values = [
+                self.builder.fadd(self._shuffle(a, b, low), self._shuffle(a, b, high))
+                for a, b in zip(values[::2], values[1::2], strict=True)
+            ]
+            each //= 2
+        grouped = _Block(self.context, self.builder, self.args, self.types, self.width, self.width // each)
+        return grouped.head_sums(values[0])
+
+
+def _dots(block: _Block, line: _Line, factor: Callable[[ir.Value, ir.Value, int, ir.Value | None], ir.Value]) -> None:
+    """Emit a loop that writes, per entry and head, the product of ``side`` and what ``factor`` makes of the row.
+
+    Args:
+        block: The block.
+        line: A line of it.
+        factor: Of where the row begins, a column, the head and a mask.
+    """
+    builder, args = block.builder, block.args
+    lanes = _I64(line.width)
+    whole = builder.mul(builder.sdiv(args["columns"], lanes), lanes)
+    rest = builder.sub(args["columns"], whole)
+    mask = line.mask(rest)
+    sums = [line.variable(line.zeros) for _ in range(block.heads)]
+    with cgutils.for_range_slice(builder, args["begin"], args["end"], _I64(1), intp=_I64) as (entry, _):
+        row, later = line.row(entry), line.later(entry)
+        for total in sums:
+            builder.store(line.zeros, total)
+
+        def add(column: ir.Value, mask: ir.Value | None) -> None:
+            for head, total in enumerate(sums):
+                if block.width == APART or head == 0:
+                    line.ask(builder.add(later, builder.add(column, _times(builder, head, args["step"]))))
+                    value = factor(row, column, head, mask)
+                at = builder.add(builder.add(args["side_at"], column), _times(builder, head, args["columns"]))
+                side = line.read("side", at, mask)
+                builder.store(line.fma(value, side, builder.load(total)), total)
+
+        with cgutils.for_range_slice(builder, _I64(0), whole, lanes, intp=_I64) as (column, _):
+            add(column, None)
+        with builder.if_then(builder.icmp_signed("!=", rest, _I64(0))):
+            add(whole, mask)
+        at = builder.add(builder.mul(entry, args["out_stride"]), args["out_at"])
+        block.store(line.totals([builder.load(total) for total in sums]), "out", at)
+
+
+def _times(builder: ir.IRBuilder, count: int, step: ir.Value) -> ir.Value:
+    return builder.mul(_I64(count), step)
+
+
+@_row_loop(_DOTS, "x base stride step indices side side_at begin end last columns out out_stride out_at width heads")
+def dot_heads(block: _Block) -> None:
+    """Write the dot products of each entry's row with a vector per head.
+
+    Arguments of the intrinsic:
+        step: Columns from a head's to the next one's in ``x``, where they are apart.
+        side: The heads' vectors, one after another from ``side_at`` on.
+        out: That of head h and entry e goes to ``e * out_stride + out_at + h``.
+        width: ``SHARED`` or ``APART``.
+        heads: How many.
+    """
+    line = _Line(block)
+
+    def factor(row: ir.Value, column: ir.Value, head: int, mask: ir.Value | None) -> ir.Value:
+        at = block.builder.add(row, column)
+        if block.width == APART:
+            at = block.builder.add(at, _times(block.builder, head, block.args["step"]))
+        return line.read("x", at, mask)
+
+    _dots(block, line, factor)
+
+
+@_row_loop(
+    _LEAKY_DOTS,
+    "x base stride step indices own own_at slope side side_at begin end last columns out out_stride out_at width heads",
+)
+def dot_leaky_heads(block: _Block) -> None:
+    """Write the dot products of ``leaky_relu(own + row)`` with a vector per head, as ``dot_heads`` does.
+
+    ``own`` is laid out as a row: head h's columns begin at ``own_at + h * step``.
+    """
+    line, builder = _Line(block), block.builder
+    slope = line.splat(block.args["slope"])
+
+    def factor(row: ir.Value, column: ir.Value, head: int, mask: ir.Value | None) -> ir.Value:
+        offset = builder.add(column, _times(builder, head, block.args["step"]))
+        own = line.read("own", builder.add(block.args["own_at"], offset), mask)
+        value = builder.fadd(own, line.read("x", builder.add(row, offset), mask))
+        return builder.select(line.positive(value), value, builder.fmul(value, slope))
+
+    _dots(block, line, factor)
+
+
+@_row_loop(
+    _SUMS, "x base stride indices weight weight_stride weight_at begin end last columns out at out_step width heads"
+)
+def add_heads(block: _Block) -> None:
+    """Add the sum over the entries of weight times row to ``out``, for each head's weight.
+
+    Arguments of the intrinsic:
+        weight: That of head h and entry e is at ``e * weight_stride + weight_at + h``.
+        out: The sums of head h go to ``at + h * out_step``.
+        width: Lines of columns; only the last may have less than all.
+        heads: How many, which share the columns.
+    """
+    line, builder, args = _Line(block), block.builder, block.args
+    places = [_I64(number * line.width) for number in range(block.width)]
+    masks = [*[None] * (block.width - 1), line.mask(builder.sub(args["columns"], places[-1]))]
+    sums = []
+    for head in range(block.heads):
+        at = builder.add(args["at"], _times(builder, head, args["out_step"]))
+        lines = [builder.add(at, place) for place in places]
+        sums.append([(at, line.variable(line.read("out", at, mask))) for at, mask in zip(lines, masks, strict=True)])
+    with cgutils.for_range_slice(builder, args["begin"], args["end"], _I64(1), intp=_I64) as (entry, _):
+        row, later = line.row(entry), line.later(entry)
+        for place in places:
+            line.ask(builder.add(later, place))
+        rows = [line.read("x", builder.add(row, place), mask) for place, mask in zip(places, masks, strict=True)]
+        at = builder.add(builder.mul(entry, args["weight_stride"]), args["weight_at"])
+        for head in range(block.heads):
+            weight = line.number("weight", builder.add(at, _I64(head)))
+            for value, (_, total) in zip(rows, sums[head], strict=True):
+                builder.store(line.fma(weight, value, builder.load(total)), total)
+    for head in range(block.heads):
+        for mask, (at, total) in zip(masks, sums[head], strict=True):
+            line.write(builder.load(total), "out", at, mask)
+
+
+@_row_loop(
+    _LEAKY_SUMS,
+    "x base stride indices own own_at slope weight weight_stride weight_at side side_at begin end last columns"
+    " out at outputs outputs_at width heads",
+)
+def add_leaky(block: _Block) -> None:
+    """Add the sum over the entries of weight times a derivative to ``out``, that of ``side * leaky_relu(own + row)``.
+
+    Arguments of the intrinsic:
+        own: One row of columns, at ``own_at``.
+        weight: That of entry e is at ``e * weight_stride + weight_at``.
+        side: The factors of the columns, at ``side_at``.
+        out: Of the derivative with respect to ``own``, at ``at``.
+        outputs: Of the derivative with respect to ``side``, at ``outputs_at``, if there are two ``heads``.
+        width: Lines of columns; only the last may have less than all.
+        heads: 1 or 2 derivatives.
+    """
+    line, builder, args = _Line(block), block.builder, block.args
+    slope, one = line.splat(args["slope"]), line.constant(1.0)
+    places = [_I64(number * line.width) for number in range(block.width)]
+    masks = [*[None] * (block.width - 1), line.mask(builder.sub(args["columns"], places[-1]))]
+    own = [line.read("own", builder.add(args["own_at"], at), mask) for at, mask in zip(places, masks, strict=True)]
+    changes = [line.variable(line.zeros) for _ in places]
+    outputs = [line.variable(line.zeros) for _ in places]
+    with cgutils.for_range_slice(builder, args["begin"], args["end"], _I64(1), intp=_I64) as (entry, _):
+        row, later = line.row(entry), line.later(entry)
+        for place in places:
+            line.ask(builder.add(later, place))
+        at = builder.add(builder.mul(entry, args["weight_stride"]), args["weight_at"])
+        weight = line.number("weight", at)
+        for number, (place, mask) in enumerate(zip(places, masks, strict=True)):
+            value = builder.fadd(own[number], line.read("x", builder.add(row, place), mask))
+            change = builder.fmul(weight, builder.select(line.positive(value), one, slope))
+            builder.store(builder.fadd(builder.load(changes[number]), change), changes[number])
+            if block.heads == 2:
+                builder.store(line.fma(change, value, builder.load(outputs[number])), outputs[number])
+    for number, (place, mask) in enumerate(zip(places, masks, strict=True)):
+        at = builder.add(args["at"], place)
+        side = line.read("side", builder.add(args["side_at"], place), mask)
+        line.write(line.fma(side, builder.load(changes[number]), line.read("out", at, mask)), "out", at, mask)
+        if block.heads == 2:
+            at = builder.add(args["outputs_at"], place)
+            total = builder.fadd(builder.load(outputs[number]), line.read("outputs", at, mask))
+            line.write(total, "outputs", at, mask)

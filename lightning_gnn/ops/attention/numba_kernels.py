@@ -1,0 +1,271 @@
+"""Compiled loops of attention over a mini-batch's edges: one call is one tile of targets, or of sources.
+
+Arguments that all have in common, flat arrays of one floating dtype if nothing else is said:
+
+- ``values`` ``[num_sources * num_columns]``: what is attended to; head h reads columns ``h * step`` to
+  ``h * step + channels``: ``step`` is 0 where all heads read the same columns, else ``channels``;
+- ``side`` ``[heads * channels]``: what a head's columns are multiplied with to make a score;
+- ``target``: of each target, ``[num_targets * heads]`` to be added to the scores, or, if ``dynamic``,
+  ``[num_targets * heads * channels]`` to be added to the values before the leaky ReLU and the product;
+- ``slope``: of the leaky ReLU;
+- ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
+- ``attention`` ``[E * heads]``: the weights of the sums; ``signed``: the same before dropout, negative where the leaky
+  ReLU's slope counts;
+- ``first``, ``last``: the tile's rows, one past the last.
+
+Numba's cache on disk follows changes of this file only: after a change in ``head_loops.py``, change (or touch) it.
+"""
+
+import numba
+import numpy as np
+
+from lightning_gnn.ops.attention.head_loops import (
+    APART,
+    LINES,
+    SHARED,
+    add_heads,
+    add_leaky,
+    dot_heads,
+    dot_leaky_heads,
+)
+from lightning_gnn.ops.edge_softmax.numba import exp_all
+from lightning_gnn.ops.intrinsics import _LINE
+
+
+@numba.njit(inline="always", cache=True)
+def _group(heads: int) -> int:
+    """Return how many of these heads a loop takes together."""
+    return 4 if heads >= 4 else 2 if heads >= 2 else 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _write_dots(
+    x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, side: np.ndarray, side_at: int, begin: int,
+    end: int, heads: int, channels: int, out: np.ndarray,
+) -> None:  # fmt: skip
+    """Write each entry's products with ``side[side_at:]``, ``[E * heads]``."""
+    last, kind = indices.size - 1, APART if step else SHARED
+    h = 0
+    while h < heads:
+        group = _group(heads - h)
+        dot_heads(
+            x, h * step, num_columns, step, indices, side, side_at + h * channels, begin, end, last, channels, out,
+            heads, h, kind, group,
+        )  # fmt: skip
+        h += group
+
+
+@numba.njit(nogil=True, cache=True)
+def _write_leaky_dots(
+    x: np.ndarray, step: int, indices: np.ndarray, own: np.ndarray, own_at: int, slope: float, side: np.ndarray,
+    begin: int, end: int, heads: int, out: np.ndarray,
+) -> None:  # fmt: skip
+    last = indices.size - 1
+    h = 0
+    while h < heads:
+        group = _group(heads - h)
+        dot_leaky_heads(
+            x, h * step, heads * step, step, indices, own, own_at + h * step, slope, side, h * step, begin, end, last,
+            step, out, heads, h, APART, group,
+        )  # fmt: skip
+        h += group
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_sums(
+    x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, weight: np.ndarray, begin: int, end: int,
+    heads: int, channels: int, out: np.ndarray, out_at: int,
+) -> None:  # fmt: skip
+    """Add the sums of the entries' rows times their weights ``[E * heads]`` to ``out[out_at:]``, heads side by side."""
+    last, lanes = indices.size - 1, _LINE // x.itemsize
+    column = 0
+    while column < channels:
+        count = min(LINES * lanes, channels - column)
+        lines = (count + lanes - 1) // lanes
+        h = 0
+        while h < heads:
+            group = 1 if step else _group(heads - h)
+            add_heads(
+                x, h * step + column, num_columns, indices, weight, heads, h, begin, end, last, count, out,
+                out_at + h * channels + column, channels, lines, group,
+            )  # fmt: skip
+            h += group
+        column += count
+
+
+@numba.njit(nogil=True, cache=True)
+def attend_rows(
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, factor: np.ndarray, first: int, last: int,
+    out: np.ndarray, attention: np.ndarray, signed: np.ndarray,
+) -> None:  # fmt: skip
+    """Write the weights of the tile's entries, and the weighted sums of their values.
+
+    ``factor`` is what weights are multiplied with after the softmax, ``[E * heads]``, or empty; ``out`` is
+    ``[(last - first) * heads * channels]``.
+    """
+    largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
+    zero, tiny = values.dtype.type(0), values.dtype.type(1e-16)
+    width = heads * channels
+    out[:] = zero
+    for t in range(first, last):
+        begin, end = indptr[t], indptr[t + 1]
+        # 1. Products, for which the rows come into the cache.
+        if dynamic:
+            _write_leaky_dots(values, step, indices, target, t * width, slope, side, begin, end, heads, signed)
+        else:
+            _write_dots(values, num_columns, step, indices, side, 0, begin, end, heads, channels, signed)
+        # 2. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest, as in torch.
+        largest[:] = -np.inf
+        total[:] = zero
+        for e in range(begin, end):
+            for h in range(heads):
+                i = e * heads + h
+                score = signed[i]
+                if not dynamic:
+                    score += target[t * heads + h]
+                    signed[i] = score
+                    score = score if score > zero else score * slope
+                attention[i] = score
+                if not score <= largest[h]:
+                    largest[h] = score
+        # 3. The softmax, with PyG's guard against a sum of 0.
+        for e in range(begin, end):
+            for h in range(heads):
+                attention[e * heads + h] -= largest[h]
+        exp_all(attention, begin * heads, end * heads)
+        for e in range(begin, end):
+            for h in range(heads):
+                total[h] += attention[e * heads + h]
+        for h in range(heads):
+            total[h] += tiny
+        for e in range(begin, end):
+            for h in range(heads):
+                i = e * heads + h
+                weight = attention[i] / total[h]
+                signed[i] = weight if dynamic or signed[i] > zero else -weight
+                attention[i] = weight * factor[i] if factor.size else weight
+        # 4. The sums.
+        _add_sums(values, num_columns, step, indices, attention, begin, end, heads, channels, out, (t - first) * width)
+
+
+@numba.njit(nogil=True, cache=True)
+def scores_backward(
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, grad: np.ndarray,
+    attention: np.ndarray, signed: np.ndarray, grad_scores: np.ndarray, grad_target: np.ndarray, grad_side: np.ndarray,
+) -> None:  # fmt: skip
+    """Write the gradients of the tile's scores and targets, and add to that of ``side``.
+
+    ``grad`` is that of the weighted sums, ``[(last - first) * heads * channels]``; ``grad_scores`` that of each entry's
+    score, after the leaky ReLU if ``dynamic``, else before it, ``[E * heads]``.
+    """
+    total, whole = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
+    zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
+    for t in range(first, last):
+        begin, end = indptr[t], indptr[t + 1]
+        # 1. The gradient of a weight is the product of its row with that of the sum.
+        _write_dots(
+            values, num_columns, step, indices, grad, (t - first) * width, begin, end, heads, channels, grad_scores
+        )
+        # 2. The softmax's is weight * (that - their weighted mean).
+        total[:] = zero
+        whole[:] = zero
+        for e in range(begin, end):
+            for h in range(heads):
+                total[h] += attention[e * heads + h] * grad_scores[e * heads + h]
+        for e in range(begin, end):
+            for h in range(heads):
+                i = e * heads + h
+                change = attention[i] * grad_scores[i] - abs(signed[i]) * total[h]
+                change = change * slope if signed[i] < zero else change
+                grad_scores[i] = change
+                whole[h] += change
+        # 3. What comes before.
+        if not dynamic:
+            for h in range(heads):
+                grad_target[t * heads + h] = whole[h]
+            _add_sums(values, num_columns, step, indices, grad_scores, begin, end, heads, channels, grad_side, 0)
+            continue
+        grad_target[t * width : (t + 1) * width] = zero
+        for h in range(heads):
+            column = 0
+            while column < channels:
+                count = min(LINES * lanes, channels - column)
+                at = t * width + h * channels + column
+                add_leaky(
+                    values, h * channels + column, num_columns, indices, target, at, slope, grad_scores, heads, h, side,
+                    h * channels + column, begin, end, indices.size - 1, count, grad_target, at, grad_side,
+                    h * channels + column, (count + lanes - 1) // lanes, 2,
+                )  # fmt: skip
+                column += count
+
+
+@numba.njit(nogil=True, cache=True)
+def values_backward(
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, grad: np.ndarray,
+    attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
+) -> None:  # fmt: skip
+    """Write the gradient of the values of a tile of sources, ``out`` ``[num_sources * num_columns]``.
+
+    Rows are sources here, and entries and what belongs to them are in their order. ``grad`` is that of the weighted
+    sums of all targets, ``[num_targets * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
+    """
+    zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
+    end_entry, each, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
+    for s in range(first, last):
+        begin, end = indptr[s], indptr[s + 1]
+        out[s * num_columns : (s + 1) * num_columns] = zero
+        if begin == end:
+            continue
+        whole[:] = zero
+        for e in range(begin, end):
+            for h in range(heads):
+                whole[h] += grad_scores[e * heads + h]
+        for h in range(heads):
+            column = 0
+            while column < channels:
+                count = min(LINES * lanes, channels - column)
+                lines, at = (count + lanes - 1) // lanes, s * num_columns + h * step + column
+                # By the sums ...
+                add_heads(
+                    grad, h * channels + column, width, indices, attention, heads, h, begin, end, end_entry, count, out,
+                    at, 0, lines, 1,
+                )  # fmt: skip
+                # ... and by the scores.
+                if dynamic:
+                    add_leaky(
+                        target, h * channels + column, width, indices, values, at, slope, grad_scores, heads, h, side,
+                        h * channels + column, begin, end, end_entry, count, out, at, out, at, lines, 1,
+                    )  # fmt: skip
+                else:
+                    add_heads(
+                        side, column, channels, each, whole, 1, 0, h, h + 1, h, count, out, at, 0, lines, 1
+                    )  # fmt: skip
+                column += count
+
+
+@numba.njit(nogil=True, cache=True)
+def add_self_loops(indptr: np.ndarray, indices: np.ndarray, num_loops: int, pointers: np.ndarray) -> np.ndarray:
+    """Return entries without self-loops but one, the last, of each of the first ``num_loops`` rows.
+
+    Args:
+        indptr: int64 ``[num_rows + 1]``.
+        indices: int32 ``[E]``.
+        num_loops: How many rows get one.
+        pointers: Where the new ``indptr`` is written.
+    """
+    out = np.empty(indices.size + num_loops, np.int32)
+    at = 0
+    for t in range(indptr.size - 1):
+        pointers[t] = at
+        for e in range(indptr[t], indptr[t + 1]):
+            if indices[e] != t:
+                out[at] = indices[e]
+                at += 1
+        if t < num_loops:
+            out[at] = t
+            at += 1
+    pointers[indptr.size - 1] = at
+    return out[:at]

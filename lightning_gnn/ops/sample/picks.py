@@ -1,0 +1,136 @@
+"""Picking in-edges on the CPU, compiled: what a node picks follows from its degree and the key alone.
+
+Neither ``indices`` nor the table of nodes is looked at here.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from lightning_gnn.ops.hashing import NODE_STEP, Word, draw_compiled, node_key_compiled, tree_key_compiled
+from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
+
+SMALL_FANOUT = 64
+"""Up to which rows draw in lanes; above, comparing all draws of a row costs more than shuffling all of its edges."""
+_AHEAD = 16
+"""How many rows ahead ``indptr`` is asked for."""
+_STEP = np.uint64(NODE_STEP)
+
+
+@numba.njit(nogil=True, cache=True)
+def hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: int, replace: bool) -> int:
+    """Count the edges that the frontier ``node[low:high]`` will pick."""
+    total = 0
+    for t in range(low, high):
+        if t + _AHEAD < high:
+            prefetch(indptr, node[t + _AHEAD])
+        degree = indptr[node[t] + 1] - indptr[node[t]]
+        if fanout < 0 or (degree < fanout and not replace):
+            total += degree
+        elif degree > 0:
+            total += fanout
+    return total
+
+
+def lane_scratch() -> tuple[np.ndarray, ...]:
+    """Return memory for what :func:`pick_edges` keeps of rows until there are enough of them."""
+    return (
+        np.zeros(LANES, np.uint64),
+        np.ones(LANES, np.int64),
+        np.zeros(LANES, np.int64),
+        np.zeros(LANES, np.int64),
+        np.empty((3, SMALL_FANOUT * LANES), np.uint32),
+    )
+
+
+@numba.njit(nogil=True, cache=True)
+def pick_edges(
+    indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
+    replace: bool, disjoint: bool, key: Word, first_tree: Word, edge: np.ndarray, ends: np.ndarray, m: int, room: int,
+    scratch: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """Write the edges that nodes from t on pick, from position m on, until there are ``room`` of them or no more nodes.
+
+    Args:
+        indptr: int64 ``[num_nodes + 1]``.
+        node: Global ids of the frontier, int64, up to ``high``.
+        tree: Their trees, int64, if disjoint.
+        t: The first node.
+        high: One past the last node.
+        fanout: Below zero means all.
+        replace: Draw with replacement.
+        disjoint: Draw for each tree by a key of its own.
+        key: Of the mini-batch, uint64.
+        first_tree: Position of the first seed, uint64.
+        edge: Where to write, int64.
+        ends: Where to write the end of each node's edges, int64, one per node.
+        m: Where to begin.
+        room: About how many edges to pick.
+        scratch: Of :func:`lane_scratch`.
+
+    Returns:
+        The node and the position to go on with.
+    """
+    state, degrees, begins, places, _ = scratch
+    lane, stop = 0, m + room
+    while t < high and m < stop:
+        if t + _AHEAD < high:
+            prefetch(indptr, node[t + _AHEAD])
+        v = node[t]
+        begin = indptr[v]
+        degree = indptr[v + 1] - begin
+        if fanout < 0 or (degree <= fanout and not replace):
+            # All in-edges, in CSC order; nothing is drawn.
+            for j in range(degree):
+                edge[m + j] = begin + j
+            m += degree
+        elif degree > 0:
+            own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
+            # The stream is the same in whichever hop, batch position or thread v is expanded.
+            if fanout > SMALL_FANOUT:
+                _pick_many(node_key_compiled(own_key, v), begin, degree, fanout, replace, edge, m)
+            else:
+                state[lane] = own_key ^ (np.uint64(v) * _STEP)
+                degrees[lane] = degree
+                begins[lane] = begin
+                places[lane] = m
+                lane += 1
+                if lane == LANES:
+                    _draw(scratch, lane, fanout, replace, edge)
+                    lane = 0
+            m += fanout
+        ends[t] = m
+        t += 1
+    if lane:
+        _draw(scratch, lane, fanout, replace, edge)
+    return t, m
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw(scratch: Any, lanes: int, fanout: int, replace: bool, edge: np.ndarray) -> None:
+    """Write the picks of rows that have gathered."""
+    state, degrees, begins, places, drawn = scratch
+    picks = drawn[2]
+    draw_lanes(state, degrees, fanout, replace, drawn[0], drawn[1], picks)
+    for lane in range(lanes):
+        begin, place = begins[lane], places[lane]
+        for j in range(fanout):
+            edge[place + j] = begin + np.int64(picks[LANES * j + lane])
+
+
+@numba.njit(nogil=True, cache=True)
+def _pick_many(
+    stream: Word, begin: int, degree: int, fanout: int, replace: bool, edge: np.ndarray, m: int
+) -> None:  # fmt: skip
+    """Pick more edges of one node than lanes have room for: a forward Fisher-Yates over all positions."""
+    if replace:
+        for j in range(fanout):
+            edge[m + j] = begin + draw_compiled(stream, j, degree)
+        return
+    order = np.arange(begin, begin + degree)
+    for j in range(fanout):
+        r = j + draw_compiled(stream, j, degree - j)
+        order[j], order[r] = order[r], order[j]
+        edge[m + j] = order[j]

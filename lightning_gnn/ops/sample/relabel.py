@@ -1,0 +1,263 @@
+"""From global ids to local ones on the CPU, compiled: the next local id for a node that is new to the mini-batch.
+
+Graphs have a table with an entry of 32 bits per node: a stamp, which says of which mini-batch the entry is, so that
+nothing is cleared in between, and the local id in as many bits as ids need. It costs one cache miss per edge.
+
+A graph too large for that has a hash table of the size of the mini-batch. Trees of a disjoint sample take turns in one
+that is as small as a tree and stays in the cache: the edges of a hop come tree by tree. When a tree's turn comes, what
+earlier hops found of it is entered again.
+"""
+
+import numba
+import numpy as np
+
+from lightning_gnn.ops.intrinsics import prefetch
+
+NEAR = 16
+"""How many edges ahead their entries are asked for."""
+FAR = 48
+"""How many edges ahead ``indices`` is asked for, which says where these entries are."""
+FIRST_SLOTS = 1 << 11
+LARGEST_GUESS = 1 << 16
+"""Slots that a tree gets before it is seen to need more."""
+LAST_STAMP = (1 << 15) - 1
+"""Of a hash table, whose slots hold 15 bits of a stamp, 16 of the node's hash, and a local id of 32."""
+_FIBONACCI = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 over the golden ratio, as a signed number."""
+_LOCAL = (1 << 32) - 1
+
+
+@numba.njit(nogil=True, cache=True)
+def enter_all(table: np.ndarray, own: int, node: np.ndarray, count: int) -> None:
+    """Enter the first nodes of a mini-batch into a table; of equal ones the first is what edges will refer to.
+
+    Args:
+        table: uint32 ``[num_nodes]``.
+        own: The stamp, shifted to its place.
+        node: Global ids, int64.
+        count: How many of them.
+    """
+    for t in range(count - 1, -1, -1):
+        table[node[t]] = own | t
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _place(slots: np.ndarray, u: int) -> int:
+    return ((u * _FIBONACCI) >> 32) & (slots.size - 1)
+
+
+@numba.njit(nogil=True, cache=True)
+def begin_reading(indices: np.ndarray, edge: np.ndarray, row: np.ndarray, begin: int, stop: int) -> None:
+    """Do for the first edges of a hop what relabelling does for those far ahead.
+
+    Args:
+        indices: int32 or int64 ``[num_edges]``.
+        edge: int64.
+        row: int64.
+        begin: The first edge.
+        stop: One past the last edge that is picked.
+    """
+    for q in range(begin, min(begin + FAR, stop)):
+        prefetch(indices, edge[q])
+    for q in range(begin, min(begin + NEAR, stop)):
+        row[q] = indices[edge[q]]
+
+
+@numba.njit(nogil=True, cache=True)
+def relabel_by_table(
+    table: np.ndarray, own: int, bits: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
+    row: np.ndarray, begin: int, end: int, stop: int,
+) -> int:  # fmt: skip
+    """Write the local ids of the sources of the edges ``[begin, end)``; new nodes get the next, from k on.
+
+    Two memory accesses follow each other, to ``indices`` and to the table. Each is asked for long before its turn, in
+    three stages of a pipeline: ask for ``indices`` of a pick far ahead, read those of a nearer one into ``row`` and ask
+    for its entry in the table, relabel.
+
+    Args:
+        table: uint32 ``[num_nodes]``.
+        own: The stamp of this mini-batch, shifted by ``bits``.
+        bits: Of a local id.
+        node: Global ids of the nodes, int64, with room for one more than there will be.
+        k: How many there are.
+        indices: int32 or int64 ``[num_edges]``.
+        edge: int64.
+        row: int64; the next ``NEAR`` numbers are global ids.
+        begin: The first edge.
+        end: One past the last edge.
+        stop: One past the last edge that is picked.
+
+    Returns:
+        How many nodes there are then.
+    """
+    limit = 1 << bits
+    for q in range(begin, end):
+        if q + FAR < stop:
+            prefetch(indices, edge[q + FAR])
+        if q + NEAR < stop:
+            near = np.int64(indices[edge[q + NEAR]])
+            row[q + NEAR] = near
+            prefetch(table, near)
+        # Whether a node is new is hard to foretell: nothing branches on it, all is written either way.
+        u = row[q]
+        local = np.int64(table[u]) ^ own
+        new = local >= limit
+        local = k if new else local
+        table[u] = own | local
+        node[k] = u
+        row[q] = local
+        k += new
+    return k
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _word(stamp: int, u: int, local: int) -> int:
+    return (((stamp << 16) | (((u * _FIBONACCI) >> 16) & 0xFFFF)) << 32) | local
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _probe(slots: np.ndarray, stamp: int, node: np.ndarray, u: int) -> int:
+    """Find the slot of a node, or the empty one where it belongs; one with another stamp is empty."""
+    mask = slots.size - 1
+    at = _place(slots, u)
+    wanted = _word(stamp, u, 0) >> 32
+    while (slots[at] >> 48) == stamp and ((slots[at] >> 32) != wanted or node[slots[at] & _LOCAL] != u):
+        at = (at + 1) & mask
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _grown(slots: np.ndarray, stamp: int, node: np.ndarray) -> np.ndarray:
+    """Return a hash table twice as large with the same nodes."""
+    larger = np.zeros(2 * slots.size, np.int64)
+    for word in slots:
+        if (word >> 48) == stamp:
+            larger[_probe(larger, stamp, node, node[word & _LOCAL])] = word
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def enter_hashed(
+    slots: np.ndarray, stamp: int, used: int, node: np.ndarray, begin: int, end: int
+) -> tuple[np.ndarray, int]:
+    """Enter the nodes ``[begin, end)``; of equal ones the first is what edges will refer to.
+
+    Returns:
+        The hash table, larger if need be, and how many nodes it holds.
+    """
+    for t in range(begin, end):
+        at = _probe(slots, stamp, node, node[t])
+        if (slots[at] >> 48) != stamp:
+            slots[at] = _word(stamp, node[t], t)
+            used += 1
+            if 2 * used > slots.size:
+                slots = _grown(slots, stamp, node)
+    return slots, used
+
+
+@numba.njit(nogil=True, cache=True)
+def relabel_by_hash(
+    slots: np.ndarray, stamp: int, used: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
+    row: np.ndarray, begin: int, end: int, stop: int,
+) -> tuple[np.ndarray, int, int]:  # fmt: skip
+    """Do what :func:`relabel_by_table` does with a hash table.
+
+    Args:
+        slots: int64, a power of two of them, at most half of them used.
+        stamp: Of the nodes that count.
+        used: How many nodes it holds.
+        node: As there.
+        k: As there.
+        indices: As there.
+        edge: As there.
+        row: As there.
+        begin: As there.
+        end: As there.
+        stop: As there.
+
+    Returns:
+        The hash table, larger if need be, how many nodes it holds, and how many nodes there are.
+    """
+    for q in range(begin, end):
+        if q + FAR < stop:
+            prefetch(indices, edge[q + FAR])
+        if q + NEAR < stop:
+            near = np.int64(indices[edge[q + NEAR]])
+            row[q + NEAR] = near
+            prefetch(slots, _place(slots, near))
+        u = row[q]
+        at = _probe(slots, stamp, node, u)
+        if (slots[at] >> 48) == stamp:
+            row[q] = slots[at] & _LOCAL
+        else:
+            slots[at] = _word(stamp, u, k)
+            node[k] = u
+            row[q] = k
+            k += 1
+            used += 1
+            if 2 * used > slots.size:
+                slots = _grown(slots, stamp, node)
+    return slots, used, k
+
+
+@numba.njit(nogil=True, cache=True)
+def relabel_trees(
+    table: np.ndarray, slots: np.ndarray, stamp: int, used: int, current: int, node: np.ndarray, tree: np.ndarray,
+    k: int, indices: np.ndarray, edge: np.ndarray, row: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int,
+    stop: int, hop: int, begins: np.ndarray, fanout: int,
+) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:  # fmt: skip
+    """Do the same for the edges of the targets ``[low, high)`` of a disjoint sample, tree by tree.
+
+    Args:
+        table: The largest hash table so far.
+        slots: That of the last tree, part of it or not.
+        stamp: Of the last tree.
+        used: How many nodes of it are entered.
+        current: Which tree that was in this hop; -1 before the first.
+        node: As there.
+        tree: The tree of each node, int64, with as much room.
+        k: As there.
+        indices: As there.
+        edge: As there.
+        row: As there.
+        ends: Ends of the targets' edges.
+        low: The first target.
+        high: One past the last target.
+        begin: The first edge.
+        stop: As there.
+        hop: Which one.
+        begins: int64 ``[hops + 1, trees + 1]``: the first node of a tree among those that a hop found (seeds: hop 0).
+        fanout: Below zero means all.
+
+    Returns:
+        Both hash tables, the stamp, how many nodes of the last tree are entered, that tree, and how many nodes there
+        are.
+    """
+    for t in range(low, high):
+        root = tree[t]
+        if root != current:
+            begins[hop + 1, current + 1 : root + 1] = k
+            current = root
+            likely = (begins[hop, root + 1] - begins[hop, root]) * (min(fanout, 64) if fanout >= 0 else 16)
+            for level in range(hop + 1):
+                likely += begins[level, root + 1] - begins[level, root]
+            size = FIRST_SLOTS
+            while size < min(2 * likely, LARGEST_GUESS):
+                size *= 2
+            if table.size < size:
+                table = np.zeros(size, np.int64)
+            slots = table[:size]  # a small part of what a larger tree has left behind
+            stamp += 1
+            if stamp > LAST_STAMP:
+                table[:] = 0
+                stamp = 1
+            used = 0
+            for level in range(hop + 1):
+                slots, used = enter_hashed(slots, stamp, used, node, begins[level, root], begins[level, root + 1])
+        before = k
+        slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, begin, ends[t], stop)
+        tree[before:k] = root
+        begin = ends[t]
+        if slots.size > table.size:
+            table = slots
+    return table, slots, stamp, used, current, k

@@ -1,0 +1,95 @@
+"""After a run: which part of an epoch was the largest, and the setting that would cut it, where there is one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import CombinedLoader
+
+from lightning_gnn.planning.limits import num_cores, product_rate
+
+FASTER = 1.3
+"""How much faster products in bfloat16 must be here to be worth a word."""
+
+
+class Epoch(Protocol):
+    """An epoch as :class:`~lightning_gnn.callbacks.Throughput` measures it."""
+
+    epoch_time_s: float
+    model_s: float
+    wait_s: float
+    sampling_s: float | None
+    features_s: float | None
+
+    @property
+    def other_s(self) -> float: ...  # noqa: D102
+
+
+def advice(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str | None:
+    """Name the largest part of the training thread's time, and the option that would cut it if one is known to.
+
+    Args:
+        epoch: A typical one.
+        trainer: That has trained.
+        datamodule: That it trained on.
+    """
+    if not epoch.epoch_time_s:
+        return None
+    parts = {"Model": epoch.model_s, "Waiting": epoch.wait_s, "Other": epoch.other_s}
+    name = max(parts, key=parts.__getitem__)
+    cut = {"Model": _of_model, "Waiting": _of_waiting, "Other": _of_other}[name](epoch, trainer, datamodule)
+    return f"Largest part: {name}, {parts[name] / epoch.epoch_time_s:.0%} of an epoch{cut and f'; {cut}'}"
+
+
+def _of_waiting(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+    loader = _loader(trainer)
+    workers = getattr(loader, "num_threads", None)
+    if epoch.sampling_s is None or epoch.features_s is None or workers is None:
+        return f"what {type(loader).__name__} waits for is not known here" if loader is not None else ""
+    stage = "sampling" if epoch.sampling_s >= epoch.features_s else "loading features"
+    if workers == 0:
+        return f"datamodule.num_workers=1 would prepare mini-batches ({stage} above all) beside training"
+    busy = epoch.sampling_s + epoch.features_s + epoch.model_s
+    if workers < num_cores() and busy < 0.8 * num_cores() * epoch.epoch_time_s:
+        return f"datamodule.num_workers={workers + 1} would share out what takes longest there, {stage}"
+    if _could_precompute(datamodule):
+        return f"datamodule.precompute=first_layer would spare a hop of {stage}"
+    return f"it is for {stage}, which smaller datamodule.num_neighbors would cut"
+
+
+def _of_model(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+    if trainer.strategy.root_device.type != "cpu":
+        return ""
+    threads, cores = torch.get_num_threads(), num_cores()
+    preparing = (epoch.sampling_s or 0.0) + (epoch.features_s or 0.0)
+    if threads < cores and preparing + epoch.model_s < 0.8 * cores * epoch.epoch_time_s:
+        return f"torch_threads={cores} would use cores that are idle"
+    if str(trainer.precision) == "32-true":
+        faster = product_rate(torch.bfloat16) / product_rate(torch.float32)
+        if faster >= FASTER:
+            return f"trainer.precision=bf16-mixed may cut it: products in bfloat16 are {faster:.1f}x as fast here"
+    if _could_precompute(datamodule):
+        return "datamodule.precompute=first_layer would spare the first layer's aggregation"
+    return ""
+
+
+def _of_other(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+    every = getattr(trainer, "log_every_n_steps", 0)
+    if trainer.loggers and 0 < every < trainer.num_training_batches:
+        return f"a larger trainer.log_every_n_steps (now {every}) would log less often"
+    return "larger mini-batches have fewer steps"
+
+
+def _could_precompute(datamodule: Any) -> bool:
+    """Tell whether a DataModule has the option and does not use it."""
+    known = "precompute" in inspect.signature(type(datamodule).__init__).parameters
+    return known and getattr(datamodule, "precompute", None) is None
+
+
+def _loader(trainer: pl.Trainer) -> Any:
+    if trainer.train_dataloader is None:
+        return None
+    return next(iter(CombinedLoader(trainer.train_dataloader).flattened), None)

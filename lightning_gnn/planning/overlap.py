@@ -1,0 +1,44 @@
+"""How long a mini-batch takes where some threads prepare the next ones while others train, on the same cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """Seconds from one mini-batch to the next, and what they are for.
+
+    Args:
+        seconds: The longest of the others.
+        training: Of the training thread, if nobody else wants its cores.
+        preparing: Of the workers, if nobody else wants theirs.
+        cores: Of all cores, if they are never idle.
+    """
+
+    seconds: float
+    training: float
+    preparing: float
+    cores: float
+
+    @property
+    def bound(self) -> str:
+        """What sets it: ``"training"``, ``"preparing"`` or ``"cores"``."""
+        return max(("training", "preparing", "cores"), key=lambda name: float(getattr(self, name)))
+
+
+def rhythm(preparation_s: float, workers: int, step_s: float, serial_step_s: float, cores: int) -> Rhythm:
+    """Return the rhythm of a training whose preparation runs ahead.
+
+    Args:
+        preparation_s: Thread-seconds of preparing a mini-batch; without workers they are the training thread's.
+        workers: Threads that prepare.
+        step_s: Seconds of the training thread for a step, with torch's threads.
+        serial_step_s: The same with one thread: the work of a step.
+        cores: Cores of this process.
+    """
+    if not workers:
+        return Rhythm(preparation_s + step_s, preparation_s + step_s, 0.0, 0.0)
+    preparing = preparation_s / min(workers, cores)
+    busy = (preparation_s + max(step_s, serial_step_s)) / cores
+    return Rhythm(max(step_s, preparing, busy), step_s, preparing, busy)

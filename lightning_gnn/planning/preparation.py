@@ -1,0 +1,134 @@
+"""What preparing a mini-batch costs: a few real ones of the training loader, sampled and gathered by one thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
+
+KEPT, TIMED = 4, 5
+"""Mini-batches that steps are timed with, and further ones that are timed and dropped, as in training: buffers are used
+again."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A mini-batch, on the average.
+
+    Args:
+        sampling_s: Thread-seconds of sampling it; 0 where the loader is not this package's.
+        features_s: Thread-seconds of loading its features; likewise.
+        training_thread_s: Seconds of the training thread: what it must do itself, all of it without workers.
+        ready_s: Seconds from one mini-batch to the next where nothing trains, of a loader that is not this package's.
+        workers: Threads (or processes) that prepare.
+        nodes: Its nodes.
+        edges: Its edges.
+        feature_bytes: Bytes of its features ``x``.
+        known: Whether the loader is this package's, which tells what its stages take.
+    """
+
+    sampling_s: float = 0.0
+    features_s: float = 0.0
+    training_thread_s: float = 0.0
+    ready_s: float = 0.0
+    workers: int = 0
+    nodes: float = 0.0
+    edges: float = 0.0
+    feature_bytes: float = 0.0
+    known: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Thread-seconds of workers, or of the training thread without workers, for one mini-batch."""
+        if self.known:
+            return self.sampling_s + self.features_s
+        return self.ready_s * max(1, self.workers)
+
+
+def prepare(loader: Any) -> tuple[list[Any], Preparation]:
+    """Prepare a few mini-batches of the first epoch, and time it.
+
+    Args:
+        loader: Of the training set; those of this package are asked stage by stage, others for their next mini-batch.
+
+    Returns:
+        Some mini-batches, and what one costs.
+
+    Raises:
+        ValueError: The loader is empty.
+    """
+    if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
+        return _ours(loader)
+    return _others(loader)
+
+
+def _ours(loader: Any) -> tuple[list[Any], Preparation]:
+    tasks = [(0, number, index) for number, index in enumerate(islice(loader.batch_sampler, KEPT))]
+    if not tasks:
+        raise ValueError("the training loader is empty: there is nothing to plan")
+    batches = [loader.finish(loader.prepare(task)) for task in tasks]
+    sampling, features, own = [], [], []
+    for epoch in range(1, 1 + TIMED):
+        _, number, index = tasks[epoch % len(tasks)]
+        prepared = loader.prepare((epoch, number, index))  # another epoch: another sample
+        before = prepared.cost.features_s
+        start = time.perf_counter()
+        loader.finish(prepared)
+        own.append(time.perf_counter() - start if loader.finishes else 0.0)
+        sampling.append(prepared.cost.sampling_s)
+        features.append(before)
+        del prepared
+    inside = loader.num_threads == 0
+    times = (median(sampling), median(features))
+    return batches, Preparation(
+        *times,
+        training_thread_s=median(own) + (sum(times) if inside else 0.0),
+        workers=loader.num_threads,
+        **_sizes(batches),
+    )
+
+
+def _others(loader: Any) -> tuple[list[Any], Preparation]:
+    workers = int(getattr(loader, "num_workers", 0) or 0)
+    ahead = workers * int(getattr(loader, "prefetch_factor", None) or 2)
+    iterator = iter(loader)
+    batches = list(islice(iterator, KEPT))
+    if not batches:
+        raise ValueError("the training loader is empty: there is nothing to plan")
+    for _ in islice(iterator, ahead):
+        pass  # these were ready
+    start = time.perf_counter()
+    count = sum(1 for _ in islice(iterator, TIMED))
+    ready = (time.perf_counter() - start) / count if count else 0.0
+    return batches, Preparation(
+        training_thread_s=0.0 if workers else ready, ready_s=ready, workers=workers, known=False, **_sizes(batches)
+    )
+
+
+def _sizes(batches: list[Any]) -> dict[str, Any]:
+    nodes, edges, size = 0.0, 0.0, 0.0
+    for batch in batches:
+        x = getattr(batch, "x", None)
+        edges += edges_of(batch)
+        if isinstance(x, Tensor):
+            nodes, size = nodes + x.size(0), size + x.nbytes
+    return {"nodes": nodes / len(batches), "edges": edges / len(batches), "feature_bytes": size / len(batches)}
+
+
+def edges_of(batch: Any) -> int:
+    """Return the edges that messages pass along in a batch of PyG, 0 for other batches."""
+    if isinstance(batch, (list, tuple)):
+        return sum(edges_of(part) for part in batch)
+    edge_index = getattr(batch, "edge_index", None)
+    if isinstance(edge_index, Tensor):
+        return int(edge_index.size(1))
+    if (in_degrees := getattr(edge_index, "in_degrees", None)) is not None:
+        # Of a graph that is shared out among devices, those of the device's own rows: all edges, over the devices.
+        return int(in_degrees.sum())
+    return int(getattr(edge_index, "num_edges", None) or getattr(batch, "num_edges", 0) or 0)

@@ -1,0 +1,149 @@
+"""The tables of a forecast: what a mini-batch takes, part by part, and what other settings would change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lightning_gnn.planning.forecast import WORTH, CPUForecast
+from lightning_gnn.planning.limits import MachineLimits
+
+if TYPE_CHECKING:  # which the command alone needs
+    from rich.console import Console
+
+WHO = {"sampling": "worker", "features": "worker", "preparing": "worker"}
+"""Who does a part where there are workers; the others are the training thread's."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Another setting.
+
+    Args:
+        change: Overrides of the command line.
+        epoch_s: Predicted seconds of an epoch; None where the setting cannot be used.
+        note: What else it changes, or why it cannot be used.
+    """
+
+    change: str
+    epoch_s: float | None
+    note: str = ""
+
+    def helps(self, found: CPUForecast) -> bool:
+        """Tell whether an epoch is shorter by more than noise."""
+        return self.epoch_s is not None and self.epoch_s < (1 - WORTH) * found.epoch_s
+
+
+def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[str, str, str, str, str, float]]:
+    """Return part, who does it, work, rate, the machine's limit and milliseconds per mini-batch.
+
+    Args:
+        found: What was measured.
+        limits: Of the machine.
+        bf16: Whether the products are in bfloat16.
+    """
+    prepared, step = found.preparation, found.step
+    bandwidth = f"{limits.gather_bandwidth / 1e9:.3g} GB/s"
+    reads = f"{1e9 * limits.random_read_s:.3g} ns a random read"
+    peak = limits.flops_bf16 if bf16 else limits.flops
+    edges = f"{prepared.edges:,.0f} edges"
+    told = {}
+    for name, seconds in found.parts.items():
+        work = rate = limit = ""
+        if name in ("sampling", "aggregation", "preparing") and prepared.edges:
+            work, rate = edges, f"{1e9 * seconds / prepared.edges:.3g} ns an edge"
+            limit = reads if name == "sampling" else ""
+        elif name == "features" and prepared.feature_bytes and seconds:
+            work = f"{prepared.nodes:,.0f} rows, {prepared.feature_bytes / 1e6:.3g} MB"
+            rate, limit = f"{prepared.feature_bytes / seconds / 1e9:.3g} GB/s", bandwidth
+        elif name == "products" and step.flops and seconds:
+            work, rate = f"{step.flops / 1e9:.3g} GFLOP", f"{step.flops / seconds / 1e9:.3g} GFLOP/s"
+            limit = f"{peak / 1e9:.3g} GFLOP/s"
+        told[name] = (work, rate, limit)
+    workers = prepared.workers
+    return [
+        (
+            name,
+            f"{workers} worker{'s' * (workers > 1)}" if workers and name in WHO else "training",
+            *told[name],
+            1e3 * seconds,
+        )
+        for name, seconds in found.parts.items()
+    ]
+
+
+def sentences(found: CPUForecast) -> list[str]:
+    """Return the rhythm, the epoch and the bottleneck in words."""
+    beat, name = found.rhythm, found.bottleneck
+    of = 1e3 * found.parts[name]
+    why = {
+        "training": "training takes longer than preparing",
+        "preparing": "training waits for mini-batches",
+        "cores": f"training and preparing together fill {found.cores} core{'s' * (found.cores > 1)}",
+    }[beat.bound]
+    return [
+        f"Predicted: {1e3 * beat.seconds:.4g} ms per mini-batch (training {1e3 * beat.training:.4g} with "
+        f"{found.threads} thread{'s' * (found.threads > 1)}, preparing {1e3 * beat.preparing:.4g} with "
+        f"{found.preparation.workers} workers), {found.epoch_s:.3g} s per epoch of {found.batches:,} mini-batches.",
+        f"Bottleneck: {name}, {of:.3g} ms of each mini-batch; {why}.",
+        *found.unknown,
+        *(["Others kept this machine busy: do not trust these figures."] if found.busy else []),
+    ]
+
+
+def print_forecast(
+    found: CPUForecast, options: list[Option], limits: MachineLimits, bf16: bool, console: Console
+) -> None:
+    """Print the parts, the bottleneck and the options, the best first."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="A mini-batch", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for name, justify in (("part", "left"), ("by", "left"), ("work", "right"), ("rate", "right"), ("limit", "right"),
+                          ("ms", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for *texts, milliseconds in rows(found, limits, bf16):
+        style = "bold" if texts[0] == found.bottleneck else None
+        table.add_row(*texts, f"{milliseconds:.3g}", style=style)
+    console.print(table)
+    for sentence in sentences(found):
+        console.print(sentence, highlight=False, soft_wrap=True)
+    if not options:
+        return
+    table = Table(title="Other settings", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for name in ("setting", "epoch", "speedup", ""):
+        table.add_column(name, justify="right" if name in ("epoch", "speedup") else "left")
+    for option in sorted(options, key=lambda each: each.epoch_s or float("inf")):
+        if option.epoch_s is None:
+            table.add_row(option.change, "", "", option.note, style="dim")
+            continue
+        speedup = f"{found.epoch_s / option.epoch_s:.2f}x"
+        style = "bold" if option.helps(found) else None
+        table.add_row(option.change, f"{option.epoch_s:.3g} s", speedup, option.note, style=style)
+    console.print(table)
+    if not any(option.helps(found) for option in options):
+        console.print("None of them is expected to help.", highlight=False)
+
+
+def save_forecast(found: CPUForecast, options: list[Option], limits: MachineLimits, path: Path) -> None:
+    """Write all figures as YAML."""
+    state: dict[str, Any] = {
+        "epoch_s": found.epoch_s,
+        "batches": found.batches,
+        "batch_s": asdict(found.rhythm),
+        "bound_by": found.rhythm.bound,
+        "bottleneck": found.bottleneck,
+        "parts_s": found.parts,
+        "preparation": asdict(found.preparation),
+        "steps": {threads: asdict(step) for threads, step in found.steps.items()},
+        "threads": found.threads,
+        "cores": found.cores,
+        "limits": asdict(limits),
+        "options": [asdict(option) for option in options],
+        "unknown": list(found.unknown),
+        "busy": found.busy,
+    }
+    path.write_text(yaml.safe_dump(state, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,106 @@
+"""Constant features of a full graph are aggregated once, and whatever changes is noticed."""
+
+import pytest
+import torch
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn import GCN, GraphSAGE
+from lightning_gnn.nn.conv import graph as layers
+from lightning_gnn.nn.conv.graph import keep_constant
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What inputs of layers are aggregated."""
+    calls = []
+    original = layers.aggregate
+    monkeypatch.setattr(layers, "aggregate", lambda *given: calls.append(given[1]) or original(*given))
+    return calls
+
+
+def make(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    edge_index = torch.randint(30, (2, 150), generator=generator)
+    x = torch.randn(30, 6, dtype=torch.float64, generator=generator)
+    return edge_index, CompressedGraph.from_edge_index(edge_index, 30, num_chunks=3), x
+
+
+MODELS = [(GCN, {}), (GCN, {"normalize": False}), (GraphSAGE, {}), (GraphSAGE, {"aggr": "max"})]
+
+
+def model_of(kind, kwargs):
+    torch.manual_seed(0)
+    return kind(6, 16, 2, 3, **kwargs).double()
+
+
+def results(model, x, graph, weight=None):
+    more = {} if weight is None else {"edge_weight": weight}
+    model.zero_grad()
+    out = model(x, graph, **more)
+    out.square().sum().backward()
+    return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def close(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), MODELS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_features_are_aggregated_once_and_results_are_those_of_the_edge_index(kind, kwargs, weighted, counted):
+    edge_index, graph, x = make()
+    weighted = weighted and kind is GCN
+    weight = torch.rand(150, dtype=torch.float64) + 0.5 if weighted else None
+    model = model_of(kind, kwargs)
+    keep_constant(graph, x)
+    with torch.inference_mode():  # validation may come first
+        more = {"edge_weight": weight} if weighted else {}
+        model(x, graph, **more)
+    for _ in range(3):
+        close(results(model, x, graph, weight), results(model, x, edge_index, weight))
+    anew = weighted and kwargs.get("normalize") is False  # weights in the graph's order are another tensor each time
+    assert sum(given is x for given in counted) == (4 if anew else 1)
+
+
+@pytest.mark.parametrize("change", ["features", "result", "object", "weight"])
+def test_what_changes_is_aggregated_anew(change):
+    edge_index, graph, x = make()
+    model = model_of(GCN, {})
+    weight = torch.rand(150, dtype=torch.float64) + 0.5
+    keep_constant(graph, x)
+    results(model, x, graph, weight)
+    if change == "features":
+        x.mul_(2)
+    elif change == "result":
+        graph.cache["aggregated constant features"][2].zero_()
+    elif change == "object":
+        x = x + 1
+    else:
+        weight.mul_(torch.linspace(1, 2, 150, dtype=torch.float64))
+    close(results(model, x, graph, weight), results(model, x, edge_index, weight))
+
+
+def test_trained_features_are_not_kept():
+    edge_index, graph, x = make()
+    model = model_of(GCN, {})
+    keep_constant(graph, x.requires_grad_())
+    gradients = []
+    for edges in (graph, edge_index):
+        x.grad = None
+        results(model, x, edges)
+        gradients.append(x.grad)
+    close(gradients[:1], gradients[1:])
+    assert "aggregated constant features" not in graph.cache
+
+
+def test_features_that_begin_to_be_trained_get_gradients():
+    edge_index, graph, x = make()
+    model = model_of(GraphSAGE, {})
+    keep_constant(graph, x)
+    results(model, x, graph)
+    x.requires_grad_()
+    results(model, x, graph)
+    mine, x.grad = x.grad, None
+    results(model, x, edge_index)
+    close([mine], [x.grad])

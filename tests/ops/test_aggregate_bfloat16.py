@@ -1,0 +1,160 @@
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn import CompressedGraph, aggregate
+from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphMaxBackward, GraphProducts, GraphSum
+from lightning_gnn.ops.aggregate.graph_operators import graph_arguments
+from lightning_gnn.ops.rounding import round_span
+from tests.ops.test_aggregate import REDUCES, SPLIT, hub_graph, problems, use
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["as they are", "packed"])
+def storage(request, monkeypatch):
+    use(monkeypatch, request.param == "packed")
+
+
+def same(got, want):
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
+
+
+def rounded(tensors):
+    return [tensor.detach().to(BF16) for tensor in tensors]
+
+
+def wide(tensors):
+    return [tensor.float().requires_grad_() for tensor in tensors]
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_rows_are_widened_added_up_in_float32_and_rounded_once(problem):
+    graph, _, x, weight, reduce, packed = problem
+    inputs = rounded([x] if weight is None else [x, graph.edge_order(weight)])
+    exact = wide(inputs)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, packed)
+        out = aggregate(graph, *inputs, reduce=reduce)
+        expected = aggregate(graph, *exact, reduce=reduce)
+        same(out, expected.to(BF16))
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+        grads = torch.autograd.grad(out, inputs, grad)
+        if reduce == "mean":
+            # The gradient is divided, and rounded, before it goes back along the edges.
+            degrees = graph.in_degrees.clamp(min=1).view(-1, *[1] * (grad.dim() - 1))
+            expected, grad = aggregate(graph, *exact), (grad.float() / degrees).to(BF16)
+        wanted = torch.autograd.grad(expected, exact, grad.float())
+    for got, want in zip(grads, wanted, strict=True):
+        same(got, want.to(BF16))
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_weights_of_float32_make_float32_of_rows_that_are_read_as_they_are(problem):
+    graph, edge_index, x, weight, reduce, packed = problem
+    weight = torch.rand(edge_index.size(1)) if weight is None else weight.float()
+    x = x.to(BF16)
+    inputs = [x.clone().requires_grad_(), graph.edge_order(weight).requires_grad_()]
+    exact = [*wide([x]), inputs[1].detach().clone().requires_grad_()]
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, packed)
+        out, expected = (aggregate(graph, *given, reduce=reduce) for given in (inputs, exact))
+        same(out, expected)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        grads, wanted = (torch.autograd.grad(o, g, grad) for o, g in ((out, inputs), (expected, exact)))
+    same(grads[0], wanted[0].to(BF16))
+    same(grads[1], wanted[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_reference_agrees(storage, backend, reduce, heads):
+    _, graph = hub_graph(local_bytes=SPLIT)
+    x, weight = torch.randn(30, heads, 20).to(BF16).requires_grad_(), torch.rand(400, heads).requires_grad_()
+    for inputs in ([x], [x, weight], [x, weight.to(BF16)]):
+        got = aggregate(graph, *inputs, reduce=reduce, backend=backend)
+        want = aggregate(graph, *(tensor.double() for tensor in inputs), reduce=reduce, backend="reference")
+        eps = torch.finfo(got.dtype).eps
+        torch.testing.assert_close(got.double(), want, atol=100 * torch.finfo(torch.float32).eps, rtol=eps)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_the_same_bits_for_any_plan(storage, reduce):
+    _, graph = hub_graph(num_nodes=200, num_edges=3000, local_bytes=8 * SPLIT)
+    assert graph.forward.rows.numel() > graph.num_targets  # hubs are split
+    inputs = [torch.randn(200, 49).to(BF16).requires_grad_(), torch.randn(3000).to(BF16).requires_grad_()]
+    results = []
+    for workers, groups in ((1, 1), (2, 1), (2, 2), (3, 3), (6, 1), (6, 2)):
+        planned = graph.replace_settings(PlanSettings(num_workers=workers, num_groups=groups))
+        out = aggregate(planned, *inputs, reduce)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_nan_and_infinity_come_out(storage, reduce):
+    _, graph = hub_graph(local_bytes=SPLIT)
+    x = torch.randn(30, 19).to(BF16)
+    x[5, 3], x[6, 4], x[:, 5], x[:, 6] = torch.nan, torch.inf, -torch.inf, 3e38
+    out = aggregate(graph, x, None, reduce)
+    assert out.isnan().any()
+    assert out.isinf().any()
+    same(out, aggregate(graph, x.float(), None, reduce).to(BF16))
+
+
+def test_rows_that_nobody_names_are_zeros():
+    graph = CompressedGraph.from_edge_index(torch.tensor([[0], [2]]), 4)
+    for reduce in REDUCES:
+        out = aggregate(graph, torch.ones(4, 3, dtype=BF16), None, reduce)
+        assert out.tolist() == [[0] * 3, [0] * 3, [1] * 3, [0] * 3]
+    empty = CompressedGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4)
+    for weight, dtype in ((torch.empty(0), torch.float32), (torch.empty(0, dtype=BF16), BF16), (None, BF16)):
+        for reduce in REDUCES:
+            assert aggregate(empty, torch.ones(4, 3, dtype=BF16), weight, reduce).dtype == dtype
+
+
+@pytest.mark.parametrize("weight_dtype", [None, BF16, torch.float32])
+def test_compilers_are_told_the_dtypes(weight_dtype):
+    _, graph = hub_graph()
+    x, rows = torch.randn(30, 1, 8).to(BF16), torch.randn(30, 1, 8)
+    weight = None if weight_dtype is None else torch.rand(400, 1).to(weight_dtype)
+    wide_weight = None if weight is None else weight.float()
+    best, _ = GraphMax.operator(x, wide_weight, *graph_arguments(graph, None))
+    calls = [
+        (GraphSum, x, weight, None, None, False),
+        (GraphMax, x, wide_weight),
+        (GraphMaxBackward, rows, best, x, wide_weight, True, weight is not None),
+        (GraphProducts, rows.to(weight_dtype or BF16), x),
+    ]
+    for kind, *arguments in calls:
+        arguments += graph_arguments(graph, None)
+        shapes = [part.to("meta") if isinstance(part, torch.Tensor) else part for part in arguments]
+        got, told = (kind.operator(*given) for given in (arguments, shapes))
+        for a, b in zip(*((result if isinstance(result, tuple) else (result,)) for result in (got, told)), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), kind
+
+
+@numba.njit
+def _round(x, begin, out, at, count):
+    round_span(x, begin, out, at, count)
+
+
+@given(st.lists(st.floats(width=32), max_size=40), st.integers(0, 3), st.integers(0, 3))
+def test_numbers_are_rounded_as_torch_rounds_them(numbers, begin, at):
+    special = [0.0, -0.0, 1.00390625, 1.01171875, 3.4e38, 1e-40, torch.inf, -torch.inf, torch.nan]
+    numbers = torch.tensor([*numbers, *special])
+    x, out = torch.cat([torch.zeros(begin), numbers]), np.full(at + numbers.numel() + 1, 7, np.uint16)
+    _round(x.numpy(), begin, out, at, numbers.numel())
+    same(torch.from_numpy(out[at:-1].view(np.int16)).view(BF16), numbers.to(BF16))
+    assert (out[:at] == 7).all()
+    assert out[-1] == 7

@@ -1,0 +1,239 @@
+"""Attention over a mini-batch's edges equals its plain reference, in values and in all derivatives."""
+
+import importlib
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.ops.attention import numba as attention_numba
+from lightning_gnn.ops.attention import reference
+from lightning_gnn.ops.attention.definition import attend, with_self_loops
+from tests.ops.test_aggregate_update import batches, gradients, hub_batch, normal
+from tests.patience import PATIENCE
+
+module = importlib.import_module("lightning_gnn.ops.attention.definition")
+
+
+@contextmanager
+def execution(threads=1, tile=3):
+    """Use this many workers on tiles of few rows, for graphs of any size."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_numba, "SECTION_WORK", 1)
+        patch.setattr(attention_numba, "_tile_rows", lambda size: tile)
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def sorted_edges(edge_index, num_sources, num_targets):
+    return torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
+
+
+KINDS = ["multiplied before", "multiplied after", "dynamic"]
+
+
+def inputs_of(kind, num_sources, edges, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=True):
+    """Draw what ``attend`` takes besides the edges."""
+    num_targets, num_edges = edges[0].numel() - 1, edges[1].numel()
+    after, dynamic = kind == "multiplied after", kind == "dynamic"
+    shapes = [
+        (num_sources, channels if after else heads * channels),
+        (heads, channels),
+        (num_targets, heads * channels if dynamic else heads),
+        (heads * 3, channels) if after else None,
+    ]
+    tensors = [
+        None if shape is None else (normal(*shape, seed=seed) / shape[-1] ** 0.25).to(dtype).requires_grad_(want)
+        for seed, (shape, want) in enumerate(zip(shapes, wanted, strict=True))
+    ]
+    factor = 2 * torch.randint(2, (num_edges, heads), generator=torch.Generator().manual_seed(7)).to(dtype)
+    return [*tensors, factor if dropped else None]
+
+
+executions = st.builds(dict, threads=st.integers(1, 3), tile=st.sampled_from([1, 3, 64]))
+sizes = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 7]), st.sampled_from([1, 3, 8, 16, 20, 65]))
+
+
+@settings(max_examples=150)
+@given(
+    batches(),
+    st.sampled_from(KINDS),
+    sizes,
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.booleans(),
+    st.booleans(),
+    executions,
+)
+def test_result_and_gradients_are_those_of_the_reference(batch, kind, size, wanted, dropped, loops, chosen):
+    num_sources, num_targets, edge_index = batch
+    edges = sorted_edges(edge_index, num_sources, num_targets)
+    if loops:
+        edges = with_self_loops(edges, num_sources)
+    inputs = inputs_of(kind, num_sources, edges, *size, wanted=wanted, dropped=dropped)
+    dynamic = kind == "dynamic"
+    expected = reference.attend(edges, *inputs, 0.2, dynamic)
+    with execution(**chosen):
+        out = attend(edges, *inputs, 0.2, dynamic)
+        grads = gradients(out, inputs[:4]) if out.requires_grad else ()
+    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+    assert out.requires_grad == expected.requires_grad
+    if out.requires_grad:
+        for ours, theirs in zip(grads, gradients(expected, inputs[:4]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(4, 100), (8, 8), (1, 64), (4, 64), (3, 17)])
+def test_single_precision(kind, size):
+    (num_sources, num_targets), edge_index = hub_batch()
+    edges = sorted_edges(edge_index, num_sources, num_targets)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = inputs_of(kind, num_sources, edges, *size, dtype=dtype)
+        out = attend(edges, *inputs, 0.2, kind == "dynamic")
+        results.append([out, *gradients(out, inputs[:4])])
+        assert {tensor.dtype for tensor in results[-1]} == {dtype}
+    for single, double in zip(*results, strict=True):
+        torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-4 * float(double.detach().abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_threads_gives_the_same_bits(kind):
+    (num_sources, num_targets), edge_index = hub_batch(3000, 1200, 20_000)
+    edges = sorted_edges(edge_index, num_sources, num_targets)
+    results = []
+    for threads in (1, 2, 5):
+        inputs = inputs_of(kind, num_sources, edges, 3, 20, dtype=torch.float32)
+        with execution(threads, tile=50):
+            out = attend(edges, *inputs, 0.2, kind == "dynamic")
+            results.append([out, *gradients(out, inputs[:4])])
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind):
+    _, edge_index = hub_batch()
+    edges = with_self_loops(sorted_edges(edge_index[:, :24] % 4, 9, 4), 9)
+    *inputs, factor = inputs_of(kind, 9, edges, 2, 3)
+    inputs = [tensor for tensor in inputs if tensor is not None]
+
+    def function(values, side, target, weight=None):
+        return attend(edges, values, side, target, weight, factor, 0.2, kind == "dynamic").tanh()
+
+    with execution():
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_transforms_of_functions_and_forward_mode():
+    _, edge_index = hub_batch()
+    edges = sorted_edges(edge_index[:, :24] % 4, 9, 4)
+    values, side, target, weight, _ = inputs_of("multiplied after", 9, edges, 2, 3)
+
+    def function(values):
+        return attend(edges, values, side.detach(), target.detach(), weight.detach()).tanh().sum()
+
+    wanted = torch.autograd.grad(function(values), values)[0]
+    torch.testing.assert_close(torch.func.grad(function)(values.detach()), wanted)
+    tangent = normal(*values.shape, seed=5)
+    _, change = torch.func.jvp(function, (values.detach(),), (tangent,))
+    torch.testing.assert_close(change, (wanted * tangent).sum())
+
+
+def test_self_loops_are_pygs():
+    edge_index = torch.tensor([[0, 2, 1, 3, 2, 2], [0, 0, 1, 1, 2, 2]])
+    edges = with_self_loops(sorted_edges(edge_index, 4, 5), 4)
+    assert edges[0].tolist() == [0, 2, 4, 5, 6, 6]  # target 4 is no source
+    assert edges[1].tolist() == [2, 0, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [(0, 0, 0), (3, 0, 0), (3, 2, 0), (0, 3, 0), (3, 3, 4)])
+def test_what_is_empty(kind, count):
+    num_sources, num_targets, num_edges = count
+    edges = sorted_edges(torch.zeros(2, num_edges, dtype=torch.int64), num_sources, num_targets)
+    inputs = inputs_of(kind, num_sources, edges, 2, 5)
+    out = attend(edges, *inputs, 0.2, kind == "dynamic")
+    assert out.shape == (num_targets, 6 if kind == "multiplied after" else 10)
+    assert not out[1:].any()
+    grads = gradients(out, inputs[:4])
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert num_edges or not any(grad.any() for grad in grads)
+
+
+def test_scores_of_any_size_do_not_overflow_and_what_is_no_number_stays():
+    edges = sorted_edges(torch.tensor([[0, 1, 2, 2], [0, 0, 0, 1]]), 3, 2)
+    values, side, target = torch.tensor([[1e4], [-1e4], [1e4]]), torch.ones(1, 1), torch.zeros(2, 1)
+    out = attend(edges, values, side, target)
+    assert out.tolist() == [[1e4], [1e4]]
+    values[0] = torch.nan
+    out = attend(edges, values, side, target)
+    assert out[0].isnan()
+    assert out[1] == 1e4
+
+
+def test_the_same_from_several_threads_and_in_any_mode():
+    (num_sources, num_targets), edge_index = hub_batch()
+    edges = sorted_edges(edge_index, num_sources, num_targets)
+
+    def run(mode):
+        inputs = inputs_of("multiplied after", num_sources, edges, 3, 20)
+        with mode():
+            out = attend(edges, *inputs)
+        return [out.detach(), *(gradients(out, inputs[:4]) if out.requires_grad else ())]
+
+    with execution(threads=2, tile=20):
+        wanted = run(torch.enable_grad)
+        results: dict = {}
+        threads = [
+            threading.Thread(target=lambda mode=mode: results.update({mode: run(mode)}))
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert [len(results[mode]) for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)] == [5, 1, 1]
+    for result in results.values():
+        assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=False))
+
+
+def test_features_that_do_not_lie_together():
+    (num_sources, num_targets), edge_index = hub_batch()
+    edges = sorted_edges(edge_index, num_sources, num_targets)
+    values, side, target, weight, _ = inputs_of("multiplied after", num_sources, edges, 3, 8, wanted=[False] * 4)
+    wanted = attend(edges, values, side, target, weight)
+    strided = [F.pad(tensor, (2, 3))[:, 2:-3] for tensor in (values, side, target, weight)]
+    assert torch.equal(attend(edges, *strided), wanted)
+    assert torch.equal(attend(edges, values.T.contiguous().T, side, target, weight), wanted)
+
+
+def test_what_does_not_fit_is_named():
+    edges = sorted_edges(torch.tensor([[0, 1], [0, 0]]), 2, 1)
+    values, side, target = torch.ones(2, 6), torch.ones(2, 3), torch.ones(1, 2)
+    attend(edges, values, side, target)
+    with pytest.raises(ValueError, match=r"values must be \[2, 6\], but is \[2, 5\]"):
+        attend(edges, torch.ones(2, 5), side, target)
+    with pytest.raises(ValueError, match=r"target must be \[1, 6\]"):
+        attend(edges, values, side, target, dynamic=True)
+    with pytest.raises(ValueError, match=r"factor must be \[2, 2\]"):
+        attend(edges, values, side, target, factor=torch.ones(3, 2))
+    with pytest.raises(ValueError, match="weight must be None"):
+        attend(edges, torch.ones(2, 3), side, torch.ones(1, 6), torch.ones(2, 3), dynamic=True)
+    with pytest.raises(ValueError, match="3 rows, which 2 heads"):
+        attend(edges, torch.ones(2, 3), side, target, torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"side must be \[heads, channels\]"):
+        attend(edges, values, torch.ones(6), target)
+    with pytest.raises(TypeError, match=r"side is torch.float64, but values torch.float32"):
+        attend(edges, values, side.double(), target)
+    with pytest.raises(TypeError, match="float32 or float64"):
+        attend(edges, values.half(), side.half(), target.half())

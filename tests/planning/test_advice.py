@@ -1,0 +1,88 @@
+"""The largest part of an epoch, and what is said to cut it: only what this run has not, and could have."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_gnn.callbacks import EpochThroughput
+from lightning_gnn.planning import advice as module
+from lightning_gnn.planning.advice import advice
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    monkeypatch.setattr(module, "num_cores", lambda: 4)
+    monkeypatch.setattr(module, "product_rate", lambda dtype: 3.0 if dtype == torch.bfloat16 else 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    return monkeypatch
+
+
+def run(workers=1, precision="32-true", device="cpu", known=True, **more):
+    loader = SimpleNamespace(**({"num_threads": workers} if known else {}))
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device(device)), precision=precision, loggers=[],
+        log_every_n_steps=10, num_training_batches=20, train_dataloader=loader, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain_loaders(monkeypatch):
+    monkeypatch.setattr(module, "_loader", lambda trainer: trainer.train_dataloader)
+
+
+class Plain:
+    pass
+
+
+class Precomputes:
+    def __init__(self, precompute=None):
+        self.precompute = precompute
+
+
+WAITING = EpochThroughput(10.0, model_s=2.0, wait_s=8.0, sampling_s=6.0, features_s=3.0)
+MODEL = EpochThroughput(10.0, model_s=9.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
+OTHER = EpochThroughput(10.0, model_s=2.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "trainer", "datamodule", "text"),
+    [
+        (WAITING, run(0), Plain(), "Largest part: Waiting, 80% of an epoch; datamodule.num_workers=1 would"),
+        (WAITING, run(1), Plain(), "datamodule.num_workers=2 would share out what takes longest there, sampling"),
+        (WAITING, run(4), Plain(), "smaller datamodule.num_neighbors would cut"),
+        (WAITING, run(4), Precomputes(), "datamodule.precompute=first_layer would spare a hop"),
+        (WAITING, run(4), Precomputes("first_layer"), "smaller datamodule.num_neighbors"),
+        (WAITING, run(known=False), Plain(), "what SimpleNamespace waits for is not known here"),
+        (MODEL, run(), Plain(), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may cut it"),
+        (MODEL, run(precision="bf16-mixed"), Precomputes(), "datamodule.precompute=first_layer would spare the first"),
+        (OTHER, run(), Plain(), "Largest part: Other, 70% of an epoch; larger mini-batches have fewer steps"),
+    ],
+)
+def test_what_is_said(epoch, trainer, datamodule, text):
+    assert text in advice(epoch, trainer, datamodule)
+
+
+@pytest.mark.parametrize("trainer", [run(precision="bf16-mixed"), run(device="meta")])
+def test_nothing_is_promised_that_is_not_known(trainer):
+    assert advice(MODEL, trainer, Plain()) == "Largest part: Model, 90% of an epoch"
+
+
+def test_idle_cores_come_first(machine):
+    machine.setattr(torch, "get_num_threads", lambda: 1)
+    assert "torch_threads=4" in advice(MODEL, run(), Plain())
+
+
+def test_bfloat16_is_named_only_where_it_is_faster_here(machine):
+    machine.setattr(module, "product_rate", lambda dtype: 1.0)
+    assert "bf16" not in advice(MODEL, run(), Plain())
+
+
+def test_logging_is_named_where_there_is_some():
+    trainer = run()
+    trainer.loggers = [object()]
+    assert "trainer.log_every_n_steps (now 10)" in advice(OTHER, trainer, Plain())
+
+
+def test_no_epoch_no_advice():
+    assert advice(EpochThroughput(), run(), Plain()) is None
