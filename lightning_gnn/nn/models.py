@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import conv as pyg_conv
 from torch_geometric.nn import models as pyg
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -15,7 +16,6 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
-from lightning_gnn.nn.conv.known import KnownAggregation
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
@@ -160,9 +160,8 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
             last = i == self.num_layers - 1 and self.jk_mode is None
             if i == 0 and x_aggregated is not None:
-                x, complete = conv(x, KnownAggregation(x_aggregated[: x.size(0)])), False
-            else:
-                x, complete = self._layer(conv, x, part, None if last else norm)
+                x, part = self._known(conv, x, x_aggregated[: x.size(0)])
+            x, complete = self._layer(conv, x, part, None if last else norm)
             if last:
                 break
             if complete:
@@ -175,6 +174,17 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
 
+    def _known(self, conv: MessagePassing, x: Tensor, x_aggregated: Tensor) -> tuple[Tensor, _Part]:
+        """Return what the first layer reads where its aggregation is known: one in-neighbour per node, which is that.
+
+        The sum, the mean and the maximum of one are itself, so that a layer runs as on any mini-batch.
+        """
+        count = x.size(0)
+        rows = torch.arange(count, device=x.device)
+        if isinstance(conv, pyg_conv.GCNConv):  # it does not read the targets' own rows
+            return x_aggregated, _Part(count, rows.expand(2, -1))
+        return torch.cat([x, x_aggregated]), _Part(count, torch.stack([rows + count, rows]))
+
     def _check_aggregated(self, x: Tensor, x_aggregated: Tensor) -> None:
         if x_aggregated.shape != x.shape:
             raise ValueError(f"x_aggregated is {list(x_aggregated.shape)}, but must be {list(x.shape)} as x is")
@@ -184,6 +194,8 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             raise ValueError(
                 f"jk={self.jk_mode!r} joins the outputs of all layers, which x_aggregated has not; use jk=None"
             )
+        if isinstance(self.convs[0], (pyg_conv.GATConv, pyg_conv.GATv2Conv)):
+            raise ValueError("x_aggregated is for sums and means of the neighbours; attention weighs them anew")
 
     def _parts(
         self,

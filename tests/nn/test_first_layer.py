@@ -73,10 +73,13 @@ def case(weighted, fanouts, num_nodes=60, num_edges=500):
     return graph, edge_index, x, weight, out, None if weight is None else weight[edges]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_are_those_of_the_definition(name, layers, weighted):
+def test_outputs_and_gradients_are_those_of_the_definition(name, layers, weighted, fused, monkeypatch):
+    if fused:  # also such small mini-batches
+        monkeypatch.setattr("lightning_gnn.nn.conv.fused.UNFUSED_UP_TO", 0)
     torch.manual_seed(0)
     model = MODELS[name](num_layers=layers).double()
     weighted = weighted and isinstance(model, GCN)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from lightning_gnn.nn.conv.known import KnownAggregation
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 
 REDUCE: dict[str, Reduce] = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
@@ -122,8 +121,6 @@ def aggregates_first(graph: Graph, lin: Any, x: Tensor, reduce: str, default: bo
     same rows, the answer does not depend on the graph, so that it is the same on each device of a sharded one. Constant
     features are aggregated first, and once for all epochs.
     """
-    if isinstance(graph, KnownAggregation):
-        return True
     # A layer of the user's own in place of the product, or with hooks, is called as PyG calls it.
     if type(lin) is not Linear or lin._forward_hooks or lin._forward_pre_hooks:
         return default
