@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_gnn.nn.conv.fused import obstacle, runs_here
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
-from lightning_gnn.ops.dropout import row_dropout
+from lightning_gnn.ops.dropout import dropout
 
 UNFUSED_UP_TO = 1 << 17
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
@@ -117,9 +117,7 @@ def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tu
         edges = with_self_loops(edges, source.size(0))
     if not layer.training or layer.dropout == 0.0:
         return edges, None
-    # A key from torch's generator: the mask is the same for any number of threads, and when a checkpoint runs again.
-    key = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
-    return edges, row_dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout, key)
+    return edges, dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout)
 
 
 def _finish(layer: Any, out: Tensor, target: Tensor) -> Tensor:
