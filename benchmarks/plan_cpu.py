@@ -30,7 +30,7 @@ SIZES = {
     "train_nodes": (20_000, 1_000),
 }
 CASES = {
-    f"{model}, batch {batch}, width {hidden}, {workers} worker(s), {threads} thread(s)": {
+    f"{model}, {batch} seeds, {hidden} wide, {workers} + {threads} threads": {
         "model": model, "batch_size": batch, "hidden": hidden, "num_workers": workers, "torch_threads": threads,
     }
     for model, batch, hidden, workers, threads in (

@@ -27,7 +27,7 @@ SMALL = {
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
               "--only", "ours, SAGE"],
-    "plan_cpu": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--only", "ours, GCN, batch 512"],
+    "plan_cpu": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--only", "ours, GCN, 512 seeds"],
     "aggregate": ["--nodes", "300", "--edges", "2000", "--features", "16", "--only", "plan"],
     "aggregate_update": ["--sources", "60", "--targets", "20", "--fanout", "3", "--features", "8",
                          "--out-features", "8", "--only", "ours, forward, 1"],

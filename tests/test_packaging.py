@@ -34,6 +34,10 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lightning_gnn"}
+    for folder, inside in {"lightning_gnn": "lightning_gnn", "triton_kernels": "lightning_gnn/triton_kernels",
+                           "ascend_ops": "lightning_gnn/ascend_ops"}.items():  # fmt: skip
+        modules = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
+        assert modules <= set(names)
     assert "lightning_gnn/conf/train.yaml" in names
     assert "lightning_gnn/py.typed" in names
     assert "lightning_gnn/ascend_ops/csrc/aggregate_cube.cpp" in names

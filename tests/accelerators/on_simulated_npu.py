@@ -1,6 +1,7 @@
 """Run by test_npu.py in a process of its own, whose torch has a simulated NPU."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -30,6 +31,8 @@ QUIET = {
     "enable_checkpointing": False,
     "num_sanity_val_steps": 0,
 }
+ROUNDED = functools.partial(pytest.approx, rel=1e-5)
+"""On the CPU layers run as one operator, which adds up in another order."""
 
 
 class Recorder(pl.Callback):
@@ -45,11 +48,11 @@ class Recorder(pl.Callback):
         self.devices |= {parameter.device.type for parameter in module.parameters()}
 
 
-def trained(accelerator, epochs=5, model=GCN, datamodule=FullGraphDataModule, **settings):
+def trained(accelerator, epochs=5, model=GCN, datamodule=FullGraphDataModule, dropout=0.0, **settings):
     data = training_graph()
     num_classes = int(data.y.max()) + 1
     pl.seed_everything(0, verbose=False)
-    module = NodeClassifier(model(data.num_features, 16, 2, num_classes, dropout=0.5), num_classes, lr=0.01)
+    module = NodeClassifier(model(data.num_features, 16, 2, num_classes, dropout=dropout), num_classes, lr=0.01)
     recorder = Recorder()
     settings = {**QUIET, "devices": 1, **settings}
     callbacks = [recorder, *settings.pop("callbacks", [])]
@@ -69,10 +72,10 @@ def test_one_npu_is_trained_on_and_gives_the_losses_of_the_cpu(model):
     assert any("_foreach" in name or "addcdiv" in name for name in simulated_npu.calls)  # Adam ran there too
     _, on_cpu_module, on_cpu = trained("cpu", model=model)
     assert on_cpu.devices == {"cpu"}
-    assert on_npu.losses == on_cpu.losses
+    assert on_npu.losses == ROUNDED(on_cpu.losses)
     assert on_npu.losses[-1] < on_npu.losses[0]
     for ours, theirs in zip(module.parameters(), on_cpu_module.parameters(), strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_validation_testing_and_prediction_equal_the_cpu():
@@ -83,8 +86,9 @@ def test_validation_testing_and_prediction_equal_the_cpu():
         tested = trainer.test(module, datamodule, verbose=False)
         validated = trainer.validate(module, datamodule, verbose=False)
         results[accelerator] = tested, validated, trainer.predict(module, datamodule)[0].cpu()
-    assert results["npu"][:2] == results["cpu"][:2]
-    assert torch.equal(results["npu"][2], results["cpu"][2])
+    for (on_npu,), (on_cpu,) in zip(results["npu"][:2], results["cpu"][:2], strict=True):
+        assert on_npu == ROUNDED(on_cpu)
+    torch.testing.assert_close(results["npu"][2], results["cpu"][2], rtol=1e-4, atol=1e-5)
 
 
 def test_mini_batches_of_neighbours_train_on_the_npu():
@@ -95,7 +99,7 @@ def test_mini_batches_of_neighbours_train_on_the_npu():
     _, _, on_npu = trained("npu", 2, GraphSAGE, datamodule)
     _, _, on_cpu = trained("cpu", 2, GraphSAGE, datamodule)
     assert on_npu.devices == {"npu"}
-    assert on_npu.losses == on_cpu.losses
+    assert on_npu.losses == ROUNDED(on_cpu.losses)
 
 
 @pytest.mark.parametrize("devices", [[2], "2,"])
@@ -180,7 +184,7 @@ def test_mixed_precision_autocasts_on_the_npu(precision, dtype):
             linear = module.model.convs[0].lin
             linear.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
 
-    trainer, module, recorder = trained("npu", epochs=3, precision=precision, callbacks=[Watch()])
+    trainer, module, recorder = trained("npu", epochs=3, dropout=0.5, precision=precision, callbacks=[Watch()])
     assert trainer.precision_plugin.device == "npu"
     assert set(seen) == {dtype}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
@@ -200,7 +204,7 @@ def test_a_scaler_of_the_users_own_is_kept():
 
 def test_clipping_and_accumulation_equal_the_cpu():
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "epochs": 4}
-    assert trained("npu", **settings)[2].losses == trained("cpu", **settings)[2].losses
+    assert trained("npu", **settings)[2].losses == ROUNDED(trained("cpu", **settings)[2].losses)
 
 
 def test_checkpoints_resume_on_either_processor(tmp_path):

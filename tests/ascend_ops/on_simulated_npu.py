@@ -41,7 +41,8 @@ for model in (GCN, GAT):
     with record_launches() as launches:
         found = losses(model, "ascend_twin", accelerator="npu", strategy=sys.argv[1])
     print(model.__name__, len(launches), found, expected)
-    assert len(launches) >= 4 * 4
+    # The first layer of GCN aggregates features that stay what they are: once, not in each epoch.
+    assert len(launches) >= 4 * 3 + 1
     assert len(found) == len(expected) == 4
     assert expected[-1] < expected[0] - 0.02
     assert all(abs(a - b) < 0.001 * b for a, b in zip(found, expected, strict=True))

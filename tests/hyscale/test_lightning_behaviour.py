@@ -45,7 +45,7 @@ OTHERWISE = {
         "batch_normalisation": (("weights", "metrics", "running"), "as under DDP, statistics are of a rank's seeds"),
         "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
     },
-    "hyscale alone": _REFUSED,
+    "hyscale alone": {"a_batch_size_is_found": _REFUSED["a_batch_size_is_found"]},
     "ascend_hybrid on two ranks": _TWO_RANKS
     | {
         "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),

@@ -600,22 +600,28 @@ def test_one_process_does_nothing_of_it(monkeypatch):
     assert not mapped_bytes(data.x)
 
 
-def test_every_large_array_of_a_datamodule_is_found():
-    data = large_graph()
+def found_of_datamodules(rank):
+    large_blocks()  # of more than what the heap has free all the same
+    data = large_graph(100_000, 2_000_000)
     graph = NeighborDataModule(data, **SAMPLED).graph_sampler.graph
     found = set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays()))
     assert found == {"data.x", "data.edge_index", "data.edge_weight", "graph.indices", "graph.edge_ids"}
     data = Data(x=data.x, y=data.y, graph=CSCGraph(graph.indptr, graph.indices), train_mask=data.train_mask)
     assert set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays())) == {"data.x", "data.graph.indices"}
-    edges = torch.randint(6000, (2, 100_000))
-    found = find_blocks(LinkDataModule(large_graph(), edges, **SAMPLED).large_arrays())
+    edges = torch.randint(6000, (2, 2_000_000))
+    found = find_blocks(LinkDataModule(large_graph(100_000, 2_000_000), edges, **SAMPLED).large_arrays())
     assert "train edges.0" in found
-    data = large_graph()
+    data = large_graph(30_000, 2_000_000)
     datamodule = FullGraphDataModule(data)
     found = set(find_blocks(datamodule.large_arrays()))
     assert {"batch.x", "batch.edge_index.forward.local", "data.edge_index"} <= found
     del data
     assert "data.edge_index" not in find_blocks(datamodule.large_arrays())
+
+
+@pytest.mark.slow
+def test_every_large_array_of_a_datamodule_is_found():
+    run(found_of_datamodules, 1)
 
 
 SCRIPT = """
