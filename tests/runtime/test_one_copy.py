@@ -611,7 +611,7 @@ def found_of_datamodules(rank):
     edges = torch.randint(6000, (2, 2_000_000))
     found = find_blocks(LinkDataModule(large_graph(100_000, 2_000_000), edges, **SAMPLED).large_arrays())
     assert "train edges.0" in found
-    data = large_graph(30_000, 2_000_000)
+    data = large_graph(30_000, 600_000)
     datamodule = FullGraphDataModule(data)
     found = set(find_blocks(datamodule.large_arrays()))
     assert {"batch.x", "batch.edge_index.forward.local", "data.edge_index"} <= found
