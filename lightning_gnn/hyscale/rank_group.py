@@ -55,18 +55,44 @@ class RankGroup:
         if host is not tensor:
             tensor.copy_(host)
 
+    def replace(self, tensor: Tensor, source: int) -> None:
+        """Replace a dense tensor by that of one rank."""
+        host = tensor.cpu()
+        dist.broadcast(host, source)
+        if host is not tensor and self.rank != source:
+            tensor.copy_(host)
+
     def table(self, row: Sequence[Any]) -> list[list[float]]:
         """Return the rows of all ranks, which have as many numbers each; some may still lie on the device."""
-        there = {place: value for place, value in enumerate(row) if isinstance(value, Tensor)}
-        numbers = [0.0 if place in there else float(value) for place, value in enumerate(row)]
-        if there:
-            values = torch.stack([value.reshape(()).to(self._device, torch.float64) for value in there.values()])
-            for place, number in zip(there, values.tolist(), strict=True):
-                numbers[place] = number
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine = self._row(row).cpu()
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
+
+    def written(self, row: Sequence[Any], like: Tensor) -> Tensor:
+        """Write a row so that the ranks' sum is :meth:`table`: each byte a number, those of other ranks zero.
+
+        Args:
+            row: As for :meth:`table`.
+            like: Of any floating dtype, in which integers up to 255 are exact.
+        """
+        mine = self._row(row).to(like.device).view(torch.uint8).to(like.dtype)
+        page = mine.new_zeros(self.size, len(mine))
+        page[self.rank] = mine
+        return page.view(-1)
+
+    def read(self, sums: Tensor) -> list[list[float]]:
+        """Return the rows of all ranks from the sum of what they have written."""
+        return sums.to(torch.uint8).cpu().contiguous().view(torch.float64).view(self.size, -1).tolist()
+
+    def _row(self, row: Sequence[Any]) -> Tensor:
+        """Return a row as float64, on the device if a part of it lies there."""
+        there = [place for place, value in enumerate(row) if isinstance(value, Tensor)]
+        mine = torch.tensor([0.0 if isinstance(value, Tensor) else float(value) for value in row], dtype=torch.float64)
+        if there:
+            mine = mine.to(self._device)
+            mine[there] = torch.stack([row[place].reshape(()).to(self._device, torch.float64) for place in there])
+        return mine
 
     def objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""

@@ -182,7 +182,7 @@ class Damping:
     window: int = 3
     history: int = 100
     worth: float = 0.01
-    doubtful: float = 0.25
+    doubtful: float = 1.0
     trial: int = 5
     patience: int = 200
 

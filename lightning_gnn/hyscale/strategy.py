@@ -87,6 +87,36 @@ wrote to buffers and logged new names, and by how much it had drifted. Then come
 _LOGGED = _DRIFT + 1 + len(STAGES)
 
 
+class _Rows:
+    """What the ranks tell one another of a training step, as the rider of their gradients.
+
+    Args:
+        strategy: Of this rank.
+    """
+
+    def __init__(self, strategy: HyScaleStrategy) -> None:
+        self._strategy = strategy
+        self.factor = 1.0
+        """Of the gradients."""
+
+    def write(self, like: Tensor) -> Tensor:
+        """Return what this rank tells."""
+        assert self._strategy._group is not None
+        return self._strategy._group.written(self._strategy._row("training_step"), like)
+
+    def read(self, sums: Tensor) -> float:
+        """Hear what all tell."""
+        assert self._strategy._group is not None
+        rows = self._strategy._group.read(sums)
+        if self._strategy._only is not None:  # nobody else was asked, nor has logged anything that counts
+            for rank, row in enumerate(rows):
+                if rank != self._strategy._only:
+                    row[_LOGGED + 1 :: 2] = [math.nan] * ((len(row) - _LOGGED) // 2)
+        self._strategy._hear("training_step", rows)
+        self.factor = self._strategy._factor(rows)
+        return self.factor
+
+
 class HyScaleStrategy(WatchedRanks, DDPStrategy):
     """Synchronous SGD of CPU trainers and accelerators (HyScale-GNN, sections III and V), each a process of its own.
 
@@ -240,6 +270,8 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._whole_loss = 0.0
         self._looks = 0
         self._counts = self._told = self._synced = False
+        self._only: int | None = None
+        self._only_now: int | None = None
         self._drifted = 0.0
         self._base = 0
         self._parameters: list[Tensor] = []
@@ -652,7 +684,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._parameters = self._trained()
         self._group.copy_from_first(self._parameters)  # also those that only optimizers have
         self._known = set(map(id, self._parameters))
-        self._looks = _LOOKS
+        self._looks, self._only_now = _LOOKS, None
         if self.trainers.num_cpu and self.cpu_trainers == "numa":
             pin_to_numa_node(self.trainer_index, self.trainers.num_cpu)
         self._resize()
@@ -684,8 +716,18 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if self.balance.iteration % self.agree_every == 0:
             self._agree()
         self._told = False
+        last, self._only_now = self._only_now, self._only_rank()
+        self._only = last if last == self._only_now else None  # ranks tell of the iteration before
         # Gradients that are held over from an earlier mini-batch are those of all ranks, if they were then.
         self._synced = self._synced and any(parameter.grad is not None for parameter in self._parameters)
+
+    def _only_rank(self) -> int | None:
+        """Return the rank that has all seeds of this iteration, None if there are several."""
+        assert self.trainers is not None
+        assert self.balance is not None
+        parts = self.balance.split(self._share.total, self.balance.iteration - 1)
+        having = [trainer for trainer, (start, stop) in enumerate(parts) if stop > start]
+        return self.trainers.rank_of(having[0]) if len(having) == 1 and self.num_nodes == 1 else None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -760,9 +802,16 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             The rows of all ranks.
         """
         assert self._group is not None
+        with self._waiting():
+            rows = self._group.table(self._row(step))
+            self._hear(step, rows)
+        return rows
+
+    def _row(self, step: str) -> list[Any]:
+        """Return what this rank tells of a step."""
         assert self._log is not None
         row: list[Any] = [0.0] * _LOGGED
-        if training := step == "training_step":
+        if step == "training_step":
             assert self._clock is not None
             assert self._buffers is not None
             if self._counts:
@@ -773,19 +822,23 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             row[_BUFFERS], row[_DRIFT] = self._buffers.changed(), self._drifted
             row[_DRIFT + 1 : _LOGGED] = self._clock.row
         row[_SEEDS], row[_NEW] = float(self._share.seeds), float(self._log.is_new)
-        with self._waiting():
-            rows = self._group.table([*row, *self._log.row()])
-            logged = [row[_LOGGED:] for row in rows]
-            if any(row[_NEW] for row in rows):
-                self._log.learn()
-                logged = self._group.table(self._log.row())
-            self._log.flush(step, logged)
-            if training and any(row[_BUFFERS] for row in rows):
-                assert self._buffers is not None
-                self._buffers.join([int(row[_SEEDS]) for row in rows])
-        if training:
-            self._observe(rows)
-        return rows
+        return [*row, *self._log.row()]
+
+    def _hear(self, step: str, rows: list[list[float]]) -> None:
+        """Take what all ranks have told of a step; all come here together."""
+        assert self._group is not None
+        assert self._log is not None
+        logged = [row[_LOGGED:] for row in rows]
+        if any(row[_NEW] for row in rows):
+            self._log.learn()
+            logged = self._group.table(self._log.row())
+        self._log.flush(step, logged)
+        if step != "training_step":
+            return
+        if any(row[_BUFFERS] for row in rows):
+            assert self._buffers is not None
+            self._buffers.join([int(row[_SEEDS]) for row in rows])
+        self._observe(rows)
 
     def _observe(self, rows: list[list[float]]) -> None:
         """Let the balance take what the ranks of this node tell of the iteration before, once per iteration."""
@@ -808,12 +861,14 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         assert self._gradients is not None
         parameters = self._parameters
         automatic = module.automatic_optimization
-        # The weights' sum divides the gradients, so that nobody waits in the middle of a step, if these are new.
+        # The weights' sum divides the gradients if these are new: one message for all, and nobody waits before it.
         late = (
             automatic
             and self.sync_gradients
+            and module.trainer.accumulate_grad_batches == 1
             and getattr(precision, "scaler", None) is None
             and all(parameter.grad is None for parameter in parameters)
+            and any(parameter.requires_grad for parameter in parameters)
         )
         part: float | Tensor = self._share.seeds / self._share.total
         if not self._counts:
@@ -828,18 +883,18 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if isinstance(part, Tensor) or part:
             with self._running("backward"), self._clock.working():
                 precision.backward(loss * (part * self._group.size), module, optimizer, *args, **kwargs)
-        factor = 1.0
-        if late:
-            rows = self._tell("training_step")
-            factor = self._factor(rows)
-            if rows[self.global_rank][_NUMBER] and not rows[self.global_rank][_WEIGHT]:
-                for parameter in parameters:  # a mean of nothing may be NaN, which must not get in
-                    parameter.grad = None
+        rows = _Rows(self) if late else None
+        if late and self._counts and isinstance(self._weight, float | Tensor) and not float(self._weight):
+            for parameter in parameters:  # a mean of nothing may be NaN, which must not get in
+                parameter.grad = None
+        add_up = None
+        if late and self._only is not None:
+            add_up = partial(self._group.replace, source=self._only)
         if self.sync_gradients:
             with self._waiting():
-                self._gradients.take(parameters, factor)
+                self._gradients.take(parameters, rider=rows, add_up=add_up)
             self._synced = True
-        if automatic and not factor:
+        if rows is not None and not rows.factor:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         return precision.post_backward(loss, module)

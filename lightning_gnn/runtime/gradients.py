@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,18 @@ from torch import Tensor
 
 AddUp = Callable[[Tensor], object]
 """Replaces a tensor by the sum over all ranks, which call it together."""
+
+
+class Rider(Protocol):
+    """Numbers that travel in the message of the gradients, for which ranks would otherwise wait once more."""
+
+    def write(self, like: Tensor) -> Tensor:
+        """Return integers of at most 255, which every dtype can add up, in the dtype and on the device of a tensor."""
+        ...
+
+    def read(self, sums: Tensor) -> float:
+        """Take their sums over the ranks; return the factor of the gradients' mean."""
+        ...
 
 
 class GradientMean:
@@ -30,24 +43,41 @@ class GradientMean:
         self._sparse: dict[int, Tensor] = {}
 
     @torch.no_grad()  # gradients may have graphs of their own
-    def take(self, parameters: Iterable[Tensor], factor: float = 1.0) -> None:
+    def take(
+        self,
+        parameters: Iterable[Tensor],
+        factor: float = 1.0,
+        rider: Rider | None = None,
+        add_up: AddUp | None = None,
+    ) -> None:
         """Replace the gradients; all ranks call this together.
 
         Args:
             parameters: In the same order on all ranks; those that require no gradient are left out.
             factor: Of the mean.
+            rider: Travels with the first gradients, if there are any, and then tells the factor.
+            add_up: Of the ranks, for dense gradients this time.
         """
-        factor /= self._num_ranks
+        add_up = add_up or self._add_up
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.requires_grad:
                 by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for alike in by_kind.values():
-            for parameter in self._take_alike(alike, factor):
-                self._take_sparse(parameter, factor)
+            found, sums, factor = self._added(alike, factor, rider, add_up)
+            for parameter in self._take_alike(alike, found, sums, factor / self._num_ranks):
+                self._take_sparse(parameter, factor / self._num_ranks)
+            rider = None
 
-    def _take_alike(self, parameters: list[Tensor], factor: float) -> list[Tensor]:
-        """Take the dense gradients of parameters of one dtype on one device; return those with sparse ones."""
+    def _added(
+        self, parameters: list[Tensor], factor: float, rider: Rider | None, add_up: AddUp
+    ) -> tuple[tuple[list[bool], list[bool]], list[Tensor], float]:
+        """Add up the dense gradients of parameters of one dtype on one device.
+
+        Returns:
+            Which parameters have a dense gradient on any rank, and which a sparse one; the sums, without those of
+            parameters that are known to have sparse ones; and the factor.
+        """
         known = [id(p) in self._sparse for p in parameters]
         kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
         flags = torch.tensor([*(k == 1 for k in kinds), *(k == 2 for k in kinds)], dtype=parameters[0].dtype)
@@ -56,13 +86,25 @@ class GradientMean:
             held = parameter.grad if kind == 1 else None
             if not sparse:
                 parts.append((torch.zeros_like(parameter) if held is None else held).reshape(-1))
+        if rider is not None:
+            parts.append(rider.write(parts[0]))
         flat = torch.cat(parts)
-        self._add_up(flat)
+        add_up(flat)
         found, *sums = torch.split(flat, [part.numel() for part in parts])
+        if rider is not None:
+            factor = rider.read(sums.pop())
         # Reading the flags waits for an accelerator, so there only a rank that misses one does, or has a new kind.
         has_dense, has_sparse = [kind == 1 for kind in kinds], [kind == 2 for kind in kinds]
         if flat.is_cpu or not all(kind == 1 + sparse for kind, sparse in zip(kinds, known, strict=True)):
             has_dense, has_sparse = (row.tolist() for row in (found > 0).view(2, -1))
+        return (has_dense, has_sparse), sums, factor
+
+    def _take_alike(
+        self, parameters: list[Tensor], found: tuple[list[bool], list[bool]], sums: list[Tensor], factor: float
+    ) -> list[Tensor]:
+        """Replace the dense gradients by multiples of the sums; return the parameters with sparse ones."""
+        known = [id(p) in self._sparse for p in parameters]
+        has_dense, has_sparse = found
         totals = iter(sums)
         for parameter, is_known, dense, sparse in zip(parameters, known, has_dense, has_sparse, strict=True):
             total = None if is_known else next(totals)

@@ -1,11 +1,14 @@
 """What several ranks train is what a plain Trainer trains, whatever the module does: all of it in a few launches."""
 
+import collections
 import functools
 import traceback
 from typing import ClassVar
 
 import pytest
+import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 from pytorch_lightning.profilers import SimpleProfiler
@@ -337,6 +340,41 @@ def test_with_any_options_of_the_strategy(name):
         for kind in FEW:
             assert kind in found[name], f"not reached: {list(found[name].values())[-1]}"
             compare(found[name][kind], alone(kind))
+
+
+def messages(rank, shares):
+    """Return how often ranks wait for one another in each step of the second epoch."""
+    counts, steps = collections.Counter(), []
+
+    class Steps(pl.Callback):
+        def on_train_batch_end(self, *arguments):
+            steps.append(dict(counts))
+            counts.clear()
+
+    def counted(name, inner):
+        def call(*arguments, **options):
+            counts[name] += 1
+            return inner(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as monkey:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
+            monkey.setattr(dist, name, counted(name, getattr(dist, name)))
+        fit(Plain(), hybrid(2, shares=shares), callbacks=[Steps()])
+    return steps[len(steps) // 2 + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    # One broadcast is Lightning's, of whether a signal has come.
+    [([0.3, 0.7], {"all_reduce": 1, "broadcast": 1}), ([0.0, 1.0], {"broadcast": 2})],
+    ids=["shared", "one has all"],
+)
+def test_ranks_wait_for_one_another_once_a_step(shares, expected):
+    for steps in run(messages, 2, shares):
+        assert len(steps) >= 2
+        assert all(step == expected for step in steps), steps
 
 
 # What random numbers and statistics of mini-batches allow.

@@ -1,5 +1,7 @@
 """Ranks on unlike devices add up, tell one another numbers, and become alike; CPUs stand for the accelerators."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +85,50 @@ def test_tables_of_numbers_and_objects():
         assert all(row[4] != row[4] for row in mixed)
         assert numbers == [[0.0], [1 / 3], [2 / 3]]
         assert objects == [{"rank": rank} for rank in range(3)]
+
+
+class Told:
+    """A rider that notes what all tell, and halves the gradients."""
+
+    def __init__(self, group, row):
+        self.group, self.row, self.rows = group, row, []
+
+    def write(self, like):
+        return self.group.written(self.row, like)
+
+    def read(self, sums):
+        self.rows.append(self.group.read(sums))
+        return 0.5
+
+
+def ride(rank):
+    found = []
+    with joined():
+        group = RankGroup([CPU] * dist.get_world_size(), [], rank)
+        mean = GradientMean(group.size, group.add_up)
+        row = [rank, torch.tensor(0.1, dtype=torch.float64), -1e-300 * rank, 2.0**53 - rank, 1e300, float("inf")]
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            weights = [torch.nn.Parameter(torch.zeros(3, dtype=each)) for each in (dtype, dtype, torch.float64)]
+            for weight in weights[rank:]:
+                weight.grad = torch.full_like(weight, rank + 1.0)
+            told = Told(group, row)
+            mean.take(weights, rider=told)
+            found.append((told.rows, [weight.grad.tolist() for weight in weights]))
+        only, told = torch.nn.Parameter(torch.zeros(2)), Told(group, row)
+        if rank == 1:
+            only.grad = torch.tensor([4.0, -0.1])
+        mean.take([only], rider=told, add_up=functools.partial(group.replace, source=1))
+        return found, told.rows, only.grad.tolist()
+
+
+def test_numbers_ride_with_the_gradients_and_lose_no_digit():
+    expected = [[rank, 0.1, -1e-300 * rank, 2.0**53 - rank, 1e300, float("inf")] for rank in range(3)]
+    for found, of_one, only in launch.run(ride, 3):
+        for rows, gradients in found:
+            assert rows == [expected]  # with the first gradients alone
+            assert gradients == [[pytest.approx(part / 6, rel=1e-2)] * 3 for part in (1, 3, 6)]
+        assert of_one == [[[0.0] * 6, expected[1], [0.0] * 6]]
+        assert only == pytest.approx([4 / 6, -0.1 / 6])
 
 
 def copy(rank):
