@@ -77,12 +77,11 @@ MORE_RUNS = 4
 """Rounds of a lone trainer besides: what the strategy may cost is smaller than the differences of a few."""
 MODULE = "benchmarks.hyscale_contestants"
 PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
-STATIC, PUBLISHED, OURS, HYBRID, EQUAL = (
+STATIC, PUBLISHED, OURS, HYBRID = (
     "ours, static hybrid",
     "ours, + DRM as published",
     "ours, + DRM",
     "ours, + two-stage prefetch",
-    "ours, + two-stage prefetch, all threads of equal priority",
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     PYG: {"library": "pyg", "trainer": "plain", "settle": 1},
@@ -92,7 +91,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     PUBLISHED: {"options": {"drm": "paper", "prefetch": 1}},
     OURS: {"options": {"prefetch": 1}},
     HYBRID: {"options": {}},
-    EQUAL: {"options": {}, "lower_by": 0},
 }
 Notes = dict[str, dict[str, Any]]
 Found = dict[str, Any]
@@ -201,7 +199,6 @@ def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
             (OURS, alone[2], "what DRM gains"),
             (PUBLISHED, alone[2], "what DRM as published gains"),
             (HYBRID, alone[3], "what the two-stage prefetch gains"),
-            (HYBRID, [EQUAL], "what lower priority of preparing threads gains"),
         ):
             compared = compare(rows, f"{what}, {text}", [ours], peers_, False, by_rounds=True)
             result["comparisons"].append(named(compared, label))

@@ -24,7 +24,6 @@ from benchmarks.minibatch import make_data
 from benchmarks.scripts import serve
 from benchmarks.simulated_accelerator import CLASSES, Disturbance, PacedClassifier, SimulatedLink
 from lightning_gnn.hyscale import first_mapping
-from lightning_gnn.hyscale import loader as staged_loader
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.workload import Platform
 from lightning_gnn.nn import GraphSAGE
@@ -180,8 +179,6 @@ def train(spec: dict[str, Any], gate: Gate | None) -> None:
 def train_once(spec: dict[str, Any], data: Data, gate: Gate | None) -> None:
     """Train for as many epochs as there are rounds, then note what was decided and what the stages took."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if "lower_by" in spec:
-        staged_loader._NICE = spec["lower_by"]
     if "cores" in spec:  # of each rank, in the order of ranks
         os.sched_setaffinity(0, spec["cores"][rank])
     torch.set_num_threads(spec["torch_threads"])

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from math import inf
@@ -24,13 +20,10 @@ from torch_geometric.data.data import BaseData
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.transfer import Transfer, converted
 from lightning_gnn.ops import batch_key
-from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline, Step, one_torch_thread
+from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline, Step
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, Slice, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import SeedRange
-
-_NICE = 5
-"""By how much the priority of the threads that prepare mini-batches is lower: they get a third of what others get."""
 
 
 @dataclass
@@ -295,15 +288,6 @@ class PipelineSettings:
     dtype: torch.dtype | None = None
 
 
-def begin() -> None:
-    """Prepare a thread of the pipeline: it lets the training thread, for which other ranks wait, go first."""
-    one_torch_thread()
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
-
-
 class StagedLoader:
     """One of this package's node loaders, whose mini-batches are prepared ahead in the paper's stages.
 
@@ -362,7 +346,7 @@ class StagedLoader:
         pipeline = None
         if self.settings.prefetch:
             pipeline = self._pipeline = StagePipeline(
-                self.stages(), self._threads(), stall_timeout=self.settings.stall_timeout, name="hyscale", begin=begin
+                self.stages(), self._threads(), stall_timeout=self.settings.stall_timeout, name="hyscale"
             )
         while True:
             start = time.perf_counter()

@@ -171,7 +171,7 @@ class Damping:
         worth: The CPU trainers are kept if they shorten an iteration by more than this.
         doubtful: If by less than this, accelerators alone are tried for ``trial`` iterations (only where
             :attr:`IterationTimes.iteration` is known: what the trainers cost one another shows in no stage).
-        trial: Measurements of a trial.
+        trial: Measurements of a trial, and before one.
         patience: Observations until CPU trainers that were taken out, or kept, are tried again; doubles each time.
 
     Raises:
@@ -183,7 +183,7 @@ class Damping:
     history: int = 100
     worth: float = 0.01
     doubtful: float = 1.0
-    trial: int = 5
+    trial: int = 10
     patience: int = 200
 
     def __post_init__(self) -> None:
@@ -386,7 +386,7 @@ class DynamicResourceManager:
             return self._change(now, self._hybrid, "bring_back", cause)
         alone = accelerators_alone(now)
         lost = now.under(alone).bottleneck / now.bottleneck - 1
-        if not self._iterations or lost >= self.damping.doubtful:
+        if len(self._iterations) < self.damping.trial or lost >= self.damping.doubtful:
             return None
         self._trial = _Move(mapping, seconds, slowest)
         return self._change(

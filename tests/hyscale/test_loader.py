@@ -1,8 +1,6 @@
 """Each rank makes its slice of every mini-batch: together they are the undivided ones, whichever loader it is."""
 
 import gc
-import os
-import sys
 import threading
 import time
 import warnings
@@ -240,26 +238,6 @@ def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
         gc.collect()  # a job that was under way has kept what is in circles
         time.sleep(0.01)
     assert not threads()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
-def test_the_training_thread_goes_before_those_that_prepare(monkeypatch):
-    source, found = ours(batch_size=40), {}
-
-    def note(inner):
-        def step(*arguments):
-            thread = threading.current_thread()
-            found[thread.name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()
-            return inner(*arguments)
-
-        return step
-
-    for stage in ("sample", "load"):
-        monkeypatch.setattr(source, stage, note(getattr(source, stage)))
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert sum(1 for _ in staged(source, [0.5, 0.5], 1)) == len(source)
-    assert found == dict.fromkeys(["hyscale-sample-0", "hyscale-load-0"], (min(before + 5, 19), 1))
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 @pytest.mark.parametrize("kind", ["staged", "sliced"])
