@@ -127,7 +127,7 @@ class Disturbance(pl.Callback):
 
     def __init__(self, iterations: int, factor: float = 2.5) -> None:
         self.kind: str | None = None
-        """``core``, ``accelerator``, or None for none; for the epoch that begins."""
+        """``core`` or ``accelerator``, anything else for none; for the epoch that begins."""
         self._thirds = iterations // 3, 2 * iterations // 3
         self._factor = factor
         self._burner: subprocess.Popen[bytes] | None = None
@@ -136,12 +136,12 @@ class Disturbance(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin and end it; rank 0 alone sees to that."""
-        if trainer.global_rank or self.kind is None or batch_idx not in self._thirds:
+        if trainer.global_rank or batch_idx not in self._thirds:
             return
         begins = batch_idx == self._thirds[0]
         if self.kind == "accelerator":
             pl_module.slowness = self._factor if begins else 1.0
-        elif begins:
+        elif self.kind == "core" and begins:
             self._burner = burner(max(os.sched_getaffinity(0)))
         else:
             self.end()

@@ -435,7 +435,7 @@ def test_launches_hold_the_interpreter_and_waits_release_it(load, monkeypatch):
 def test_a_core_is_taken_away_and_given_back(load):
     simulated = load("simulated_accelerator")
     disturbance, module = simulated.Disturbance(6), simulated.PacedClassifier(torch.nn.Identity())
-    for kind, rank in (("core", 0), ("core", 1), ("accelerator", 0), (None, 0)):
+    for kind, rank in (("core", 0), ("core", 1), ("accelerator", 0), ("calm", 0), (None, 0)):
         disturbance.kind, seen = kind, []
         for index in range(6):
             disturbance.on_train_batch_start(_Ranks(rank), module, None, index)
