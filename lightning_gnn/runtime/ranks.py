@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from abc import ABC
@@ -25,6 +26,16 @@ from lightning_gnn.runtime.notebook import NotebookLauncher
 _RUNS = itertools.count()
 
 
+@atexit.register
+def _leave() -> None:
+    """Close the process group before the interpreter ends, whose last steps gloo's threads may turn into an abort.
+
+    After a failure they may be waiting for a rank that is lost, and so would this one.
+    """
+    if dist.is_available() and dist.is_initialized() and not WatchedRanks.any_failed:
+        dist.destroy_process_group()
+
+
 class WatchedRanks(ParallelStrategy, ABC):
     """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost.
 
@@ -38,6 +49,8 @@ class WatchedRanks(ParallelStrategy, ABC):
         TypeError: An option that nobody knows; says the closest one.
     """
 
+    any_failed: ClassVar[bool] = False
+    """Whether a run of this process has failed."""
     brought_home: ClassVar[tuple[str, ...]] = ()
     """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
 
@@ -133,7 +146,7 @@ class WatchedRanks(ParallelStrategy, ABC):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost; or tell the other ranks that it is this one."""
-        self._failed = True
+        self._failed = WatchedRanks.any_failed = True
         if isinstance(self._launcher, NotebookLauncher):
             self._launcher.give_back_callbacks()
         if self._heartbeats is not None:
