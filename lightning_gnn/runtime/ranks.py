@@ -26,13 +26,16 @@ from lightning_gnn.runtime.notebook import NotebookLauncher
 _RUNS = itertools.count()
 
 
-@atexit.register
-def _leave() -> None:
+def _leave(process: int) -> None:
     """Close the process group before the interpreter ends, whose last steps gloo's threads may turn into an abort.
 
-    After a failure they may be waiting for a rank that is lost, and so would this one.
+    After a failure they may be waiting for a rank that is lost, and so would this one; a fork has no such threads, and
+    would wait for them for ever.
+
+    Args:
+        process: Which has opened it.
     """
-    if dist.is_available() and dist.is_initialized() and not WatchedRanks.any_failed:
+    if os.getpid() == process and dist.is_initialized() and not WatchedRanks.any_failed:
         dist.destroy_process_group()
 
 
@@ -99,6 +102,7 @@ class WatchedRanks(ParallelStrategy, ABC):
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             options["store"] = meet(self.global_rank, self.world_size, timeout)
+            atexit.register(_leave, os.getpid())
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
         if self._heartbeats is None:
             # Of each run its own: what was said in the last one may still be there.

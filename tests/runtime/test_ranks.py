@@ -10,11 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import atexit
+import os
 
 import torch.distributed as dist
 
 atexit.register(lambda: print("open" if dist.is_initialized() else "closed", flush=True))  # the last of all
 
+from lightning_gnn.runtime.ranks import _leave
 from tests.hyscale.training import Plain, fit, hybrid
 
 
@@ -27,6 +29,8 @@ class Failing(Plain):
 
 if __name__ == "__main__":
     fit(Failing(), hybrid(2), epochs=1)
+    assert dist.is_initialized()
+    _leave(os.getppid())  # in a fork, which has not opened it
     assert dist.is_initialized()
 """
 
