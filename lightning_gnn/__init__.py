@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from lightning_gnn.accelerators import NPUAccelerator
     from lightning_gnn.collective import CollectiveDataModule
     from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
-    from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable
+    from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable, HeteroCSCGraph
     from lightning_gnn.hyscale import HyScaleStrategy
     from lightning_gnn.nn import FullInference
-    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_neighbors
+    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
     from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
     from lightning_gnn.pyg import enable_pyg_sampling
     from lightning_gnn.sampling import LinkDataModule, NeighborDataModule, NeighborSampler
@@ -30,6 +30,7 @@ __all__ = [
     "FeatureTable",
     "FullGraphDataModule",
     "FullInference",
+    "HeteroCSCGraph",
     "HyScaleStrategy",
     "LinkDataModule",
     "NPUAccelerator",
@@ -41,6 +42,7 @@ __all__ = [
     "edge_softmax",
     "enable_pyg_sampling",
     "gather_rows",
+    "sample_hetero_neighbors",
     "sample_neighbors",
 ]
 
@@ -49,10 +51,10 @@ _NAMES = {
     "callbacks": [],
     "collective": ["CollectiveDataModule"],
     "full_graph": ["AscendHybridParallelStrategy", "FullGraphDataModule"],
-    "graph": ["CSCGraph", "CompressedGraph", "FeatureTable"],
+    "graph": ["CSCGraph", "CompressedGraph", "FeatureTable", "HeteroCSCGraph"],
     "hyscale": ["HyScaleStrategy"],
     "nn": ["FullInference"],
-    "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_neighbors"],
+    "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
     "persistent": ["PersistentNeighborSampler", "PersistentSamplerDataModule"],
     "planning": [],
     "pyg": ["enable_pyg_sampling"],

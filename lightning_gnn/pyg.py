@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch_geometric.typing
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
+from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData, remote_backend_utils
 from torch_geometric.data.lightning import datamodule
 from torch_geometric.loader import link_neighbor_loader, neighbor_loader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
-from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 from torch_geometric.sampler.base import DataType, SubgraphType
+from torch_geometric.sampler.utils import reverse_edge_type
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.definition import check_fanouts, check_flags
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
-from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, check_untyped
+from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
+from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, known_subgraph_type
 
 _MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
 
@@ -35,9 +38,9 @@ def enable_pyg_sampling() -> PyGSampling:
     enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
     enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
 
-    Homogeneous graphs are sampled by us, without pyg-lib: on the GPU where ``data.edge_index`` lies on one, else (and
-    in worker processes) on the CPU. The random numbers come from torch's global generator, as PyG's do.
-    Heterogeneous graphs stay with PyG's sampler, where pyg-lib or torch-sparse is installed.
+    Graphs of one type and of several, with times and with weights, are sampled by us, without pyg-lib: those of one
+    type on the GPU where ``data.edge_index`` lies on one, all others (and in worker processes) on the CPU. The random
+    numbers come from torch's global generator, as PyG's do. ``HGTLoader`` keeps PyG's own sampler.
 
     Returns:
         A handle with ``disable()``.
@@ -106,23 +109,24 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     PyG's own code. ``edge`` of its output holds positions in the user's ``edge_index``.
 
     Args:
-        data: A homogeneous graph, or PyG's (feature store, graph store) of one; others are left to PyG's sampler.
+        data: A graph, of one type or of several, or PyG's (feature store, graph store) of one.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
         replace: Draw with replacement.
         disjoint: One tree per seed, told apart by ``batch``.
-        temporal_strategy: Without effect, as there are no times.
-        time_attr: Not supported.
-        weight_attr: Not supported.
+        temporal_strategy: ``"uniform"`` or ``"last"``.
+        time_attr: Attribute with the times of nodes or of edges.
+        weight_attr: Attribute with the weights of edges. Edges of the weight 0 are never picked (pyg-lib takes them
+            where a node has no more in-edges than are to be picked).
         is_sorted: Not needed: the order of the edges is looked at.
         share_memory: Move the topology into shared memory, for loaders with worker processes.
         directed: PyG's deprecated way to ask for induced subgraphs.
-        sample_direction: ``"forward"``.
+        sample_direction: ``"forward"``: from the seeds against the edges; ``"backward"``: along them.
 
     Raises:
         TypeError: Fanouts or an ``edge_index`` that are no integers.
-        NotImplementedError: Temporal, weighted or backward sampling.
-        ValueError: Another option or a kind of graph that is not supported, or a graph that is not valid.
+        NotImplementedError: Temporal backward sampling, or weights of a remote graph, as in PyG.
+        ValueError: Another option that is not supported, or a graph or an attribute that is not valid.
     """
 
     def __init__(
@@ -140,50 +144,57 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         directed: bool = True,
         sample_direction: Literal["forward", "backward"] = "forward",
     ) -> None:
-        self.graph: CSCGraph | None = None
         self.data_type = DataType.from_data(data)
         if sample_direction not in ("forward", "backward"):
             raise ValueError(f"unknown sample_direction {sample_direction!r}; choose one of forward, backward")
         if sample_direction == "backward" and time_attr is not None:  # for no kind of graph, as in PyG
             raise NotImplementedError(f"temporal sampling cannot go backward: leave out time_attr={time_attr!r}")
-        if _is_hetero(data):
-            if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
-                raise ValueError(
-                    "heterogeneous graphs are not supported here, and PyG's own sampler for them needs pyg-lib: "
-                    "install it, or convert the graph with data.to_homogeneous()"
-                )
-            super().__init__(
-                data, num_neighbors, subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
-                is_sorted, share_memory, directed, sample_direction,
-            )  # fmt: skip
-            return
         if not directed:
             warnings.warn("'directed' is deprecated; use subgraph_type='induced' instead", stacklevel=3)
             subgraph_type = SubgraphType.induced
         self.sample_direction = sample_direction
-        self.time_attr = time_attr
-        self.weight_attr = weight_attr
+        remote = self.data_type == DataType.remote
+        if remote and weight_attr is not None:
+            raise NotImplementedError(f"remote graphs have no weights: leave out weight_attr={weight_attr!r}")
+        graph = _stored_topology(*data) if remote else _topology(data)
+        if sample_direction == "backward":
+            graph = _reversed(graph)
+        graph, node_time = _stored_times(graph, data, time_attr) if remote else with_times(graph, data, time_attr)
+        whole, graph = graph, with_weights(graph, None if remote else _forward(data, sample_direction), weight_attr)
+        self.edge_types, self.node_types = [None], [None]
+        if isinstance(graph, HeteroCSCGraph):
+            self.node_types, self.edge_types = graph.node_types, graph.edge_types
+            self.to_backward_edge_type = {reverse_edge_type(name): name for name in graph.edge_types}
+        self.graph = graph
+        self.num_nodes = graph.num_nodes
+        self.node_time = node_time
+        # PyG asks whether there are any.
+        self.edge_time = True if graph.is_temporal and node_time is None else None
+        self.edge_weight = self.perm = None
         self.temporal_strategy = temporal_strategy
         self.num_neighbors = num_neighbors
         self.replace = replace
         self.disjoint = disjoint
         self.subgraph_type = subgraph_type
         self.keep_orig_edges = False
-        self.node_time = self.edge_time = self.edge_weight = self.perm = None
-        self.edge_types = [None]
         self._rank = ProcessRank()
-        self._checked_fanouts()
-        self.graph = _topology(data) if isinstance(data, Data) else _stored_topology(data[1])
-        self.num_nodes = self.graph.num_nodes
         edges = data.get("edge_index") if isinstance(data, Data) else None
         self.device = edges.device if isinstance(edges, Tensor) and edges.device.type == "cuda" else None
         self._on_device: PersistentNeighborSampler | None = None
         if share_memory:
             self.graph.share_memory_()
+        self._sampler = NeighborSampler(self.graph, [1], seed=0)
+        self._sampler.node_time, self._sampler.whole_graph = node_time, whole
+        self._configured()
 
     def __getstate__(self) -> dict[str, Any]:
         # What samples on a GPU cannot be sent to a worker process, which samples on its CPU.
         return {**self.__dict__, "_on_device": None}
+
+    @property
+    def is_hetero(self) -> bool:
+        """Whether the graph has types."""
+        return isinstance(self.graph, HeteroCSCGraph)
 
     @property
     def subgraph_type(self) -> SubgraphType:
@@ -193,85 +204,55 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     @subgraph_type.setter
     def subgraph_type(self, value: SubgraphType | str) -> None:
         # LightningNodeData sets the options of its evaluation loaders as they are, and PyG compares with the enum.
-        try:
-            self._subgraph_type = SubgraphType(value)
-        except ValueError:
-            kinds = ", ".join(kind.value for kind in SubgraphType)
-            raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
+        self._subgraph_type = known_subgraph_type(value)
 
-    def _checked_fanouts(self) -> list[int]:
-        check_flags(replace=self.replace, disjoint=self.disjoint)
-        if self.temporal_strategy not in ("uniform", "last"):
-            raise ValueError(f"unknown temporal_strategy {self.temporal_strategy!r}; choose one of uniform, last")
-        if self.time_attr is not None:
-            raise NotImplementedError(f"temporal sampling is not supported: leave out time_attr={self.time_attr!r}")
-        if self.weight_attr is not None:
-            raise NotImplementedError(f"weighted sampling is not supported: leave out weight_attr={self.weight_attr!r}")
-        if self.sample_direction != "forward":
-            raise NotImplementedError(
-                f"sample_direction={self.sample_direction!r} is not supported: sample forward on the graph with "
-                "edge_index.flip(0)"
-            )
-        if self.disjoint and self.subgraph_type == SubgraphType.induced:
-            raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")
-        fanouts = self.num_neighbors.get_mapped_values()
+    def _fanouts(self) -> Any:
+        if isinstance(self.graph, HeteroCSCGraph):
+            return self._num_neighbors.get_values(self.graph.edge_types)
+        fanouts = self._num_neighbors.get_mapped_values()
         if isinstance(fanouts, dict):
             raise ValueError(
                 f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
             )
+        # A mini-batch without hops has its seeds alone.
         return [] if hasattr(fanouts, "__len__") and not len(fanouts) else check_fanouts(fanouts)
 
-    def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Any:
-        if self.graph is None:
-            return super()._sample(seed, seed_time, **kwargs)
-        if seed_time is not None:
-            raise NotImplementedError(
-                "temporal sampling is not supported: leave out input_time and edge_label_time (times of the seeds)"
-            )
-        check_untyped(seed)
-        fanouts = self._checked_fanouts()
-        # A mini-batch without hops has its seeds alone.
-        out = self._pick(seed, fanouts or [0])
-        if not fanouts:
-            out.num_sampled_nodes, out.num_sampled_edges = out.num_sampled_nodes[:1], []
-        if self.subgraph_type == SubgraphType.induced:
-            return self._induce(out)
-        return out
-
-    def _pick(self, seeds: Tensor, fanouts: list[int], replace: bool | None = None) -> SamplerOutput:
-        assert self.graph is not None
-        replace = self.replace if replace is None else replace
-        sampler: NeighborSampler
+    def _configured(self) -> NeighborSampler:
+        """Return our sampler with the options of now."""
+        check_flags(replace=self.replace, disjoint=self._disjoint)
+        if self.temporal_strategy not in ("uniform", "last"):
+            raise ValueError(f"unknown temporal_strategy {self.temporal_strategy!r}; choose one of uniform, last")
+        if self.disjoint and self.subgraph_type == SubgraphType.induced:
+            raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")
+        sampler = self._sampler
+        fanouts = self._fanouts()
         # Worker processes cannot use the parent's GPU.
-        if self.device is not None and get_worker_info() is None:
+        plain = isinstance(self.graph, CSCGraph) and not self.graph.is_temporal and self.graph.weight is None
+        if self.device is not None and plain and get_worker_info() is None:
             if self._on_device is None:
-                self._on_device = PersistentNeighborSampler(self.graph, fanouts, seed=0, device=self.device)
-            sampler = self._on_device.with_options(num_neighbors=fanouts, replace=replace, disjoint=self.disjoint)
-        else:
-            sampler = NeighborSampler(self.graph, fanouts, replace=replace, disjoint=self.disjoint, seed=0)
-        return sampler.sample_from_nodes(NodeSamplerInput(None, seeds), key=self._next_key())
-
-    def _next_key(self) -> int:
-        """Draw the key of a mini-batch from torch's global stream: each worker process has a new one in each epoch."""
-        return batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=self._rank.get())
-
-    def _induce(self, out: SamplerOutput) -> SamplerOutput:
-        """Replace the sampled edges by all that the graph has between the sampled nodes."""
-        whole = self._pick(out.node, [-1], replace=False)
-        inside = whole.row < out.node.numel()
-        return SamplerOutput(
-            node=out.node, row=whole.row[inside], col=whole.col[inside], edge=whole.edge[inside], batch=out.batch
+                self._on_device = PersistentNeighborSampler(self.graph, fanouts or [0], seed=0, device=self.device)
+            sampler = self._on_device
+        return sampler.with_options(
+            num_neighbors=fanouts if isinstance(fanouts, dict) else fanouts or [0],
+            replace=self.replace,
+            disjoint=self._disjoint,
+            subgraph_type=self.subgraph_type,
+            temporal_strategy=self.temporal_strategy,
         )
 
+    def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Output:
+        # The key is drawn from torch's global stream: each worker process has a new one in each epoch.
+        key = int(batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=self._rank.get()))
+        out = self._configured().sample(seed, seed_time, key)
+        if isinstance(self.graph, CSCGraph) and not self._fanouts() and out.num_sampled_nodes is not None:
+            out.num_sampled_nodes, out.num_sampled_edges = out.num_sampled_nodes[:1], []
+        return _restored(out) if self.sample_direction == "backward" else out
 
-def _is_hetero(data: Data | HeteroData | tuple[FeatureStore, GraphStore]) -> bool:
-    if isinstance(data, tuple | list):
-        return any(attr.edge_type is not None for attr in data[1].get_all_edge_attrs())
-    return isinstance(data, HeteroData)
 
-
-def _topology(data: Data) -> CSCGraph:
+def _topology(data: Data | HeteroData) -> CSCGraph | HeteroCSCGraph:
     """Take the topology from what PyG's loaders cut the edges of a mini-batch out of."""
+    if isinstance(data, HeteroData):
+        return HeteroCSCGraph.from_data(data)
     if data.get("adj") is not None:
         raise ValueError("data.adj is not supported: use data.edge_index")
     adj_t = data.get("adj_t")
@@ -290,8 +271,76 @@ def _topology(data: Data) -> CSCGraph:
     return CSCGraph.from_edge_index(edge_index.as_subclass(Tensor), data.num_nodes)
 
 
-def _stored_topology(store: GraphStore) -> CSCGraph:
-    num_nodes = max(size for attr in store.get_all_edge_attrs() for size in attr.size)
+def _stored_topology(features: FeatureStore, store: GraphStore) -> CSCGraph | HeteroCSCGraph:
+    attributes = store.get_all_edge_attrs()
     row, colptr, perm = store.csc()
+    if not any(attribute.edge_type is not None for attribute in attributes):
+        return _padded(row, colptr, perm, max(size for attribute in attributes for size in attribute.size))
+    names = {name for edge_type in colptr for name in (edge_type[0], edge_type[2])}
+    names |= {a.group_name for a in features.get_all_tensor_attrs() if isinstance(a.group_name, str)}
+    sizes = {name: remote_backend_utils.size(features, store, name) for name in names}
+    relations = {
+        name: _padded(row[name], colptr[name], perm.get(name), sizes[name[2]], sizes[name[0]]) for name in colptr
+    }
+    return HeteroCSCGraph.build(sizes, relations)
+
+
+def _padded(
+    row: Tensor, colptr: Tensor, perm: Tensor | None, num_nodes: int, num_sources: int | None = None
+) -> CSCGraph:
     missing = num_nodes + 1 - colptr.numel()
-    return CSCGraph.from_csc(torch.cat([colptr, colptr[-1:].expand(missing)]), row, perm)
+    return CSCGraph.from_csc(torch.cat([colptr, colptr[-1:].expand(missing)]), row, perm, num_sources)
+
+
+def _stored_times(
+    graph: CSCGraph | HeteroCSCGraph, data: Any, name: str | None
+) -> tuple[CSCGraph | HeteroCSCGraph, NodeTime]:
+    """Do what :func:`with_times` does, from the attributes of a feature store."""
+    if name is None:
+        return graph, None
+    features: FeatureStore = data[0]
+    found = {}
+    for attribute in features.get_all_tensor_attrs():
+        if attribute.attr_name == name:
+            attribute = copy.copy(attribute)
+            attribute.index = None
+            found[attribute.group_name] = features.get_tensor(attribute)
+    if isinstance(graph, HeteroCSCGraph):
+        local = HeteroData()
+        for group, time in found.items():
+            local[group][name] = time
+        return with_times(graph, local, name)
+    if len(found) != 1:
+        raise ValueError(f"the feature store has no times called {name!r}")
+    (time,) = found.values()
+    # As in PyG: this name alone means times of nodes.
+    return (graph.with_source_time(time), time) if name == "time" else (graph.with_time(time), None)
+
+
+def _reversed(graph: CSCGraph | HeteroCSCGraph) -> CSCGraph | HeteroCSCGraph:
+    """Return the graph with all edges, and the names of their types, turned round."""
+    if isinstance(graph, CSCGraph):
+        return CSCGraph.from_edge_index(graph.to_edge_index().flip(0), graph.num_sources, graph.num_nodes)
+    turned = {reverse_edge_type(name): _reversed(relation) for name, relation in graph.relations.items()}
+    return HeteroCSCGraph.build(graph.sizes, turned)
+
+
+def _forward(data: Data | HeteroData, direction: str) -> Data | HeteroData:
+    """Return what has the attributes of the edges under the names that they have in the sampled graph."""
+    if direction == "forward" or isinstance(data, Data):
+        return data
+    turned = HeteroData()
+    for store in data.edge_stores:
+        turned[reverse_edge_type(store._key)].update(store)
+    return turned
+
+
+def _restored(out: Output) -> Output:
+    """Turn a sample of the reversed graph round again."""
+
+    def back(values: Any) -> Any:
+        return {reverse_edge_type(name): value for name, value in values.items()} if isinstance(values, dict) else values
+
+    out.row, out.col, out.edge = back(out.col), back(out.row), back(out.edge)
+    out.num_sampled_edges = back(out.num_sampled_edges)
+    return out

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 
 
 @st.composite
@@ -32,3 +32,37 @@ def seeds_of(num_nodes, max_size=8):
 
 fanouts = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 5, 9]), min_size=1, max_size=4)
 keys = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def typed_graphs(draw, temporal=False, weighted=False):
+    """Draw a HeteroCSCGraph of up to four node types and six edge types.
+
+    There are types without nodes, without edges, from a type to itself, several between the same two, and duplicate
+    edges. Some edge types have times, or weights, if any may.
+    """
+    names = draw(st.lists(st.sampled_from("dbca"), min_size=1, max_size=4, unique=True))
+    sizes = {name: draw(st.integers(0, 12)) for name in names}
+    relations = {}
+    for _ in range(draw(st.integers(0, 6))):
+        source, target = draw(st.sampled_from(names)), draw(st.sampled_from(names))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+        num_edges = draw(st.integers(0, 60)) if sizes[source] and sizes[target] else 0
+        hubs = draw(st.integers(1, max(sizes[target], 1)))
+        row = torch.randint(max(sizes[source], 1), (num_edges,), generator=generator)
+        col = torch.randint(hubs, (num_edges,), generator=generator)
+        graph = CSCGraph.from_edge_index(torch.stack([row, col]), sizes[target], sizes[source])
+        if temporal and draw(st.booleans()):
+            graph = graph.with_time(torch.randint(-3, 9, (num_edges,), generator=generator))
+        if weighted and draw(st.booleans()):
+            weight = 10.0 ** (12 * torch.rand(num_edges, generator=generator, dtype=torch.float64) - 6)
+            graph = graph.with_weight(weight * (torch.rand(num_edges, generator=generator) < 0.8))
+        relations[source, draw(st.sampled_from("xyz")), target] = graph
+    return HeteroCSCGraph.build(sizes, relations)
+
+
+@st.composite
+def typed_seeds(draw, graph):
+    """Draw seeds of some of the types, in any order of these, duplicates allowed."""
+    names = draw(st.permutations(graph.node_types))[: draw(st.integers(0, len(graph.node_types)))]
+    return {name: draw(seeds_of(graph.sizes[name])) if graph.sizes[name] else torch.empty(0).long() for name in names}

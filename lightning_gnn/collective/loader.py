@@ -246,16 +246,16 @@ class CollectiveLoader(ThreadedNodeLoader):
         if self.ring is not None:
             self.ring.clear()
 
-    def _rows(self, key: str, ids: Tensor) -> Any:
+    def _rows(self, store: Any, key: str, ids: Tensor) -> Any:
         slot = getattr(self._slot, "value", None)
         if slot is None or not ids.is_cpu:
-            return super()._rows(key, ids)
+            return super()._rows(store, key, ids)
         if key in self.tables:
             table = self.tables[key]
             return table.gather(ids, out=slot.empty(key, (ids.numel(), table.num_features), table.dtype))
-        value = self.data[key]
-        if type(value) is not Tensor or not value.is_cpu or self.data.__cat_dim__(key, value) != 0:
-            return super()._rows(key, ids)
+        value = store[key]
+        if type(value) is not Tensor or not value.is_cpu or self.data.__cat_dim__(key, value, store) != 0:
+            return super()._rows(store, key, ids)
         return gather_rows(value, ids, out=slot.empty(key, (ids.numel(), *value.shape[1:]), value.dtype))
 
 

@@ -1,6 +1,7 @@
 """The ground of all systems: topology, features, what a device keeps of them, compressed graphs, data sets.
 
-Reading order: ``graph/csc.py`` (the topology), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what a
+Reading order: ``graph/csc.py`` (the topology), ``graph/hetero.py`` (with types), ``graph/edge_attributes.py`` (times and weights),
+``graph/features.py`` (one row per node), ``graph/cache.py`` (what a
 device keeps of both), ``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
 (one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` (a graph on
@@ -12,6 +13,7 @@ from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.partition import locality_aware_partition
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "CompressedGraph",
     "DualCachePlan",
     "FeatureTable",
+    "HeteroCSCGraph",
     "RowCache",
     "hottest",
     "locality_aware_partition",

@@ -69,6 +69,47 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
                 _check_finite(value, f"data.{key}", kind)
 
 
+def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
+    """Check the attributes of a graph with types as :func:`check_node_data` and :func:`check_edge_data` do.
+
+    Args:
+        data: The graph.
+        check_features: As there.
+
+    Raises:
+        TypeError, ValueError: As there; the type is named.
+    """
+    for store in data.node_stores:
+        node_type = store._key
+        count = store.num_nodes
+        if count is None:
+            raise ValueError(f"how many nodes of {node_type!r} there are cannot be told: set data[…].num_nodes")
+        part = Data.from_dict({key: value for key, value in store.items() if key != "num_nodes"})
+        part.num_nodes = count
+        _named(check_node_data, part, check_features, f"data[{node_type!r}]")
+    for store in data.edge_stores:
+        edge_index = store.get("edge_index")
+        if edge_index is None:
+            continue
+        for key in ("edge_attr", "edge_weight"):
+            value = store.get(key)
+            if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != edge_index.size(1)):
+                raise ValueError(
+                    f"data[{store._key}].{key} has the shape {list(value.shape)}, but there are {edge_index.size(1)} "
+                    "edges"
+                )
+            if check_features and isinstance(value, Tensor) and value.is_floating_point() and not is_sparse(value):
+                _check_finite(value, f"data[{store._key}].{key}", "edge")
+
+
+def _named(check: Any, data: Data, check_features: bool, name: str) -> None:
+    """Run a check of a graph of one type, and name the type in what it says."""
+    try:
+        check(data, check_features)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("data.", f"{name}.")) from None
+
+
 def _holds_numbers(value: Any) -> bool:
     """Whether these are lists of numbers, which would stay lists; texts and other objects do so rightly."""
     inner = value
@@ -177,12 +218,12 @@ def check_labels(data: Data, nodes: Tensor, name: str) -> None:
     check_finite_rows(y[ids.to(y.device)], f"data.y at {name}", fix=fix, rows=ids)
 
 
-def check_edges(edges: Any, num_nodes: int, name: str) -> Tensor:
+def check_edges(edges: Any, sizes: tuple[int, int], name: str) -> Tensor:
     """Check edges that are given as pairs of nodes.
 
     Args:
         edges: Integers ``[2, n]``; a tensor, an array or nested lists.
-        num_nodes: How many nodes there are.
+        sizes: How many nodes there are at either end.
         name: What to call them in the message.
 
     Returns:
@@ -199,7 +240,8 @@ def check_edges(edges: Any, num_nodes: int, name: str) -> Tensor:
     if pairs.dim() != 2 or pairs.size(0) != 2:
         fix = "; transpose it" if pairs.dim() == 2 and pairs.size(1) == 2 else ""
         raise ValueError(f"{name} must have the shape [2, n], but has {list(pairs.shape)}{fix}")
-    check_ids(pairs, num_nodes, name)
+    for side, count in enumerate(sizes):
+        check_ids(pairs[side], count, name)
     return pairs.as_subclass(Tensor).to(torch.int64)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
+from lightning_gnn.graph.edge_attributes import count_parallel, ordered_times, order_by_time, sum_weights, valid_weights
 
 INT32_MAX = 2**31 - 1
 
@@ -34,6 +36,11 @@ class CSCGraph:
         indices: Source nodes, int32 where the node ids fit, else int64 ``[num_edges]``.
         edge_ids: Position in CSC order to position in the user's ``edge_index``, ``[num_edges]`` of the dtype in which
             it fits, or None where both orders are the same.
+        time: Time of each edge, ascending in each list, int64 ``[num_edges]`` (see :meth:`with_time`), or None.
+        weight: Weight of each edge, float64 ``[num_edges]``, all positive (see :meth:`with_weight`), or None.
+        prefix: Sums of each list's weights, float64 ``[num_edges]``, or None.
+        floating_time: The times were floating; ``time`` holds integers in their order.
+        source_count: Number of nodes that edges come from, where these are of another type than those they go to.
 
     Examples:
         >>> import torch
@@ -51,16 +58,31 @@ class CSCGraph:
     indptr: Tensor
     indices: Tensor
     edge_ids: Tensor | None = None
+    time: Tensor | None = None
+    weight: Tensor | None = None
+    prefix: Tensor | None = None
+    floating_time: bool = False
+    source_count: int | None = None
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes that edges go to; of all nodes, where there is one type."""
         return self.indptr.numel() - 1
+
+    @property
+    def num_sources(self) -> int:
+        """Number of nodes that edges come from."""
+        return self.num_nodes if self.source_count is None else self.source_count
 
     @property
     def num_edges(self) -> int:
         """Number of edges, duplicates and self-loops counted."""
         return self.indices.numel()
+
+    @property
+    def is_temporal(self) -> bool:
+        """Whether edges have times."""
+        return self.time is not None
 
     @property
     def in_degrees(self) -> Tensor:
@@ -70,15 +92,25 @@ class CSCGraph:
     @property
     def out_degrees(self) -> Tensor:
         """Edges out of each node, int64 ``[num_nodes]``: how many lists name it. One pass over the edges."""
-        return torch.bincount(self.indices, minlength=self.num_nodes)
+        return torch.bincount(self.indices, minlength=self.num_sources)
+
+    @cached_property
+    def parallel(self) -> Tensor | None:
+        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do."""
+        counts = count_parallel(self.indptr.numpy(), self.indices.numpy(), self.num_sources)
+        return None if counts is None else torch.from_numpy(counts)
 
     @classmethod
-    def from_edge_index(cls, edge_index: Tensor, num_nodes: int | None = None) -> CSCGraph:
+    def from_edge_index(
+        cls, edge_index: Tensor, num_nodes: int | None = None, num_sources: int | None = None
+    ) -> CSCGraph:
         """Sort a COO edge list by target, keeping the order of the edges of one target.
 
         Args:
             edge_index: Sources and targets, int32 or int64 ``[2, num_edges]``.
             num_nodes: Number of nodes; by default one more than the largest id.
+            num_sources: Number of nodes that edges come from, where these are of another type than the targets, of
+                which there are then ``num_nodes``.
 
         Raises:
             TypeError: ``edge_index`` is no integer tensor, or ``num_nodes`` no integer.
@@ -87,33 +119,43 @@ class CSCGraph:
         """
         check_edge_index(edge_index)
         edge_index = edge_index.detach().cpu()
-        num_nodes = _count_nodes(edge_index, num_nodes)
-        for side in (0, 1):
-            check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
+        if num_sources is None:
+            num_nodes = _count_nodes(edge_index, num_nodes)
+        else:
+            num_nodes = _count_nodes(edge_index[1], num_nodes)
+            num_sources = _count_nodes(edge_index[0], num_sources)
+        for side, count in ((0, num_nodes if num_sources is None else num_sources), (1, num_nodes)):
+            check_ids(edge_index[side], count, f"edge_index[{side}]")
         row, col = edge_index[0].numpy(), edge_index[1].numpy()
-        indices: np.ndarray = np.empty(row.size, index_dtype(num_nodes))
+        indices: np.ndarray = np.empty(row.size, index_dtype(num_nodes if num_sources is None else num_sources))
         edge_ids: np.ndarray = np.empty(row.size, index_dtype(row.size))
         indptr = sort_by_target(row, col, num_nodes, indices, edge_ids)
         in_order = bool((col[1:] >= col[:-1]).all())
         return cls(
-            torch.from_numpy(indptr), torch.from_numpy(indices), None if in_order else torch.from_numpy(edge_ids)
+            torch.from_numpy(indptr),
+            torch.from_numpy(indices),
+            None if in_order else torch.from_numpy(edge_ids),
+            source_count=num_sources,
         )
 
     @classmethod
-    def from_csc(cls, indptr: Tensor, indices: Tensor, edge_ids: Tensor | None = None) -> CSCGraph:
+    def from_csc(
+        cls, indptr: Tensor, indices: Tensor, edge_ids: Tensor | None = None, num_sources: int | None = None
+    ) -> CSCGraph:
         """Check and wrap arrays that are in CSC order already; memory-mapped arrays stay on disk.
 
         Args:
             indptr: Offsets, integer ``[num_nodes + 1]``, starting at 0, ascending, ending at ``num_edges``.
             indices: Source nodes, integer ``[num_edges]``.
             edge_ids: A permutation of the user's edges, integer ``[num_edges]``, or None.
+            num_sources: As for :meth:`from_edge_index`.
 
         Raises:
             TypeError: A tensor is not of an integer dtype.
             ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
         """
-        check_csc(indptr, indices, edge_ids, indptr.numel() - 1)
-        return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
+        check_csc(indptr, indices, edge_ids, indptr.numel() - 1 if num_sources is None else num_sources)
+        return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids, source_count=num_sources)
 
     @classmethod
     def from_csr(cls, rowptr: Tensor, col: Tensor, num_nodes: int | None = None) -> CSCGraph:
@@ -150,11 +192,88 @@ class CSCGraph:
             return graph
         adj_t = data.get("adj_t")
         if adj_t is not None:
-            rowptr, col = _transposed_csr(adj_t)
+            rowptr, col = transposed_csr(adj_t)
             return cls.from_csc(rowptr, _narrow(col, rowptr.numel() - 1))
         if data.get("edge_index") is None:
             raise ValueError("data has no edge_index, adj_t or graph: there is no topology to sample from")
         return cls.from_edge_index(data.edge_index, data.num_nodes)
+
+    def with_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
+        """Return the graph with times of its edges, each list sorted by them; equal ones keep their order.
+
+        A sampler then picks, for each seed with its time, among the edges that are not later: see
+        :func:`~lightning_gnn.ops.sample_neighbors`.
+
+        Args:
+            time: Integer or floating ``[num_edges]``, in the user's order of the edges.
+            floating: Take integers as floating numbers, because other edges' times are.
+
+        Raises:
+            TypeError: It is no tensor of numbers.
+            ValueError: It does not hold one number per edge, or holds NaN; or the edges have weights.
+        """
+        if self.weight is not None:
+            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
+        times = self._by_edge(ordered_times(time, "times of edges", floating), "times")
+        return self._sorted_by(times, floating or time.is_floating_point())
+
+    def with_source_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
+        """Return the graph with the times of the nodes that edges come from as those of the edges.
+
+        Args:
+            time: Integer or floating ``[num_sources]``.
+            floating: As for :meth:`with_time`, which raises the same errors.
+        """
+        times = ordered_times(time, "times of nodes", floating)
+        if times.numel() != self.num_sources:
+            raise ValueError(f"there are {times.numel()} times of nodes, but {self.num_sources} nodes")
+        if self.weight is not None:
+            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
+        return self._sorted_by(times[self.indices.to(torch.int64)], floating or time.is_floating_point())
+
+    def _sorted_by(self, times: Tensor, floating: bool) -> CSCGraph:
+        """Sort each list by times ``[num_edges]``, given in CSC order."""
+        graph = replace(self, floating_time=floating)
+        order = order_by_time(self.indptr.numpy(), times.numpy())
+        if order is None:
+            return replace(graph, time=times)
+        places = torch.from_numpy(order)
+        ids = places if self.edge_ids is None else self.edge_ids[places]
+        return replace(graph, indices=self.indices[places], edge_ids=_narrow(ids, self.num_edges), time=times[places])
+
+    def with_weight(self, weight: Tensor) -> CSCGraph:
+        """Return the graph with weights of its edges, in proportion to which a sampler picks them.
+
+        Edges of the weight 0 are never picked, so they are left out: a graph with some has fewer edges than before.
+
+        Args:
+            weight: Floating or integer ``[num_edges]``, none negative, in the user's order of the edges.
+
+        Raises:
+            TypeError: It is no tensor of numbers.
+            ValueError: It does not hold one number per edge, or one that is negative, infinite or NaN; or the edges
+                have times.
+        """
+        if self.time is not None:
+            raise ValueError("edges with times cannot have weights too: there is no weighted temporal sampling")
+        weights = self._by_edge(valid_weights(weight), "weights")
+        graph = self
+        if not bool((weights > 0).all()):
+            kept = (weights > 0).nonzero().view(-1)
+            ids = kept if self.edge_ids is None else self.edge_ids[kept]
+            places = torch.cat([torch.zeros(1, dtype=torch.int64), (weights > 0).cumsum(0)])
+            graph = replace(
+                self, indptr=places[self.indptr], indices=self.indices[kept], edge_ids=_narrow(ids, self.num_edges)
+            )
+            weights = weights[kept]
+        prefix = torch.from_numpy(sum_weights(graph.indptr.numpy(), weights.numpy()))
+        return replace(graph, weight=weights, prefix=prefix)
+
+    def _by_edge(self, values: Tensor, what: str) -> Tensor:
+        """Bring values from the user's order of the edges into CSC order."""
+        if values.numel() != self.num_edges:
+            raise ValueError(f"there are {values.numel()} {what}, but {self.num_edges} edges")
+        return values if self.edge_ids is None else values[self.edge_ids.to(torch.int64)]
 
     def to_edge_index(self) -> Tensor:
         """Return the edges in the user's order, int64 ``[2, num_edges]``."""
@@ -181,7 +300,7 @@ class CSCGraph:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(tensor.nbytes for tensor in (self.indptr, self.indices, self.edge_ids) if tensor is not None)
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device | str) -> CSCGraph:
         """Return a copy on a device."""
@@ -235,8 +354,9 @@ class CSCGraph:
             raise type(error)(f"the graph in {folder}: {error}") from None
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CSCGraph:
-        edge_ids = None if self.edge_ids is None else function(self.edge_ids)
-        return CSCGraph(function(self.indptr), function(self.indices), edge_ids)
+        names = ("indptr", "indices", "edge_ids", "time", "weight", "prefix")
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
@@ -331,7 +451,7 @@ def transpose(
     return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
 
 
-def _transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
+def transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
     if hasattr(adj_t, "csr"):

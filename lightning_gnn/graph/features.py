@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.graph.cache import RowCache
@@ -242,8 +243,8 @@ def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def with_feature_dtype(data: Data, dtype: torch.dtype | str | None, check_finite: bool = True) -> Data:
-    """Return a graph whose ``x`` is kept in another dtype, converted once; the user's own stays as it is.
+def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite: bool = True) -> Any:
+    """Return a graph whose ``x``, of each type that has one, is kept in another dtype; the user's own stays as it is.
 
     Args:
         data: The graph.
@@ -259,6 +260,12 @@ def with_feature_dtype(data: Data, dtype: torch.dtype | str | None, check_finite
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if wanted not in FEATURE_DTYPES:
         raise TypeError(f"feature_dtype={dtype!r} is unknown; use 'bfloat16', 'float16' or 'float32'")
+    if isinstance(data, HeteroData):
+        data = copy.copy(data)
+        for store in data.node_stores:
+            if store.get("x") is not None and not store["x"].requires_grad:
+                store["x"] = with_feature_dtype(Data(x=store["x"]), wanted, check_finite).x
+        return data
     if data.get("x") is None:
         raise ValueError(f"data has no x to keep as {wanted}; leave feature_dtype out")
     values = torch.as_tensor(data.x)

@@ -18,8 +18,12 @@ from lightning_gnn.ops.gather.definition import gather_rows
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.ops.sample import numba as sample_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.sample.definition import NeighborSample, sample_neighbors
+from lightning_gnn.ops.sample.hetero import HeteroNeighborSample, sample_hetero_neighbors
+from lightning_gnn.ops.sample.relation import Labor
 
 __all__ = [
+    "HeteroNeighborSample",
+    "Labor",
     "NeighborSample",
     "aggregate",
     "aggregate_update",
@@ -28,5 +32,6 @@ __all__ = [
     "edge_softmax",
     "gather_rows",
     "hybrid_plan",
+    "sample_hetero_neighbors",
     "sample_neighbors",
 ]

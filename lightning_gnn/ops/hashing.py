@@ -31,7 +31,14 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: int = 0) -> int:
+class BatchKey(int):
+    """A 64-bit key, which knows the key of its epoch and its number in it, where :func:`batch_key` has made it."""
+
+    epoch_key: int
+    number: int
+
+
+def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: int = 0) -> BatchKey:
     """Derive the key of one mini-batch.
 
     Args:
@@ -45,14 +52,27 @@ def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: 
         A signed 64-bit integer, so that it fits a ``torch.library`` ``int``.
     """
     key = mix(seed + GOLDEN)
+    epoch_key = key
     for part in (rank, loader, epoch, batch):
-        key = mix((key + GOLDEN) ^ (part * NODE_STEP))
-    return key - (1 << 64) if key >> 63 else key
+        epoch_key, key = key, mix((key + GOLDEN) ^ (part * NODE_STEP))
+    out = BatchKey(key - (1 << 64) if key >> 63 else key)
+    out.epoch_key, out.number = epoch_key, batch
+    return out
 
 
 def tree_key(key: int, position: int) -> int:
     """Derive the key of one tree from that of its batch and the position of its seed in it (all 64-bit, unsigned)."""
     return mix((key + GOLDEN) ^ (position * NODE_STEP))
+
+
+def relation_key(key: int, number: int) -> int:
+    """Derive the key of one edge type (or node type) from that of its batch; the first one's is the batch's own."""
+    return key & _MASK if number == 0 else mix((key - GOLDEN) ^ (number * NODE_STEP))
+
+
+def layer_key(key: int, hop: int) -> int:
+    """Derive the key of one hop from that of its batch (all 64-bit, unsigned)."""
+    return mix((key + 2 * GOLDEN) ^ (hop * NODE_STEP))
 
 
 def node_key(key: int, node: int) -> int:
@@ -65,9 +85,14 @@ def draw(stream: int, j: int, bound: int) -> int:
     return (mix(stream + (j + 1) * GOLDEN) >> 32) * bound >> 32
 
 
+def draw_fraction(stream: int, j: int) -> float:
+    """Draw the j-th fraction of a node's stream, in ``[0, 1)``, from the upper 53 bits of its hash."""
+    return (mix(stream + (j + 1) * GOLDEN) >> 11) * 2.0**-53
+
+
 Word = Any
 """A uint64 of compiled code, of which NumPy's types cannot say what its arithmetic gives."""
-_U30, _U27, _U31, _U32 = (np.uint64(s) for s in (30, 27, 31, 32))
+_U11, _U30, _U27, _U31, _U32 = (np.uint64(s) for s in (11, 30, 27, 31, 32))
 _UMIX_1, _UMIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
 _UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)
 
@@ -98,3 +123,9 @@ def draw_compiled(stream: Word, j: int, bound: int) -> Any:
     # The upper half of a 32 by 32 bit product is a number below the bound: no division, no branch.
     z = mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
     return np.int64(((z >> _U32) * np.uint64(bound)) >> _U32)
+
+
+@numba.njit(inline="always", cache=True)
+def draw_fraction_compiled(stream: Word, j: int) -> float:
+    """Do what :func:`draw_fraction` does, for compiled callers."""
+    return np.float64(mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN) >> _U11) * 2.0**-53

@@ -67,6 +67,8 @@ class PersistentSamplerDataModule(NeighborDataModule):
         [2, 1, 0] [3, 5]
     """
 
+    samples_everything = False
+
     def __init__(
         self,
         *args: Any,

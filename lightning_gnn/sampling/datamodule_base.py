@@ -11,8 +11,9 @@ import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
+from torch_geometric.data import HeteroData
 
-from lightning_gnn.graph.checks import check_edge_data, check_node_data
+from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import with_feature_dtype
@@ -23,13 +24,14 @@ from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.options import checked_options
+from lightning_gnn.sampling.options import SAMPLING, checked_options
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
 _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint")
-_TIMES = ("input_train_time", "input_val_time", "input_test_time", "input_pred_time")
+_PLAIN = (None, 1, False, "directional", "uniform")
+"""Values of the sampler's options that ask for nothing."""
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
     "loader_id", "first_batch", "epoch", "loader_kwargs",
@@ -50,7 +52,6 @@ class MiniBatchDataModule(ResumableDataModule):
         eval_loader_kwargs: What the other loaders, and their sampler, take instead.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
-        times: PyG's times of the seeds for training, validation, testing and prediction, which must be None.
         share_memory: Let the ranks of one machine use one copy of graph and features, as long as nobody writes to it.
 
     Raises:
@@ -60,6 +61,8 @@ class MiniBatchDataModule(ResumableDataModule):
 
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
+    samples_everything: ClassVar[bool] = True
+    """Whether graphs with types, times and weights, and LABOR, can be sampled: on the CPU."""
     _first_layer: FirstLayer | None = None
 
     def __init__(
@@ -69,12 +72,14 @@ class MiniBatchDataModule(ResumableDataModule):
         loader_kwargs: dict[str, Any],
         eval_loader_kwargs: dict[str, Any] | None,
         inference: str | FullInference = "sampled",
-        times: Sequence[None] = (),
         share_memory: bool = True,
     ) -> None:
         super().__init__()
         self.share_memory = true_or_false(share_memory, "share_memory")
-        loader_kwargs = {**loader_kwargs, **dict(zip(_TIMES, times, strict=False))}
+        loader_kwargs = dict(loader_kwargs)
+        self._sampling = {name: loader_kwargs.pop(name) for name in SAMPLING if name in loader_kwargs}
+        if isinstance(loader_kwargs.get("sampler"), str):  # of neighbours, not of seeds
+            self._sampling["sampler"] = loader_kwargs.pop("sampler")
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
         self._graph: CompressedGraph | None = None
@@ -101,14 +106,31 @@ class MiniBatchDataModule(ResumableDataModule):
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
         true_or_false(replace, "replace")
         true_or_false(disjoint, "disjoint")
-        check_node_data(data, true_or_false(check_features, "check_features"))
+        true_or_false(check_features, "check_features")
+        typed, asked = isinstance(data, HeteroData), {k: v for k, v in self._sampling.items() if v not in _PLAIN}
+        if (typed or asked) and not self.samples_everything:
+            what = min(asked) if asked else "a graph with types"
+            raise ValueError(f"{what}: {type(self).__name__} samples plain graphs alone; use NeighborDataModule")
+        if typed:
+            for name, value, plain in (("inference", self.inference, None), ("precompute", precompute, None)):
+                if value is not plain:
+                    raise ValueError(f"{name} is not supported for graphs with types; leave it out")
+            check_hetero_data(data, check_features)
+        else:
+            check_node_data(data, check_features)
+        for name in ("time_attr", "weight_attr", "exclude_seed_edges"):
+            whole = "precompute" if precompute is not None else "inference='full'"
+            if asked.get(name) and (precompute is not None or (self.inference is not None and name == "time_attr")):
+                raise ValueError(f"{whole} goes over all edges, which {name} does not allow: leave one of them out")
         if sampler is not None:
-            _check_sampler(sampler, self.kind, num_neighbors=num_neighbors, replace=replace, disjoint=disjoint)
+            ignored = {"num_neighbors": num_neighbors, "replace": replace, "disjoint": disjoint, **self._sampling}
+            _check_sampler(sampler, self.kind, **ignored)
         elif num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
-            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed)
-        check_edge_data(data)
+            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **self._sampling)
+        if not typed:
+            check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
         evaluation = _with_overrides(sampler, self.sampler_overrides)
         self.precompute = check_option(precompute, self.data)

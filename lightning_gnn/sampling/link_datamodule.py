@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
+from lightning_gnn.sampling.neighbor import Fanouts
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
 _MOST_WEIGHTS = 1 << 24
@@ -28,18 +30,20 @@ class LinkDataModule(MiniBatchDataModule):
 
     Args:
         data: The graph to sample from; leave out of it the edges that are to be predicted.
-        input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default.
+        input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default. With several types a
+            pair of the edge type and these, or the type alone for all of its edges.
         input_train_labels: Labels of the training edges ``[n]``; without, all are positive.
-        input_train_time: In PyG's place; times are not supported.
+        input_train_time: Times of the training edges ``[n]``, where edges of the graph have times: their ends then
+            see nothing later. By default each end sees what is not later than itself.
         input_val_edges: Validation edges, int64 ``[2, n]``; no validation loader without.
         input_val_labels: Labels of the validation edges ``[n]``.
-        input_val_time: In PyG's place; not supported.
+        input_val_time: Their times.
         input_test_edges: Test edges, int64 ``[2, n]``.
         input_test_labels: Labels of the test edges ``[n]``.
-        input_test_time: In PyG's place; not supported.
+        input_test_time: Their times.
         input_pred_edges: Edges to score, int64 ``[2, n]``.
         input_pred_labels: Labels of the edges to score ``[n]``.
-        input_pred_time: In PyG's place; not supported.
+        input_pred_time: Their times.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         neg_sampling: PyG's ``NegativeSampling``, or its mode; where edges have labels, evaluation adds no negatives,
             and prediction never does.
@@ -50,6 +54,8 @@ class LinkDataModule(MiniBatchDataModule):
         disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed.
         link_sampler: A sampler of your own.
+        exclude_seed_edges: Take the edges of a mini-batch that are to be predicted, and their reverses, out of its
+            messages; a dict names reverse edge types that are not called ``rev_…``.
         check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
             memory-mapped and of more than a gigabyte.
         feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
@@ -70,7 +76,7 @@ class LinkDataModule(MiniBatchDataModule):
             processes changes nothing here: :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError: The graph is not homogeneous, edges are no integers, an option is unknown.
+        TypeError: The graph is none of PyG's, edges are no integers, an option is unknown.
         ValueError: Edges of a wrong shape or out of range, labels of a wrong length, no training edges, NaN, an option
             or a value that cannot work.
 
@@ -92,21 +98,21 @@ class LinkDataModule(MiniBatchDataModule):
 
     def __init__(
         self,
-        data: Data,
-        input_train_edges: Tensor | None = None,
+        data: Data | HeteroData,
+        input_train_edges: Any = None,
         input_train_labels: Tensor | None = None,
-        input_train_time: None = None,
-        input_val_edges: Tensor | None = None,
+        input_train_time: Tensor | None = None,
+        input_val_edges: Any = None,
         input_val_labels: Tensor | None = None,
-        input_val_time: None = None,
-        input_test_edges: Tensor | None = None,
+        input_val_time: Tensor | None = None,
+        input_test_edges: Any = None,
         input_test_labels: Tensor | None = None,
-        input_test_time: None = None,
-        input_pred_edges: Tensor | None = None,
+        input_test_time: Tensor | None = None,
+        input_pred_edges: Any = None,
         input_pred_labels: Tensor | None = None,
-        input_pred_time: None = None,
+        input_pred_time: Tensor | None = None,
         *,
-        num_neighbors: Sequence[int] | None = None,
+        num_neighbors: Fanouts | None = None,
         neg_sampling: NegativeSampling | str | dict[str, Any] | None = None,
         neg_sampling_ratio: float | None = None,
         batch_size: int = 1,
@@ -115,6 +121,7 @@ class LinkDataModule(MiniBatchDataModule):
         disjoint: bool = False,
         seed: int | None = None,
         link_sampler: BaseSampler | None = None,
+        exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
         check_features: bool = True,
         feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
@@ -123,13 +130,16 @@ class LinkDataModule(MiniBatchDataModule):
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
+        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, share_memory)
+        if exclude_seed_edges:
+            self._sampling["exclude_seed_edges"] = exclude_seed_edges
         self._take_graph(
             data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
         )
         if input_train_edges is None:
+            if isinstance(data, HeteroData):
+                raise ValueError("input_train_edges is missing: a graph with several types needs (edge_type, edges)")
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {
             "train": (input_train_edges, input_train_labels),
@@ -137,16 +147,22 @@ class LinkDataModule(MiniBatchDataModule):
             "test": (input_test_edges, input_test_labels),
             "predict": (input_pred_edges, input_pred_labels),
         }
-        self._edges = {stage: _checked(*pair, data.num_nodes, stage) for stage, pair in given.items()}
+        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
+        self._edges, self._types, self._times = {}, {}, {}
+        for (stage, (edges, labels)), time in zip(given.items(), times, strict=True):
+            self._types[stage], edges, sizes = _typed_edges(data, edges, stage)
+            self._edges[stage] = _checked(edges, labels, sizes, stage)
+            self._times[stage] = None if time is None else self._checked_times(stage, time)
         for stage in ("val", "test"):
             if self._edges[stage][0] is None:
                 setattr(self, f"{stage}_dataloader", None)
         if not self._edges["train"][0].numel():  # type: ignore[union-attr]
             raise ValueError("the training split is empty; give input_train_edges with at least one edge")
-        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, data.num_nodes)
+        sizes = _typed_edges(data, None if self._types["train"] is None else self._types["train"], "train")[2]
+        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, sizes)
         own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}
         if own:
-            self.eval_neg_sampling = _negatives(**own, num_nodes=data.num_nodes, where="eval_loader_kwargs: ")
+            self.eval_neg_sampling = _negatives(**own, sizes=sizes, where="eval_loader_kwargs: ")
         evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
         if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
             raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
@@ -167,6 +183,18 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError("there are no edges to score; give input_pred_edges")
         return super().predict_dataloader()
 
+    def _checked_times(self, stage: str, time: Any) -> Tensor:
+        """Check the times of the edges of a stage."""
+        name, edges = f"input_{stage.removesuffix('ict')}_time", self._edges[stage][0]
+        if not getattr(self.graph_sampler, "is_temporal", True):
+            raise ValueError(f"{name} is given, but edges of the graph have no times: give time_attr")
+        time = torch.as_tensor(time)
+        if edges is None:
+            raise ValueError(f"{name} is given without the edges that it is of")
+        if time.shape != (edges.size(1),):
+            raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {edges.size(1)} edges")
+        return time
+
     def _loader(self, stage: str) -> Any:
         edges, labels = self._edges[stage]
         assert edges is not None
@@ -184,25 +212,52 @@ class LinkDataModule(MiniBatchDataModule):
         return ThreadedLinkLoader(
             self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
-            edge_label_index=edges,
+            edge_label_index=edges if self._types[stage] is None else (self._types[stage], edges),
             edge_label=labels,
+            **({} if self._times[stage] is None else {"edge_label_time": self._times[stage]}),
             neg_sampling=None if without_negatives else neg_sampling,
             **self.loader_arguments(stage, edges.size(1)),
         )
 
 
-def _checked(edges: Any, labels: Any, num_nodes: int, stage: str) -> tuple[Tensor | None, Tensor | None]:
+def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:
+    """Return the type of labelled edges, the edges, and the numbers of nodes at both ends.
+
+    Raises:
+        TypeError: Edges of a graph with several types without theirs.
+        ValueError: A type of nodes that the graph does not have.
+    """
+    if isinstance(data, Data):
+        return None, given, (data.num_nodes, data.num_nodes)
+    if given is None:
+        return None, None, (0, 0)
+    name = f"input_{stage.removesuffix('ict')}_edges"
+    alone = isinstance(given, tuple) and len(given) == 3 and all(isinstance(part, str) for part in given)
+    edge_type, edges = (given, None) if alone else given if isinstance(given, tuple | list) else (None, given)
+    if not isinstance(edge_type, tuple) or len(edge_type) != 3:
+        raise TypeError(f"edges of a graph with several types need theirs: give {name}=(edge_type, edges)")
+    for node_type in (edge_type[0], edge_type[2]):
+        if node_type not in data.node_types:
+            raise ValueError(f"{name}: there is no node type {node_type!r}, only {', '.join(data.node_types)}")
+    if edges is None:
+        if edge_type not in data.edge_types:
+            raise ValueError(f"{name}: there is no edge type {edge_type}; give the edges too")
+        edges = data[edge_type].edge_index
+    return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
+
+
+def _checked(edges: Any, labels: Any, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
     name = f"input_{'pred' if stage == 'predict' else stage}"
     if edges is None:
         if labels is not None:
             raise ValueError(f"{name}_labels are given without {name}_edges")
         return None, None
-    edges = check_edges(edges, num_nodes, f"{name}_edges")
+    edges = check_edges(edges, sizes, f"{name}_edges")
     return edges, None if labels is None else check_edge_labels(labels, edges.size(1), f"{name}_labels")
 
 
 def _negatives(
-    neg_sampling: Any = None, neg_sampling_ratio: Any = None, num_nodes: int = 0, where: str = ""
+    neg_sampling: Any = None, neg_sampling_ratio: Any = None, sizes: tuple[int, int] = (0, 0), where: str = ""
 ) -> NegativeSampling | None:
     """Return PyG's description of the negative edges, None for none, out of any of PyG's ways to ask for them."""
     if neg_sampling_ratio is not None:
@@ -224,7 +279,7 @@ def _negatives(
             "torch_geometric.sampler.NegativeSampling"
         ) from None
     found = copy.copy(found)
-    for name in ("src_weight", "dst_weight"):
+    for name, num_nodes in zip(("src_weight", "dst_weight"), sizes, strict=True):
         setattr(found, name, _probabilities(getattr(found, name), num_nodes, f"{where}{name}"))
     return found
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import LinkLoader, NodeLoader
-from torch_geometric.sampler import SamplerOutput
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.features import FeatureTable
@@ -33,6 +33,7 @@ from lightning_gnn.sampling.options import checked_options
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
+_NOTHING = torch.empty(0, dtype=torch.int64)
 Task = tuple[int, int, list[int]]
 """A mini-batch to prepare: epoch, number, positions of the seeds, which may be a :class:`Slice`."""
 
@@ -90,14 +91,15 @@ class Prepared:
         batch: Without what is in ``left``.
         cost: What it took.
         key: The key of the mini-batch.
-        left: Attributes whose rows are gathered when the mini-batch is trained on, and which rows, int64 ``[n]``.
+        left: Attributes, by the type that has them (None where there is one), whose rows are gathered when the
+            mini-batch is trained on, and which rows, int64 ``[n]``.
         part: Which part of a mini-batch it is, where that has been shared out.
     """
 
     batch: Data
     cost: PreparationTimes
     key: int
-    left: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[tuple[Any, str], Tensor] = field(default_factory=dict)
     part: int = 0
 
 
@@ -153,8 +155,8 @@ class _ThreadedLoader:
         self._pass = -1
         self._epoch_seen: int | None = None
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
-        if not isinstance(self.data, Data):
-            raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(self.data).__name__}")
+        if not isinstance(self.data, Data | HeteroData):
+            raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(self.data).__name__}")
         self._takes_key, self._keyed = _takes_key(self._graph_sampler, self._sample_from)
         if not hasattr(self.sampler, "set_epoch"):
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
@@ -253,17 +255,19 @@ class _ThreadedLoader:
         """Attach what tells the seeds of a batch."""
         raise NotImplementedError
 
-    def trained(self) -> list[str]:
-        """Return the attributes that are trained: their rows of now would be stale when their turn comes."""
-        store = self.data._store
-        keys = [key for key, value in store.items() if isinstance(value, Tensor) and value.requires_grad]
-        return [key for key in keys if store.is_node_attr(key) or store.is_edge_attr(key)]
+    def trained(self) -> list[tuple[Any, str]]:
+        """Return the attributes that are trained, with their types: rows of now would be stale when their turn comes."""
+        return [
+            (name, key)
+            for name, store in _stores(self.data)
+            for key, value in store.items()
+            if isinstance(value, Tensor) and value.requires_grad and (_of_nodes(store, key) or _of_edges(store, key))
+        ]
 
     def filter_fn(self, out: SamplerOutput) -> Data:
         """Join a subgraph with its features, as PyG's loaders do, with random numbers from the process's stream."""
         batch, left = self._join(out if (change := self.transform_sampler_output) is None else change(out))
-        for key, ids in left.items():
-            batch[key] = self._trained_rows(key, ids)
+        self._gather_trained(batch, left)
         return batch if self.transform is None else self.transform(batch)
 
     @profiled("feature_loading")
@@ -276,7 +280,7 @@ class _ThreadedLoader:
             part: Which part of it, where it has been shared out.
         """
         start = time.perf_counter()
-        left: dict[str, Tensor] = {}
+        left: dict[tuple[Any, str], Tensor] = {}
         if not self._joins_features:
             batch = self._run_user_code(self.filter_fn, out, key, _TRANSFORM, part)
         else:
@@ -285,48 +289,72 @@ class _ThreadedLoader:
             batch, left = self._join(out)
             if self.transform is not None and self.thread_safe and not left:
                 batch = self._run_user_code(self.transform, batch, key, _TRANSFORM, part)
-        cost = PreparationTimes(1, out.node.numel(), out.row.numel(), features_s=time.perf_counter() - start)
+        cost = PreparationTimes(1, _count(out.node), _count(out.row), features_s=time.perf_counter() - start)
         return Prepared(batch, cost, key, left, part)
 
-    def _join(self, out: SamplerOutput) -> tuple[Data, dict[str, Tensor]]:
+    def _join(self, out: SamplerOutput | HeteroSamplerOutput) -> tuple[Any, dict[tuple[Any, str], Tensor]]:
         """Return a mini-batch without the rows of what is trained, and which these are."""
-        edge = out.edge
-        permutation = getattr(self._graph_sampler, "edge_permutation", None)
-        if edge is not None and permutation is not None:
-            edge = permutation[edge.to(torch.int64)]
         batch = copy.copy(self.data)
-        for key in ("graph", "adj_t"):
-            if key in batch:
-                del batch[key]
-        batch.edge_index = _joined(out.row, out.col)
-        store, trained, left = self.data._store, self.trained(), {}
-        for key in store:
-            if key in ("edge_index", "adj_t", "graph"):
-                continue
-            if key == "num_nodes":
-                batch.num_nodes = out.node.numel()
-                continue
-            of_nodes = store.is_node_attr(key)
-            if not of_nodes and not store.is_edge_attr(key):
-                continue
-            ids = out.node if of_nodes else edge
-            if ids is None:
-                batch[key] = None
-            elif key in trained:
-                batch[key], left[key] = torch.empty(0), ids  # the place among the attributes
+        typed = isinstance(out, HeteroSamplerOutput)
+        if typed is not isinstance(batch, HeteroData):
+            raise TypeError(
+                f"the sampler {type(self._graph_sampler).__name__} returned a {type(out).__name__}, but the graph is a "
+                f"{type(batch).__name__}"
+            )
+        permutation = getattr(self._graph_sampler, "edge_permutation", None)
+        trained, left = self.trained(), {}
+        for name, store in _stores(self.data):
+            part = batch[name] if typed else batch._store
+            node, row, col, edge = (
+                (values or {}).get(name) if typed else values for values in (out.node, out.row, out.col, out.edge)
+            )
+            if typed and isinstance(name, str) and node is None:
+                node = _NOTHING
+            elif typed and not isinstance(name, str) and row is None:
+                row, col, edge = _NOTHING, _NOTHING, _NOTHING
+            places = permutation.get(name) if isinstance(permutation, dict) else permutation
+            if edge is not None and places is not None:
+                edge = places[edge.to(torch.int64)]
+            for key in ("graph", "adj_t"):
+                if key in part:
+                    del part[key]
+            if row is not None:
+                part.edge_index = _joined(row, col)
+            for key in store:
+                if key in ("edge_index", "adj_t", "graph"):
+                    continue
+                if key == "num_nodes":
+                    part.num_nodes = node.numel()
+                    continue
+                of_nodes = _of_nodes(store, key)
+                if not of_nodes and not _of_edges(store, key):
+                    continue
+                ids = node if of_nodes else edge
+                if ids is None:
+                    part[key] = None
+                elif (name, key) in trained:
+                    part[key], left[name, key] = torch.empty(0), ids  # the place among the attributes
+                else:
+                    part[key] = self._rows(store, key, ids)
+            if node is not None and "n_id" not in store:
+                part.n_id = node
+            if edge is not None and "e_id" not in store:
+                part.e_id = edge
+            if row is not None and out.orig_row is not None and out.orig_col is not None:
+                ends = (out.orig_row[name], out.orig_col[name]) if typed else (out.orig_row, out.orig_col)
+                part._orig_edge_index = torch.stack(ends)
+        for key in ("batch", "num_sampled_nodes", "num_sampled_edges"):
+            if typed:
+                batch.set_value_dict(key, getattr(out, key) or {})
             else:
-                batch[key] = self._rows(key, ids)
-        if "n_id" not in store:
-            batch.n_id = out.node
-        if edge is not None and "e_id" not in store:
-            batch.e_id = edge
-        batch.batch = out.batch
-        batch.num_sampled_nodes = out.num_sampled_nodes
-        batch.num_sampled_edges = out.num_sampled_edges
-        if out.orig_row is not None and out.orig_col is not None:
-            batch._orig_edge_index = torch.stack([out.orig_row, out.orig_col])
+                batch[key] = getattr(out, key)
         self.describe(batch, out)
         return batch, left
+
+    def _gather_trained(self, batch: Any, left: dict[tuple[Any, str], Tensor]) -> None:
+        for (name, key), ids in left.items():
+            part = batch._store if name is None else batch[name]
+            part[key] = self._trained_rows(self.data._store if name is None else self.data[name], key, ids)
 
     def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
@@ -357,10 +385,9 @@ class _ThreadedLoader:
             prepared: The mini-batch; its cost goes on.
         """
         batch, start = prepared.batch, time.perf_counter()
-        for key, ids in prepared.left.items():
-            batch[key] = self._trained_rows(key, ids)
+        self._gather_trained(batch, prepared.left)
         if self._joins_features and self.transform is not None and not (self.thread_safe and not prepared.left):
-            device = batch.edge_index.device
+            device = next((store.edge_index.device for store in batch.edge_stores if "edge_index" in store), None)
             batch = self._run_user_code(self.transform, batch, prepared.key, _TRANSFORM, prepared.part, device)
         prepared.cost.features_s += time.perf_counter() - start
         return batch
@@ -386,11 +413,11 @@ class _ThreadedLoader:
             except StopIteration as error:
                 raise RuntimeError(f"{getattr(code, '__qualname__', code)} raised StopIteration") from error
 
-    def _rows(self, key: str, ids: Tensor) -> Any:
+    def _rows(self, store: Any, key: str, ids: Tensor) -> Any:
         if key in self.tables:
             return self.tables[key].gather(ids)
-        value = self.data[key]
-        dim = self.data.__cat_dim__(key, value)
+        value = store[key]
+        dim = self.data.__cat_dim__(key, value, store)
         if isinstance(value, Tensor) and value.is_cpu and ids.is_cpu and dim == 0:
             return gather_rows(value, ids)
         if isinstance(value, Tensor):
@@ -402,30 +429,31 @@ class _ThreadedLoader:
             return value[ids.to(value.device)]
         return [value[i] for i in ids.tolist()]
 
-    def _trained_rows(self, key: str, ids: Tensor) -> Tensor:
-        value: Tensor = self.data[key]
+    def _trained_rows(self, store: Any, key: str, ids: Tensor) -> Tensor:
+        value: Tensor = store[key]
         ids = ids.to(value.device)
         if self.sparse_grad:
             return F.embedding(ids, value, sparse=True)
-        return value.index_select(self.data.__cat_dim__(key, value), ids)
+        return value.index_select(self.data.__cat_dim__(key, value, store), ids)
 
     def _check_trained(self) -> None:
-        for key in self.trained():
-            value = self.data[key]
+        for name, key in self.trained():
+            store = self.data._store if name is None else self.data[name]
+            value, where = store[key], f"data.{key}" if name is None else f"data[{name!r}].{key}"
             if not hasattr(self.batch_sampler, "__len__"):
                 raise ValueError(
-                    f"data.{key} requires gradients, but the batch_sampler has no __len__: without it Lightning "
+                    f"{where} requires gradients, but the batch_sampler has no __len__: without it Lightning "
                     "fetches each mini-batch before the step that changes its rows"
                 )
             if key in self.tables:
-                raise ValueError(f"data.{key} is trained, so no table can stand for it")
-            if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value) != 0):
+                raise ValueError(f"{where} is trained, so no table can stand for it")
+            if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value, store) != 0):
                 raise ValueError(
-                    f"sparse_grad=True needs rows, but data.{key}, which requires gradients, has the shape "
+                    f"sparse_grad=True needs rows, but {where}, which requires gradients, has the shape "
                     f"{list(value.shape)}"
                 )
             if value.layout != torch.strided:
-                raise TypeError(f"data.{key} requires gradients and is sparse; use data.{key}.to_dense()")
+                raise TypeError(f"{where} requires gradients and is sparse; use {where}.to_dense()")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} batches, num_workers={self.num_threads})"  # type: ignore[arg-type]
@@ -488,7 +516,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
             gathered when the mini-batch is handed out, from the values of then.
 
     Raises:
-        TypeError: The data is not homogeneous, or a sparse tensor requires gradients.
+        TypeError: The data is no graph of PyG's, or a sparse tensor requires gradients.
         ValueError: A negative number of workers, no prefetching, or attributes that require gradients where rows cannot
             be gathered in time or sparsely.
     """
@@ -509,10 +537,10 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
         return self.node_sampler.sample_from_nodes(SeedRange(inputs, first) if first else inputs, **key)
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
-        """Attach ``input_id`` and ``batch_size``."""
-        batch.input_id = out.metadata[0]
-        batch.seed_time = None
-        batch.batch_size = out.metadata[0].size(0)
+        """Attach ``input_id`` and ``batch_size``, to the type of the seeds where there are several."""
+        part = batch if isinstance(batch, Data) else batch[self.input_data.input_type]
+        part.input_id, part.seed_time = out.metadata
+        part.batch_size = out.metadata[0].size(0)
 
 
 class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
@@ -538,14 +566,38 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
         """Attach ``input_id`` and the labelled edges, or the triplets, in local ids."""
-        batch.input_id = out.metadata[0]
+        edges = source = target = batch
+        if isinstance(batch, HeteroData):
+            name = self.input_data.input_type
+            edges, source, target = batch[name], batch[name[0]], batch[name[-1]]
+        edges.input_id = out.metadata[0]
         if self.neg_sampling is None or self.neg_sampling.is_binary():
-            batch.edge_label_index, batch.edge_label, batch.edge_label_time = out.metadata[1:4]
+            edges.edge_label_index, edges.edge_label, edges.edge_label_time = out.metadata[1:4]
         else:
-            batch.src_index, batch.dst_pos_index, batch.dst_neg_index, batch.seed_time = out.metadata[1:5]
+            source.src_index, target.dst_pos_index, target.dst_neg_index, source.seed_time = out.metadata[1:5]
+            target.seed_time = source.seed_time
             for key in ("edge_label_index", "edge_label_time"):
-                if key in batch:
-                    del batch[key]
+                if key in edges:
+                    del edges[key]
+
+
+def _stores(data: Any) -> list[tuple[Any, Any]]:
+    """Return the stores of nodes and edges with their types; the one of a graph of one type has None."""
+    if isinstance(data, Data):
+        return [(None, data._store)]
+    return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
+
+
+def _of_nodes(store: Any, key: str) -> bool:
+    return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
+
+
+def _of_edges(store: Any, key: str) -> bool:
+    return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))
+
+
+def _count(ids: Any) -> int:
+    return sum(part.numel() for part in ids.values()) if isinstance(ids, dict) else ids.numel()
 
 
 def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:

@@ -1,28 +1,47 @@
-"""A PyG sampler on top of :func:`lightning_gnn.ops.sample_neighbors`."""
+"""A PyG sampler on top of :func:`lightning_gnn.ops.sample_neighbors`, for graphs of one type and of several."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
+    HeteroSamplerOutput,
     NegativeSampling,
     NodeSamplerInput,
     SamplerOutput,
 )
-from torch_geometric.sampler.base import NumNeighbors
+from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops import NeighborSample, batch_key, sample_neighbors
+from lightning_gnn.ops import Labor, NeighborSample, batch_key, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.gather.numba import take
-from lightning_gnn.ops.sample.definition import check_backend, check_fanouts, check_flags, check_integer, check_key
+from lightning_gnn.ops.hashing import BatchKey
+from lightning_gnn.ops.sample.definition import (
+    check_backend,
+    check_fanouts,
+    check_flags,
+    check_integer,
+    check_key,
+    check_rule,
+)
+from lightning_gnn.ops.sample.hetero import fanouts_by_type
+from lightning_gnn.sampling.edge_attributes import with_times, with_weights
+from lightning_gnn.sampling.seed_edges import without_seed_edges
+
+Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
+Output = SamplerOutput | HeteroSamplerOutput
+_ByType = Tensor | dict[NodeType, Tensor]
 
 
 class SeedRange(NodeSamplerInput):  # type: ignore[misc]
@@ -41,21 +60,36 @@ class SeedRange(NodeSamplerInput):  # type: ignore[misc]
 
 
 class NeighborSampler(BaseSampler):  # type: ignore[misc]
-    """Uniform neighbour sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
+    """Neighbour sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
 
     The ``edge`` of its output holds positions in the user's ``edge_index``, so it needs no ``edge_permutation``.
 
     Args:
-        data: The graph.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        data: The graph, of one type (``Data``, ``CSCGraph``) or of several (``HeteroData``, ``HeteroCSCGraph``).
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
+            each edge type.
         replace: Draw with replacement.
         disjoint: One tree per seed, told apart by ``batch``; trees are drawn independently of each other.
         seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
         backend: ``"numba"``, ``"pyg_lib"`` or ``"reference"``; by default the one for the device.
+        subgraph_type: ``"directional"``: the edges that were picked; ``"bidirectional"``: and their reverses;
+            ``"induced"``: all that the graph has between the nodes that were found.
+        time_attr: Attribute with the times of nodes or of edges. A seed then sees no edge, and no source, that is later
+            than its own time; it has a tree of its own.
+        temporal_strategy: ``"uniform"``: pick among the edges that are early enough; ``"last"``: take the newest.
+        time_window: For how long before its time edges count for a seed; by default for ever.
+        weight_attr: Attribute with the weights of edges, in proportion to which they are picked; edges of the weight 0
+            never are.
+        sampler: ``"uniform"``, or ``"labor"``: targets share their sources, so that mini-batches have fewer nodes.
+        layer_dependency: With LABOR, all hops share them: fewer nodes again, hops that depend on each other.
+        batch_dependency: With LABOR, a source's variate is kept for so many consecutive mini-batches, so that these
+            have nodes in common; for our loaders, which number them.
+        exclude_seed_edges: In link prediction, take the edges that are to be predicted out of the messages, and their
+            reverses: of ``(a, "rel", b)`` those of ``(b, "rev_rel", a)``. A dict names other reverse edge types.
 
     Raises:
-        TypeError: ``data`` is no homogeneous graph, or fanouts or the seed are no integers.
-        ValueError: A graph, fanout or backend that is not valid.
+        TypeError: ``data`` is no graph, or fanouts or the seed are no integers.
+        ValueError: A graph, fanout, attribute or backend that is not valid, or options that exclude each other.
 
     Examples:
         >>> import torch
@@ -72,31 +106,84 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def __init__(
         self,
-        data: Data | CSCGraph,
-        num_neighbors: Sequence[int] | NumNeighbors,
+        data: Data | HeteroData | CSCGraph | HeteroCSCGraph,
+        num_neighbors: Fanouts | NumNeighbors,
         replace: bool = False,
         disjoint: bool = False,
         seed: int | None = None,
         backend: str | None = None,
+        *,
+        subgraph_type: SubgraphType | str = "directional",
+        time_attr: str | None = None,
+        temporal_strategy: str = "uniform",
+        time_window: float | None = None,
+        weight_attr: str | None = None,
+        sampler: str = "uniform",
+        layer_dependency: bool = False,
+        batch_dependency: int = 1,
+        exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
     ) -> None:
-        self.graph = data if isinstance(data, CSCGraph) else CSCGraph.from_data(data)
+        graph = _topology(data)
+        graph, self.node_time = with_times(graph, data, time_attr)
+        self.whole_graph, self.graph = graph, with_weights(graph, data, weight_attr)
         self.num_neighbors = num_neighbors
         check_flags(replace=replace, disjoint=disjoint)
         self.replace = replace
-        self.disjoint = disjoint
+        self._disjoint = disjoint
         self.seed = torch.initial_seed() if seed is None else check_integer("seed", seed, -(2**63), 2**64 - 1)
         check_backend(backend)
         self.backend = backend
         self._rank = ProcessRank()
+        self.subgraph_type = subgraph_type
+        self.temporal_strategy = temporal_strategy
+        self.time_window = time_window
+        if sampler not in ("uniform", "labor"):
+            raise ValueError(f"unknown sampler {sampler!r}; choose one of uniform, labor")
+        if sampler == "uniform" and (layer_dependency or batch_dependency != 1):
+            raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
+        self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
+        self.exclude_seed_edges = exclude_seed_edges
+        check_rule(replace, self.disjoint, 0, temporal_strategy, self.labor, weight_attr is not None)
+        if self.disjoint and self.subgraph_type == SubgraphType.induced:
+            raise ValueError("disjoint trees, and times, have no induced subgraphs: use subgraph_type='directional'")
 
     @property
-    def num_neighbors(self) -> list[int]:
-        """Fanout of each hop."""
+    def num_neighbors(self) -> Any:
+        """Fanout of each hop, with several types perhaps of each edge type."""
         return self._num_neighbors
 
     @num_neighbors.setter
-    def num_neighbors(self, value: Sequence[int] | NumNeighbors) -> None:
-        self._num_neighbors = check_fanouts(value.get_mapped_values() if isinstance(value, NumNeighbors) else value)
+    def num_neighbors(self, value: Fanouts | NumNeighbors) -> None:
+        typed = isinstance(self.graph, HeteroCSCGraph)
+        if isinstance(value, NumNeighbors):
+            value = value.get_values(self.graph.edge_types if typed else None)
+        if typed and isinstance(value, Mapping):
+            self._num_neighbors: Any = fanouts_by_type(self.graph, value)
+        else:
+            self._num_neighbors = check_fanouts(value)
+
+    @property
+    def subgraph_type(self) -> SubgraphType:
+        """Which edges between the sampled nodes a mini-batch has."""
+        return self._subgraph_type
+
+    @subgraph_type.setter
+    def subgraph_type(self, value: SubgraphType | str) -> None:
+        self._subgraph_type = known_subgraph_type(value)
+
+    @property
+    def is_temporal(self) -> bool:
+        """Whether edges have times."""
+        return self.graph.is_temporal
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether each seed has a tree of its own, as with times it does."""
+        return self._disjoint or self.is_temporal
+
+    @disjoint.setter
+    def disjoint(self, value: bool) -> None:
+        self._disjoint = value
 
     def with_options(self, **options: object) -> NeighborSampler:
         """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
@@ -105,75 +192,107 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             setattr(other, name, value)
         return other
 
-    def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> SamplerOutput:
+    def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> Output:
         """Sample the neighbourhoods of some seeds.
 
         Args:
-            inputs: The seeds, int64 ``[batch_size]``.
+            inputs: The seeds, int64 ``[batch_size]``, perhaps with their type and times.
             key: The key of the mini-batch; by default one is drawn from torch's global random stream.
 
         Raises:
             TypeError: The input is no ``NodeSamplerInput``.
             IndexError: A seed outside the graph.
-            NotImplementedError: Seeds with timestamps.
-            ValueError: Seeds of a node type.
+            ValueError: Seeds of a type that the graph does not have, or without times where they need some.
         """
         if not isinstance(inputs, NodeSamplerInput):
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
-        key = self._next_key() if key is None else check_key(key)
+        key = self._next_key() if key is None else key
         first = inputs.first if isinstance(inputs, SeedRange) else 0
-        return node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first))
+        return self._both_ways(node_sample(inputs, lambda seeds, times: self.sample(seeds, times, key, first)))
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
-    ) -> SamplerOutput:
+    ) -> Output:
         """Sample the neighbourhoods of both ends of some edges, and of negative edges beside them.
 
         Disjoint trees are numbered by edge, as PyG does, but each end has a tree of its own, drawn independently.
 
         Args:
-            inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels.
+            inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels, times and type.
             neg_sampling: PyG's description of the negative edges; their ends are drawn from the key too.
             key: The key of the mini-batch, as for :meth:`sample_from_nodes`.
 
         Raises:
             TypeError: The input is no ``EdgeSamplerInput``.
             IndexError: An end outside the graph.
-            NotImplementedError: Edges with timestamps.
-            ValueError: Edges of an edge type.
+            ValueError: Edges of a type that the graph does not have, or with times where edges of the graph have none.
         """
         if not isinstance(inputs, EdgeSamplerInput):
             raise TypeError(f"expected EdgeSamplerInput(None, sources, targets), got {type(inputs).__name__}")
-        key = self._next_key() if key is None else check_key(key)
-        if inputs.time is not None:
-            raise NotImplementedError("temporal sampling is not supported: leave out edge_label_time")
+        key = self._next_key() if key is None else key
+        if inputs.time is not None and not self.is_temporal:
+            raise ValueError("edge_label_time is given, but edges of the graph have no times: give time_attr")
+        if (inputs.input_type is None) is isinstance(self.graph, HeteroCSCGraph):
+            raise ValueError(
+                "edges of a graph with several types need theirs: give edge_label_index=(edge_type, edges)"
+                if inputs.input_type is None
+                else f"edges of the type {inputs.input_type} were given, but the graph has one type"
+            )
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
-        return edge_sample(
+        out = edge_sample(
             inputs,
-            lambda seeds, times: self._sample(seeds, times, key),
+            lambda seeds, times: self.sample(seeds, times, key),
             self.graph.num_nodes,
             self.disjoint,
-            None,
+            self.node_time,
             negatives,
         )
+        if self.exclude_seed_edges:
+            named = self.exclude_seed_edges if isinstance(self.exclude_seed_edges, Mapping) else {}
+            out = without_seed_edges(out, inputs, named)
+        return self._both_ways(out)
 
-    def _sample(self, seeds: Tensor, times: Tensor | None, key: int, first: int = 0) -> SamplerOutput:
-        if times is not None:
-            raise NotImplementedError("temporal sampling is not supported: leave out input_time (times of the seeds)")
+    def sample(self, seeds: _ByType, times: _ByType | None, key: int, first: int = 0) -> Output:
+        """Sample the neighbourhoods of seeds, by type if the graph has several.
+
+        Args:
+            seeds: int64 ``[batch_size]``.
+            times: Of the seeds, or None: those of their nodes, where edges have times.
+            key: The key of the mini-batch.
+            first: Position of the first seed in the whole mini-batch.
+        """
+        if isinstance(self.graph, HeteroCSCGraph):
+            if not isinstance(seeds, dict):
+                raise ValueError(
+                    "seeds of a graph with several types need theirs: give input_nodes=(node_type, ids or mask)"
+                )
+            if times is None and self.is_temporal:
+                times = {name: self._times_of(name, ids) for name, ids in seeds.items()}
+            return self._sample_types(seeds, times, key, first)
         check_untyped(seeds)
-        out = self.draw(seeds, key, first) if first and self.disjoint else self.draw(seeds, key)
+        if times is None and self.is_temporal:
+            if self.node_time is None:
+                raise ValueError("times are those of edges, so seeds have none: give input_time")
+            times = self.node_time[seeds]
+        if times is not None or self.labor is not None:
+            out = self._draw(seeds, times, key, first)
+        else:
+            out = self.draw(seeds, key, first) if first and self.disjoint else self.draw(seeds, key)
+        edge = self.original_edges(out.edge)
+        if self.subgraph_type == SubgraphType.induced:
+            return self._induced(out)
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
             col=out.edge_index[1],
-            edge=self.original_edges(out.edge),
+            edge=edge,
             batch=out.batch,
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,
         )
 
     def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
-        """Sample a subgraph; what a sampler on another device overrides.
+        """Sample a subgraph of a graph of one type, uniformly or by weight; what another device's sampler overrides.
 
         Args:
             seeds: int64 ``[batch_size]``.
@@ -183,25 +302,114 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         Raises:
             IndexError: A seed outside the graph.
         """
-        options = {"replace": self.replace, "disjoint": self.disjoint}
+        return self._draw(seeds, None, key, first_tree)
+
+    def _draw(self, seeds: Tensor, times: Any, key: int, first: int) -> NeighborSample:
         return sample_neighbors(
-            self.graph, seeds, self.num_neighbors, key, first_tree=first_tree, backend=self.backend, **options
+            self.graph, seeds, self.num_neighbors, seed_time=times, **self._options(key, first), backend=self.backend
         )
+
+    def _options(self, key: int, first: int) -> dict[str, Any]:
+        labor = self.labor
+        if labor is not None and labor.batch_dependency > 1:
+            if not isinstance(key, BatchKey):
+                raise ValueError(
+                    "batch_dependency needs mini-batches with numbers: use the loaders of lightning_gnn, or a key from "
+                    "batch_key"
+                )
+            key, labor = key.epoch_key, labor._replace(batch=key.number)
+            key -= (key >> 63) << 64
+        return {
+            "key": check_key(key),
+            "replace": self.replace,
+            "disjoint": self.disjoint,
+            "first_tree": first,
+            "time_window": self.time_window,
+            "temporal_strategy": self.temporal_strategy,
+            "labor": labor,
+        }
+
+    def _times_of(self, name: NodeType, ids: Tensor) -> Tensor:
+        if not isinstance(self.node_time, dict) or name not in self.node_time:
+            raise ValueError(f"seeds of {name!r} have no times of their own: give input_time")
+        return self.node_time[name][ids]
+
+    def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
+        graph: HeteroCSCGraph = self.graph  # type: ignore[assignment]
+        out = sample_hetero_neighbors(
+            graph, seeds, self.num_neighbors, seed_time=times, **self._options(key, first), backend=self.backend
+        )
+        edge_index, edge, counts = out.edge_index, out.edge, {
+            "num_sampled_nodes": out.num_sampled_nodes,
+            "num_sampled_edges": out.num_sampled_edges,
+        }  # fmt: skip
+        if self.subgraph_type == SubgraphType.induced:
+            graph, counts = self.whole_graph, {}  # type: ignore[assignment]
+            whole = sample_hetero_neighbors(graph, out.node, [-1])
+            inside = {name: whole.edge_index[name][0] < out.node[name[0]].numel() for name in edge_index}
+            edge_index = {name: whole.edge_index[name][:, inside[name]] for name in inside}
+            edge = {name: whole.edge[name][inside[name]] for name in inside}
+        return HeteroSamplerOutput(
+            node=out.node,
+            row={name: both[0] for name, both in edge_index.items()},
+            col={name: both[1] for name, both in edge_index.items()},
+            edge={name: _original(graph.relations[name], places) for name, places in edge.items()},
+            batch=out.batch,
+            **counts,
+        )
+
+    def _induced(self, out: NeighborSample) -> SamplerOutput:
+        """Return all edges that the graph has between the sampled nodes."""
+        whole = sample_neighbors(self.whole_graph, out.node, [-1], backend=self.backend)  # type: ignore[arg-type]
+        inside = whole.edge_index[0] < out.node.numel()
+        return SamplerOutput(
+            node=out.node,
+            row=whole.edge_index[0, inside],
+            col=whole.edge_index[1, inside],
+            edge=_original(self.whole_graph, whole.edge[inside]),  # type: ignore[arg-type]
+            batch=out.batch,
+        )
+
+    def _both_ways(self, out: Output) -> Output:
+        return out.to_bidirectional() if self.subgraph_type == SubgraphType.bidirectional else out
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
-        if self.graph.edge_ids is None:
-            return edge
-        out = pool.empty(edge.shape, torch.int64)
-        take(self.graph.edge_ids.numpy(), edge.numpy(), out.numpy())
-        return out
+        return _original(self.graph, edge)  # type: ignore[arg-type]
 
     def _next_key(self) -> int:
         # torch seeds its global stream in each worker process anew, in each epoch, but alike on all ranks.
-        return batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ())))
+        return int(batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ()))))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
+
+
+def _topology(data: object) -> CSCGraph | HeteroCSCGraph:
+    if isinstance(data, CSCGraph | HeteroCSCGraph):
+        return data
+    return HeteroCSCGraph.from_data(data) if isinstance(data, HeteroData) else CSCGraph.from_data(data)  # type: ignore[arg-type]
+
+
+def _original(graph: CSCGraph, edge: Tensor) -> Tensor:
+    if graph.edge_ids is None:
+        return edge
+    out = pool.empty(edge.shape, torch.int64)
+    take(graph.edge_ids.numpy(), edge.numpy(), out.numpy())
+    return out
+
+
+def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
+    """Return PyG's enum; LightningNodeData hands on what the user wrote.
+
+    Raises:
+        ValueError: There is no such type.
+    """
+    try:
+        return SubgraphType(value)
+    except ValueError:
+        kinds = ", ".join(kind.value for kind in SubgraphType)
+        raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
 
 
 class ProcessRank:
@@ -237,7 +445,7 @@ class _KeyedNegatives:
 
     def __init__(self, negatives: NegativeSampling, key: int) -> None:
         self._negatives = negatives
-        self._generator = torch.Generator().manual_seed(key)
+        self._generator = torch.Generator().manual_seed(check_key(key))
         self.amount = negatives.amount
         self.is_binary = negatives.is_binary
         self.is_triplet = negatives.is_triplet

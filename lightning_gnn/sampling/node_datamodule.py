@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.graph.checks import check_labels, check_nodes
 from lightning_gnn.nn.full_batch import mask_of
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import Fanouts
 
 
 class NeighborDataModule(MiniBatchDataModule):
     """Mini-batches of sampled neighbourhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
 
     Args:
-        data: The graph; ``x``, ``y`` and any other attribute of nodes or edges come with each batch.
+        data: The graph, of one type or of several; ``x``, ``y`` and any other attribute of nodes or edges come with
+            each batch.
         input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
-        input_train_time: In PyG's place; times are not supported.
+            With several types a pair of the seeds' type and these, or the type alone for all of its nodes; by default
+            the one type with a ``train_mask``.
+        input_train_time: Times of the seeds ``[n]``, where edges have times; by default those of their nodes.
         input_val_nodes: Seeds for validation; no validation loader without.
-        input_val_time: In PyG's place; not supported.
+        input_val_time: Their times.
         input_test_nodes: Seeds for testing.
-        input_test_time: In PyG's place; not supported.
+        input_test_time: Their times.
         input_pred_nodes: Seeds for prediction; all nodes by default.
-        input_pred_time: In PyG's place; not supported.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        input_pred_time: Their times.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
+            each edge type.
         batch_size: Seeds per mini-batch.
         num_workers: Threads that prepare mini-batches ahead, each with 4 bytes per node of its own.
         replace: Draw neighbours with replacement.
@@ -54,12 +59,13 @@ class NeighborDataModule(MiniBatchDataModule):
             ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
             ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
-        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as ``shuffle=False``,
-            ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
+        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.NeighborSampler`, such as ``time_attr``,
+            ``weight_attr`` or ``sampler="labor"``, and of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as
+            ``shuffle=False``, ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
             :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError: The graph is not homogeneous, a tensor is not of an integer or bool dtype, an option is unknown.
+        TypeError: The graph is none of PyG's, a tensor is not of an integer or bool dtype, an option is unknown.
         ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
             that cannot work.
 
@@ -81,17 +87,17 @@ class NeighborDataModule(MiniBatchDataModule):
 
     def __init__(
         self,
-        data: Data,
-        input_train_nodes: Tensor | None = None,
-        input_train_time: None = None,
-        input_val_nodes: Tensor | None = None,
-        input_val_time: None = None,
-        input_test_nodes: Tensor | None = None,
-        input_test_time: None = None,
-        input_pred_nodes: Tensor | None = None,
-        input_pred_time: None = None,
+        data: Data | HeteroData,
+        input_train_nodes: Any = None,
+        input_train_time: Tensor | None = None,
+        input_val_nodes: Any = None,
+        input_val_time: Tensor | None = None,
+        input_test_nodes: Any = None,
+        input_test_time: Tensor | None = None,
+        input_pred_nodes: Any = None,
+        input_pred_time: Tensor | None = None,
         *,
-        num_neighbors: Sequence[int] | None = None,
+        num_neighbors: Fanouts | None = None,
         batch_size: int = 1,
         num_workers: int = 0,
         replace: bool = False,
@@ -106,23 +112,31 @@ class NeighborDataModule(MiniBatchDataModule):
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         kwargs = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, times, share_memory)
+        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, share_memory)
         self._take_graph(
             data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
         )
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
+        times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._nodes: dict[str, Any] = {}
-        for stage, nodes in zip(LOADER_IDS, given, strict=True):
+        self._types: dict[str, NodeType | None] = {}
+        self._times: dict[str, Tensor | None] = {}
+        for stage, nodes, time in zip(LOADER_IDS, given, times, strict=True):
             name = f"input_{stage.removesuffix('ict')}_nodes"
-            if nodes is None:
+            chosen: NodeType | None = None
+            if isinstance(data, HeteroData):
+                name, chosen, nodes = _typed_seeds(data, nodes, name, stage)
+            elif nodes is None:
                 name, nodes = _seeds_in(data, stage)
-            self._nodes[stage] = None if nodes is None else check_nodes(nodes, data.num_nodes, name)
+            part = data if chosen is None else data[chosen]
+            self._types[stage] = chosen
+            self._nodes[stage] = None if nodes is None else check_nodes(nodes, part.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
             if check_features and nodes is not None and stage != "predict":
-                check_labels(data, self._nodes[stage], name)
+                check_labels(part, self._nodes[stage], name)
+            self._times[stage] = None if time is None else self._checked_times(stage, time)
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
 
@@ -136,8 +150,27 @@ class NeighborDataModule(MiniBatchDataModule):
         """Return graph, features and seeds, by name."""
         return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
 
+    def _checked_times(self, stage: str, time: Any) -> Tensor:
+        """Check the times of the seeds of a stage."""
+        name = f"input_{stage.removesuffix('ict')}_time"
+        if not getattr(self.graph_sampler, "is_temporal", True):
+            raise ValueError(f"{name} is given, but edges have no times: give time_attr")
+        time = torch.as_tensor(time)
+        if self._nodes[stage] is None and stage != "predict":
+            raise ValueError(f"{name} is given without the nodes that it is of")
+        if time.shape != (self._count(stage),):
+            raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {self._count(stage)} seeds")
+        return time
+
+    def _seeds(self, stage: str) -> Any:
+        """Return the seeds of a stage as PyG's loaders take them."""
+        nodes, chosen = self._nodes[stage], self._types[stage]
+        if chosen is None and isinstance(self.data, HeteroData):
+            raise ValueError(f"there are no nodes for {stage}ing; give input_{stage.removesuffix('ict')}_nodes")
+        return nodes if chosen is None else (chosen, nodes)
+
     def _count(self, stage: str) -> int:
-        return int(get_input_nodes(self.data, self._nodes[stage])[1].numel())
+        return int(get_input_nodes(self.data, self._seeds(stage))[1].numel())
 
     def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
@@ -145,7 +178,8 @@ class NeighborDataModule(MiniBatchDataModule):
         return ThreadedNodeLoader(
             self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
-            input_nodes=self._nodes[stage],
+            input_nodes=self._seeds(stage),
+            **({} if self._times[stage] is None else {"input_time": self._times[stage]}),
             **self.loader_arguments(stage, self._count(stage)),
         )
 
@@ -165,7 +199,35 @@ class NeighborDataModule(MiniBatchDataModule):
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-def _seeds_in(data: Data, stage: str) -> tuple[str, Any]:
+def _typed_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[str, NodeType | None, Any]:
+    """Return a name for messages, the type of the seeds, and which nodes of it, of a graph with several types.
+
+    Raises:
+        TypeError: Seeds without a type.
+        ValueError: There is no such type, or several have a mask.
+    """
+    if given is None:
+        found = {store._key: _seeds_in(store, stage) for store in data.node_stores}
+        found = {key: chosen for key, chosen in found.items() if chosen[1] is not None}
+        if len(found) > 1:
+            raise ValueError(f"several types have seeds for this: {', '.join(found)}; give {name}=(type, nodes)")
+        for key, (attribute, nodes) in found.items():
+            return attribute.replace("data.", f"data[{key!r}]."), key, nodes
+        return name, None, None
+    node_type, nodes = (given, None) if isinstance(given, str) else (given if _is_pair(given) else (None, given))
+    if node_type not in data.node_types:
+        wanted = f"{name}=(type, nodes), with a type out of {', '.join(data.node_types)}"
+        if node_type is None:
+            raise TypeError(f"seeds of a graph with several types need theirs: give {wanted}")
+        raise ValueError(f"there is no node type {node_type!r}: give {wanted}")
+    return name, node_type, torch.arange(data[node_type].num_nodes) if nodes is None else nodes
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str)
+
+
+def _seeds_in(data: Any, stage: str) -> tuple[str, Any]:
     """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):

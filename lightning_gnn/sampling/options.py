@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
-from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false, whole_number
 
 WITHOUT_EFFECT = {
@@ -21,7 +20,6 @@ WITHOUT_EFFECT = {
     "persistent_workers": "threads take no time to start",
     "pin_memory_device": "there is one kind of accelerator",
     "share_memory": "threads share the graph already",
-    "temporal_strategy": "there are no times",
     "timeout": "a thread cannot be lost; its errors are raised at once",
 }
 """Keywords that are taken and change nothing, with the reason: none of them changes a mini-batch of PyG's either."""
@@ -37,20 +35,22 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or "pl_worker_init_function" in repr(value),  # seeds the processes, for Lightning
         "workers are threads of this process; do beforehand what it does",
     ),
-    "time_attr": (lambda value: value is None, "temporal sampling is not supported; leave the option out"),
-    "weight_attr": (lambda value: value is None, "weighted sampling is not supported; leave the option out"),
-    "directed": (lambda value: value is True, "induced subgraphs are not supported; leave the option out"),
-    "subgraph_type": (
-        lambda value: str(getattr(value, "value", value)) == "directional",
-        "such subgraphs are not supported, only 'directional' ones",
-    ),
+    "directed": (lambda value: value is True, "it is PyG's former name for subgraph_type='induced'; give that"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
-_TIMES = [f"input_{split}time" for split in ("", "train_", "val_", "test_", "pred_")] + ["edge_label_time"]
-_REFUSED.update(dict.fromkeys(_TIMES, _REFUSED["time_attr"]))
+SAMPLING = (
+    "subgraph_type",
+    "time_attr",
+    "temporal_strategy",
+    "time_window",
+    "weight_attr",
+    "layer_dependency",
+    "batch_dependency",
+)
+"""Options of the sampler that DataModules hand on to it, beside those that are arguments of their own."""
 
 _LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
-_SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend")
+_SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend", *SAMPLING, "exclude_seed_edges")
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
 
@@ -100,9 +100,7 @@ def _checked(name: str, value: Any) -> Any:
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     if name in ("sampler", "batch_sampler") and value is not None and not {"__iter__", "__getitem__"} & {*dir(value)}:
         raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
-    if name in ("input_nodes", "edge_label_index"):
-        refuse_type(value, name, "node" if name == "input_nodes" else "edge")
-    return torch.as_tensor(value) if name in ("edge_label_index", "edge_label") and value is not None else value
+    return torch.as_tensor(value) if name == "edge_label" and value is not None else value
 
 
 def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:

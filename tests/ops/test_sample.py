@@ -144,11 +144,12 @@ def test_a_thread_survives_the_end_of_the_stamps():
     for _ in range(3):
         assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
     assert sample_numba._scratch.stamp == 2
-    sample_numba._scratch.slot_stamp = LAST_STAMP - 1
+    slots = sample_numba._scratch.slots[0]
+    slots.stamp = LAST_STAMP - 1
     with hashing():
         for _ in range(3):
             assert_equal(sample_neighbors(graph, torch.arange(20), [5, 5], 7), before)
-    assert sample_numba._scratch.slot_stamp == 2
+    assert slots.stamp == 2
 
 
 def test_stamps_end_in_the_middle_of_a_disjoint_sample():
@@ -156,7 +157,7 @@ def test_stamps_end_in_the_middle_of_a_disjoint_sample():
     seeds = torch.randint(200, (20,))
     expected = sample_neighbors(graph, seeds, [5, -1], 7, disjoint=True, backend="reference")
     for left in range(45):
-        sample_numba._scratch.slot_stamp = LAST_STAMP - left
+        sample_numba._scratch.slots[0].stamp = LAST_STAMP - left
         assert_equal(sample_neighbors(graph, seeds, [5, -1], 7, disjoint=True), expected)
 
 

@@ -5,6 +5,7 @@ import random
 import torch
 
 from lightning_gnn.ops.sample.reference import sample_reference
+from lightning_gnn.ops.sample.relation import Relation, Rule
 
 
 def csc(num_nodes, edges):
@@ -50,5 +51,9 @@ def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, first
 
 def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0):
     """Compare a Triton sample with the reference, exactly."""
-    wanted = sample_reference(*graph, seeds, fanouts, key, replace, disjoint, first_tree)
+    relation, rule = Relation(0, 0, fanouts, *graph), Rule(replace, disjoint, first_tree)
+    node, tree, row, col, edge, node_counts, edge_counts = (
+        by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)
+    )
+    wanted = node, row, col, edge, tree if disjoint else None, node_counts, edge_counts
     assert sampled(sampler, seeds, fanouts, key, replace, disjoint, first_tree) == wanted

@@ -1,4 +1,4 @@
-"""Multi-hop uniform neighbour sampling, defined once for every backend.
+"""Multi-hop neighbour sampling, defined once for every backend.
 
 Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash
 of (key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one.
@@ -8,6 +8,20 @@ are ordered by (hop, target's local id, j). A seed given twice keeps both places
 it refer to the first place. Disjoint samples are one tree per seed. Disjoint trees are independent: the position of the
 seed in the whole mini-batch is mixed into the key, so a node's picks differ from tree to tree, also between two trees
 of one seed, and a tree depends on its seed and that position alone, not on which other seeds are sampled with it.
+
+*Types.* Edge types are numbered by their sorted triples, ids are those within a node's type, and the number of the edge
+type is mixed into the key, but for the first one. In each hop each edge type, in that order, expands the nodes of its
+target type that the hop before has found.
+
+*Times.* Each seed is the root of a tree, which sees no edge that is later than the seed's time. In-edges are sorted by
+time, so what a node may pick of is a range of its list; it picks in it as above, or takes the newest.
+
+*Weights.* Each pick is in proportion to the weight among the edges that are left: 53 bits of the hash of (key, v, j)
+fall on an edge by the sums of the list's weights; an edge that is picked already is drawn again.
+
+*LABOR* (Balin and Catalyurek: Layer-Neighbor Sampling, NeurIPS 2023). A source has a variate by (key, hop, source), the
+same for all targets, and a target takes the in-edges with the smallest, in CSC order: targets share their sources, so
+there are fewer nodes. Parallel edges have variates of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +36,11 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.ops.library import define
+from lightning_gnn.ops.sample.numba import Sampled, sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
+from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times
 from lightning_gnn.ops.sample.triton import triton_sampler
 
 BACKENDS = ("numba", "triton", "pyg_lib", "reference")
@@ -58,12 +75,18 @@ def sample_neighbors(
     replace: bool = False,
     disjoint: bool = False,
     first_tree: int = 0,
+    seed_time: Tensor | None = None,
+    time_window: float | None = None,
+    temporal_strategy: str = "uniform",
+    labor: Labor | None = None,
     backend: str | None = None,
 ) -> NeighborSample:
     """Sample in-neighbours of the seeds, hop by hop.
 
     Args:
-        graph: The topology, on the CPU, on a GPU, or in pinned memory.
+        graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times
+            (:meth:`~lightning_gnn.CSCGraph.with_time`) are sampled by time, into one tree per seed; edges with weights
+            (:meth:`~lightning_gnn.CSCGraph.with_weight`) by weight; both on the CPU.
         seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed. Checking them on a GPU waits for
             it.
         fanouts: In-edges to pick per node and hop; -1 takes all.
@@ -72,6 +95,10 @@ def sample_neighbors(
         disjoint: One tree per seed, which shares no node with the others and is drawn independently of them.
         first_tree: Position of ``seeds[0]`` in the whole mini-batch, where ``seeds`` are a consecutive part of one; the
             trees are then those of the whole. Without effect unless ``disjoint``.
+        seed_time: Times of the seeds, ``[batch_size]``, if edges have times.
+        time_window: For how long before its time edges count for a seed; by default for ever.
+        temporal_strategy: ``"uniform"``: pick among the edges that count; ``"last"``: take the newest of them.
+        labor: Sample by variates of the sources, on the CPU.
         backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
             ``"reference"``; by default Triton if the graph or the seeds are on a GPU, else numba.
 
@@ -81,7 +108,8 @@ def sample_neighbors(
     Raises:
         TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
         IndexError: A seed outside ``[0, num_nodes)``.
-        ValueError: A fanout below -1, a key of more than 64 bits, a negative position, or an unknown backend.
+        ValueError: A fanout below -1, a key of more than 64 bits, a negative position, an unknown backend, times of
+            seeds or of edges without the others, or options that exclude each other.
 
     Examples:
         >>> import torch
@@ -98,26 +126,33 @@ def sample_neighbors(
         ([1, 3, 1], [3, 2])
     """
     fanouts = check_fanouts(fanouts)
-    check_flags(replace=replace, disjoint=disjoint)
     key = check_key(key)
-    first_tree = check_integer("first_tree", first_tree, 0, 2**62)
-    check_backend(backend)
     seeds = check_seeds(seeds, graph.num_nodes)
+    rule = check_rule(
+        replace, disjoint or graph.time is not None, first_tree, temporal_strategy, labor, graph.weight is not None
+    )
+    check_backend(backend)
+    times = limits_of([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
+    plain = times is None and labor is None and graph.weight is None
+    if not plain:
+        check_on_cpu(backend, [graph])
+    if backend == "reference" or not plain:
+        relation = describe(graph, 0, 0, fanouts, labor is not None)
+        out = run([relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
+        node, tree, edge_index, edge = (
+            torch.from_numpy(arrays[0]) for arrays in (out.node, out.tree, out.edge_index, out.edge)
+        )
+        batch = tree if rule.disjoint else None
+        return NeighborSample(node, edge_index, edge, batch, out.num_sampled_nodes[0], out.num_sampled_edges[0])
     if backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
-    if backend == "reference":
-        out = sample_reference(
-            graph.indptr.tolist(), graph.indices.tolist(), seeds.tolist(), fanouts, key, replace, disjoint, first_tree
-        )
-        node, row, col, edge, tree = (torch.tensor(ids or [], dtype=torch.int64) for ids in out[:5])
-        return NeighborSample(node, torch.stack([row, col]), edge, tree if disjoint else None, out[5], out[6])
     if backend == "triton":
         sampler = triton_sampler(graph.indptr, graph.indices)
-        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, first_tree))
+        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, rule.first_tree))
     if graph.indptr.device.type != "cpu":
         seeds = seeds.to(graph.indptr.device)
     node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
-        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint, first_tree
+        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint, rule.first_tree
     )
     return NeighborSample(node, edge_index, edge, tree if disjoint else None, node_counts, edge_counts)
 
@@ -128,6 +163,117 @@ define(
     " num_sampled_edges)",
     None,
 )
+
+
+def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
+    """Return the edges of one type as backends on the CPU read them."""
+    names = ("indptr", "indices", "time", "weight", "prefix", *(["parallel"] if labor else []))
+    arrays = {name: tensor.numpy() for name in names if (tensor := getattr(graph, name)) is not None}
+    return Relation(source, target, fanouts, **arrays)
+
+
+def run(
+    relations: Sequence[Relation],
+    num_nodes: Sequence[int],
+    seeds: Sequence[Tensor],
+    starts: Sequence[int],
+    key: int,
+    rule: Rule,
+    times: Times | None,
+    backend: str | None,
+) -> Sampled:
+    """Sample on the CPU: by the reference if that is the backend, else compiled; arguments as there."""
+    if backend != "reference":
+        return sample_relations(relations, num_nodes, [ids.numpy() for ids in seeds], starts, key, rule, times)
+    plain = [
+        relation._replace(**{
+            name: value.tolist() for name, value in relation._asdict().items() if isinstance(value, np.ndarray)
+        })
+        for relation in relations
+    ]  # fmt: skip
+    limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
+    out = sample_reference(plain, [ids.tolist() for ids in seeds], starts, key, rule, limits)
+
+    def arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return [np.array(ids, np.int64) for ids in lists]
+
+    edge_index = [np.array([row, col], np.int64).reshape(2, -1) for row, col in zip(out.row, out.col, strict=True)]
+    return Sampled(
+        arrays(out.node),
+        arrays(out.tree if rule.disjoint else [[] for _ in out.tree]),
+        out.num_sampled_nodes,
+        edge_index,
+        arrays(out.edge),
+        out.num_sampled_edges,
+    )
+
+
+def limits_of(
+    graphs: Sequence[CSCGraph], seeds: Sequence[Tensor], seed_time: Sequence[Tensor] | None, window: float | None
+) -> Times | None:
+    """Return what counts for each seed, in the order of the trees, or None if edges have no times."""
+    timed = [graph for graph in graphs if graph.time is not None]
+    if not timed:
+        if seed_time is not None or window is not None:
+            raise ValueError(
+                "there are times of seeds, or a time_window, but edges have no times: give time_attr, or see "
+                "CSCGraph.with_time"
+            )
+        return None
+    if seed_time is None:
+        raise ValueError("edges have times, so seeds need times too: give seed_time")
+    if len({graph.floating_time for graph in timed}) > 1:
+        raise ValueError("times of some edge types are floating, of others integers: see CSCGraph.with_time(floating=)")
+    limits = []
+    for ids, time in zip(seeds, seed_time, strict=True):
+        limits.append(time_limits(time, window, timed[0].floating_time))
+        if limits[-1][0].numel() != ids.numel():
+            raise ValueError(f"there are {limits[-1][0].numel()} times of seeds, but {ids.numel()} seeds")
+    none = np.zeros(0, np.int64)
+    until = np.concatenate([none, *(part.numpy() for part, _ in limits)])
+    after = [part.numpy() for _, part in limits if part is not None]
+    return Times(until, None if window is None else np.concatenate([none, *after]))
+
+
+def check_rule(
+    replace: bool,
+    disjoint: bool,
+    first_tree: int,
+    temporal_strategy: str,
+    labor: Labor | None,
+    weighted: bool,
+) -> Rule:
+    """Return how edges are picked.
+
+    Raises:
+        TypeError: Flags that are no booleans, or numbers that are none.
+        ValueError: An unknown temporal strategy, a number that is out of range, or options that exclude each other.
+    """
+    check_flags(replace=replace, disjoint=disjoint)
+    first_tree = check_integer("first_tree", first_tree, 0, 2**62)
+    if temporal_strategy not in ("uniform", "last"):
+        raise ValueError(f"unknown temporal_strategy {temporal_strategy!r}; choose one of uniform, last")
+    if labor is not None:
+        for what, wrong in (
+            ("with replacement", replace),
+            ("by weight", weighted),
+            ("of the newest edges", temporal_strategy == "last"),
+        ):
+            if wrong:
+                raise ValueError(f"there is no LABOR sampling {what}: it takes the smallest variates of the sources")
+        check_flags(layer_dependency=labor.layer_dependency)
+        check_integer("batch_dependency", labor.batch_dependency, 1, 2**31 - 1)
+        check_integer("batch", labor.batch, 0, 2**62)
+    return Rule(replace, disjoint, first_tree, temporal_strategy == "last", labor)
+
+
+def check_on_cpu(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
+    """Raise a ValueError if something that CPUs alone do was asked of another device, or of another's library."""
+    what = "edges with types, times or weights, and LABOR,"
+    if backend in ("triton", "pyg_lib"):
+        raise ValueError(f"{what} are not sampled by backend {backend!r}: leave it out")
+    if any(graph.indptr.device.type != "cpu" for graph in graphs):
+        raise ValueError(f"{what} are sampled on the CPU alone: leave the graph there")
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:

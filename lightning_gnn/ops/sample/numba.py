@@ -1,13 +1,16 @@
 """Neighbour sampling on the CPU, compiled, outside the GIL.
 
-A hop goes through its edges in blocks that stay in the cache: a block is picked (``picks``), then as many edges are
-relabelled (``relabel``), while what those a little later read of the graph and of the table is on its way. What is
-written is the mini-batch itself, in int64, in memory of the pool.
+A hop goes through the edges of a type in blocks that stay in the cache: a block is picked (``picks``), then as many
+edges are relabelled (``relabel``), while what those a little later read of the graph and of the table is on its way.
+What is written is the mini-batch itself, in int64, in memory of the pool. Types of edges take turns; a node of any type
+has one entry in one table, behind those of the types before its own.
 """
 
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -15,50 +18,89 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.hashing import Word
+from lightning_gnn.ops.hashing import Word, layer_key, relation_key
 from lightning_gnn.ops.library import library
-from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
+from lightning_gnn.ops.sample.labor_picks import pick_labor
+from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, no_times, pick_edges
 from lightning_gnn.ops.sample.relabel import (
     FAR,
     FIRST_SLOTS,
     LAST_STAMP,
     begin_reading,
     enter_all,
+    enter_forest,
     enter_hashed,
     relabel_by_hash,
     relabel_by_table,
+    relabel_forest,
     relabel_trees,
 )
+from lightning_gnn.ops.sample.relation import Relation, Rule, Times
+from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
 """Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabelled by hashing."""
 _BLOCK = 128
 """About how many edges are picked before as many are relabelled."""
 _FIRST_BITS = 20
+_TABLE, _HASH, _TREES, _FOREST = range(4)
+"""How nodes get local ids: see ``relabel``."""
+_NONE = np.zeros(0, np.int64)
+_NO_PARALLEL = np.zeros(0, np.int32)
+_NO_TIMES = no_times()
+
+
+@dataclass
+class _Slots:
+    """A hash table of the nodes of one type.
+
+    Args:
+        words: The slots, int64.
+        stamp: Of what was last entered.
+    """
+
+    words: np.ndarray = field(default_factory=lambda: np.zeros(FIRST_SLOTS, np.int64))
+    stamp: int = 0
+
+    def begin(self) -> None:
+        """Begin a mini-batch."""
+        self.stamp += 1
+        if self.stamp > LAST_STAMP:
+            self.words[:] = 0
+            self.stamp = 1
+
+
+@dataclass
+class _Edges:
+    """What a thread keeps for the edges of one type: a guess at how many the next mini-batch has, and scratch memory.
+
+    Args:
+        room: Edges that the next mini-batch begins with room for.
+        ends: Ends of the targets' edges, int64.
+    """
+
+    room: int = 0
+    ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass
 class _Scratch(threading.local):
-    """What one thread keeps between batches: 4 bytes per node, or a hash table, and a guess at the next batch's size.
+    """What one thread keeps between batches: 4 bytes per node, or hash tables, and guesses at the next batch's size.
 
     Args:
         table: The table of nodes, uint32 ``[num_nodes]``.
         bits: Of a local id in it.
         stamp: Of the last mini-batch in it.
-        slots: The hash table, int64.
-        slot_stamp: Of what was last entered in it.
-        room: Edges that the next mini-batch begins with room for.
-        ends: Ends of the targets' edges, int64.
+        slots: Hash tables, by node type.
+        edges: By edge type.
         lanes: Of rows whose picks are drawn together.
     """
 
     table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     bits: int = _FIRST_BITS
     stamp: int = 0
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(FIRST_SLOTS, np.int64))
-    slot_stamp: int = 0
-    room: int = 0
-    ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    slots: defaultdict[int, _Slots] = field(default_factory=lambda: defaultdict(_Slots))
+    edges: defaultdict[int, _Edges] = field(default_factory=lambda: defaultdict(_Edges))
     lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)
 
     def begin_table(self, num_nodes: int) -> None:
@@ -70,21 +112,6 @@ class _Scratch(threading.local):
             self.table[:] = 0
             self.stamp = 1
 
-    def widen(self, count: int, node: np.ndarray, entered: int) -> None:
-        """Make room in the entries for ``count`` local ids, where ``entered`` nodes have theirs already."""
-        bits = (count - 1).bit_length()
-        if bits > self.bits:
-            self.table[:] = 0
-            self.bits, self.stamp = bits, 1
-            enter_all(self.table, self.own, node, entered)
-
-    def begin_slots(self) -> None:
-        """Begin a mini-batch in the hash table."""
-        self.slot_stamp += 1
-        if self.slot_stamp > LAST_STAMP:
-            self.slots[:] = 0
-            self.slot_stamp = 1
-
     @property
     def own(self) -> int:
         """The stamp, in its place."""
@@ -92,6 +119,228 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+class _Found:
+    """The nodes of one type that a mini-batch has found so far.
+
+    Args:
+        seeds: int64 ``[n]``.
+        start: The tree of the first.
+        size: How many nodes there are of this type.
+        first: The first one's place in the table.
+        how: How nodes get local ids.
+    """
+
+    def __init__(self, seeds: np.ndarray, start: int, size: int, first: int, how: int) -> None:
+        self.num_seeds = self.count = seeds.size
+        self.size, self.first, self.how = size, first, how
+        self.low = self.high = 0
+        self.node = _grown(seeds, seeds.size, seeds.size + 1)
+        self.tree = _room(seeds.size + 1) if how >= _TREES else _NONE
+        if how >= _TREES:
+            self.tree[: seeds.size] = np.arange(start, start + seeds.size)
+        self.used = 0
+        self.counts = [seeds.size]
+
+    def enter(self, scratch: _Scratch, number: int) -> None:
+        """Enter the seeds; of equal ones the first is what edges will refer to."""
+        slots = scratch.slots[number]
+        if self.how == _TABLE:
+            enter_all(self.entries(scratch), scratch.own, self.node, self.count)
+        elif self.how == _HASH:
+            slots.begin()
+            slots.words, self.used = enter_hashed(slots.words, slots.stamp, 0, self.node, 0, self.count)
+        elif self.how == _FOREST:
+            slots.begin()
+            slots.words = enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
+
+    def entries(self, scratch: _Scratch) -> np.ndarray:
+        """Its part of the table."""
+        return scratch.table[self.first : self.first + self.size]
+
+    def make_room(self, new: int) -> int:
+        """Make room for that many new nodes, and one that is written behind them; return the most there can be."""
+        most = self.count + new
+        if self.how < _TREES:
+            most = min(most, self.size + self.num_seeds)
+        self.node = _grown(self.node, self.count, most + 1)
+        if self.how >= _TREES:
+            self.tree = _grown(self.tree, self.count, most + 1)
+        return most
+
+
+class Sampled(NamedTuple):
+    """A mini-batch, by number of the node type, then by number of the edge type.
+
+    Args:
+        node: Ids, int64 ``[n]``.
+        tree: Trees, int64 ``[n]`` if disjoint.
+        num_sampled_nodes: Seeds, then new nodes per hop.
+        edge_index: Local ids of sources and targets, int64 ``[2, m]``.
+        edge: Positions, int64 ``[m]``.
+        num_sampled_edges: Per hop.
+    """
+
+    node: list[np.ndarray]
+    tree: list[np.ndarray]
+    num_sampled_nodes: list[list[int]]
+    edge_index: list[np.ndarray]
+    edge: list[np.ndarray]
+    num_sampled_edges: list[list[int]]
+
+
+def sample_relations(
+    relations: Sequence[Relation],
+    num_nodes: Sequence[int],
+    seeds: Sequence[np.ndarray],
+    starts: Sequence[int],
+    key: int,
+    rule: Rule,
+    times: Times | None = None,
+) -> Sampled:
+    """Sample one mini-batch of a graph of any number of types.
+
+    Args:
+        relations: The edge types, in the order of their sorted names.
+        num_nodes: Of each node type.
+        seeds: Of each node type, int64, checked.
+        starts: The tree of the first seed of each node type.
+        key: Of the mini-batch, 64-bit.
+        rule: How edges are picked.
+        times: What counts for each tree, or None: everything.
+    """
+    scratch, total = _scratch, sum(num_nodes)
+    alone = len(relations) == len(num_nodes) == 1
+    how = (_TREES if alone else _FOREST) if rule.disjoint else _HASH if 4 * total > TABLE_LIMIT else _TABLE
+    first, found = 0, []
+    for ids, start, size in zip(seeds, starts, num_nodes, strict=True):
+        found.append(_Found(ids, start, size, first, how))
+        first += size
+    if how == _TABLE:
+        scratch.begin_table(total)
+        _widen(scratch, found, 1 + max((nodes.count for nodes in found), default=0), False)
+    for number, nodes in enumerate(found):
+        nodes.enter(scratch, number)
+    picked = [_Picked(scratch.edges[number], relation) for number, relation in enumerate(relations)]
+    begins = _NONE.reshape(1, 0)
+    if how == _TREES:  # the first node of each tree among those that a hop found
+        begins = np.zeros((len(relations[0].fanouts) + 1, found[0].count + 1), np.int64)
+        begins[0] = np.arange(found[0].count + 1)
+    for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
+        # The frontier of a type are its new nodes of the hop before.
+        for nodes in found:
+            nodes.low, nodes.high = nodes.high, nodes.count
+        for number, relation in enumerate(relations):
+            source, target = found[relation.source], found[relation.target]
+            if rule.labor is None:
+                own_key = relation_key(key, number)
+            else:
+                own_key = relation_key(key if rule.labor.layer_dependency else layer_key(key, hop), relation.source)
+            edges = picked[number]
+            begin = edges.count
+            if target.low < target.high:
+                bound = edges.make_room(target, hop, rule.replace)
+                most = source.make_room(bound)
+                if how == _TABLE:
+                    _widen(scratch, found, most + 1, True)
+                edges.expand(scratch, source, target, hop, np.uint64(own_key), rule, times, begins)
+            edges.counts.append(edges.count - begin)
+        for nodes in found:
+            nodes.counts.append(nodes.count - nodes.high)
+    edge_index = []
+    for edges, relation in zip(picked, relations, strict=True):
+        edges.kept.room = edges.count * 9 // 8
+        edge_index.append(edges.row[: 2 * edges.count].reshape(2, edges.count))
+        write_targets(edges.kept.ends, found[relation.target].high if edges.counts else 0, edge_index[-1][1])
+    return Sampled(
+        [nodes.node[: nodes.count] for nodes in found],
+        [nodes.tree[: nodes.count if rule.disjoint else 0] for nodes in found],
+        [nodes.counts for nodes in found],
+        edge_index,
+        [edges.edge[: edges.count] for edges in picked],
+        [edges.counts for edges in picked],
+    )
+
+
+class _Picked:
+    """The edges of one type that a mini-batch has so far."""
+
+    def __init__(self, kept: _Edges, relation: Relation) -> None:
+        self.kept, self.relation = kept, relation
+        # Rows first: where the targets go, behind them, is known once the edges are counted.
+        self.room, self.count = kept.room, 0
+        self.row, self.edge = _room(2 * self.room), _room(self.room)
+        self.counts: list[int] = []
+
+    def make_room(self, target: _Found, hop: int, replace: bool) -> int:
+        """Make room for the edges of a hop; return how many there are at most."""
+        # An upper bound is at hand; edges are counted only where that bound does not fit, or there is none.
+        fanout, m = self.relation.fanouts[hop], self.count
+        size = (target.high - target.low) * fanout
+        if fanout < 0 or m + size > self.room:
+            size = hop_size(self.relation.indptr, target.node, target.low, target.high, fanout, replace)
+        if m + size > self.room:
+            self.room = (m + size) * 9 // 8
+            self.row, self.edge = _grown(self.row, m, 2 * self.room), _grown(self.edge, m, self.room)
+        if self.kept.ends.size < target.high:
+            room = np.empty(2 * target.high - target.low, np.int64)
+            self.kept.ends = np.concatenate([self.kept.ends[: target.low], room])
+        return size
+
+    def expand(
+        self,
+        scratch: _Scratch,
+        source: _Found,
+        target: _Found,
+        hop: int,
+        key: Any,
+        rule: Rule,
+        times: Times | None,
+        begins: np.ndarray,
+    ) -> None:
+        """Sample one hop."""
+        relation, kept = self.relation, self.kept
+        fanout, first_tree, first, m = relation.fanouts[hop], np.uint64(rule.first_tree), target.low, self.count
+        limits = _NO_TIMES
+        if relation.time is not None and times is not None:
+            after = _NONE if times.after is None else times.after
+            limits = True, relation.time, times.until, after, times.after is not None, rule.last
+        frontier = target.node, target.tree, target.low, target.high, fanout
+        if rule.labor is not None:
+            _, often, batch = rule.labor
+            parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
+            first = target.high
+            m = pick_labor(
+                relation.indptr, relation.indices, parallel, *frontier, rule.disjoint, key, first_tree,
+                np.uint64(often), np.uint64(batch), limits, self.edge, kept.ends, m,
+            )  # fmt: skip
+        elif relation.weight is not None:
+            first = target.high
+            m = pick_weighted(
+                relation.indptr, relation.weight, relation.prefix, *frontier, rule.replace, rule.disjoint, key,
+                first_tree, self.edge, kept.ends, m,
+            )  # fmt: skip
+        number = relation.source
+        slots = scratch.slots[number]
+        slots.words, slots.stamp, source.used, source.count, self.count = _expand(
+            relation.indptr, relation.indices, target.node, target.tree, target.low, target.high, source.node,
+            source.tree, source.count, hop, fanout, rule.replace, rule.disjoint, key, first_tree, limits, self.row,
+            self.edge, kept.ends, self.count, first, m, source.how,
+            source.entries(scratch) if source.how == _TABLE else scratch.table, scratch.own, scratch.bits,
+            slots.words, slots.stamp, source.used, begins, scratch.lanes,
+        )  # fmt: skip
+
+
+def _widen(scratch: _Scratch, found: Sequence[_Found], count: int, entered: bool) -> None:
+    """Make room in the table's entries for ``count`` local ids of a type; nodes may be entered already."""
+    bits = (count - 1).bit_length()
+    if bits > scratch.bits:
+        scratch.table[:] = 0
+        scratch.bits, scratch.stamp = bits, 1
+        if entered:
+            for nodes in found:
+                enter_all(nodes.entries(scratch), scratch.own, nodes.node, nodes.count)
 
 
 @torch.library.impl(library, "sample_neighbors", "CPU")
@@ -105,59 +354,13 @@ def _sample_cpu(
     disjoint: bool,
     first_tree: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int]]:
-    pointers, sources = indptr.numpy(), indices.numpy()
-    num_nodes, num_seeds = pointers.size - 1, seeds.numel()
-    hashing = disjoint or 4 * num_nodes > TABLE_LIMIT
-    scratch = _scratch
-    # Rows first: where the targets go, behind them, is known once the edges are counted.
-    room = scratch.room
-    row, edge = _room(2 * room), _room(room)
-    node, tree = _grown(seeds.numpy(), num_seeds, num_seeds + 1), _room(num_seeds + 1 if disjoint else 0)
-    begins = np.zeros((len(fanouts) + 1, num_seeds + 1), np.int64)
-    used = 0
-    if disjoint:
-        tree[:num_seeds] = begins[0, :num_seeds] = np.arange(num_seeds)
-        begins[0, num_seeds] = num_seeds
-    elif hashing:
-        scratch.begin_slots()
-        scratch.slots, used = enter_hashed(scratch.slots, scratch.slot_stamp, used, node, 0, num_seeds)
-    else:
-        scratch.begin_table(num_nodes)
-        scratch.widen(num_seeds + 1, node, 0)
-        enter_all(scratch.table, scratch.own, node, num_seeds)
-    low, k, m = 0, num_seeds, 0
-    node_counts, edge_counts = [num_seeds], []
-    for hop, fanout in enumerate(fanouts):
-        # The frontier is node[low:k], the new nodes of the hop before. An upper bound of its edges is at hand; they are
-        # counted only where that bound does not fit, or there is none.
-        size = (k - low) * fanout
-        if fanout < 0 or m + size > room:
-            size = hop_size(pointers, node, low, k, fanout, replace)
-        if m + size > room:
-            room = (m + size) * 9 // 8
-            row, edge = _grown(row, m, 2 * room), _grown(edge, m, room)
-        # Each edge may find a new node, and one more is written behind them.
-        most = k + size if disjoint else min(k + size, num_nodes + num_seeds)
-        node, tree = _grown(node, k, most + 1), _grown(tree, k, most + 1) if disjoint else tree
-        if not hashing:
-            scratch.widen(most + 1, node, k)
-        if scratch.ends.size < k:
-            scratch.ends = np.concatenate([scratch.ends[:low], np.empty(2 * k - low, np.int64)])
-        high, begin = k, m
-        scratch.slots, scratch.slot_stamp, used, k, m = _expand(
-            pointers, sources, node, tree, low, high, hop, fanout, replace, disjoint, np.uint64(key & (2**64 - 1)),
-            np.uint64(first_tree), row, edge, scratch.ends, m, hashing, scratch.table, scratch.own, scratch.bits,
-            scratch.slots, scratch.slot_stamp, used, begins, scratch.lanes,
-        )  # fmt: skip
-        node_counts.append(k - high)
-        edge_counts.append(m - begin)
-        low = high
-    scratch.room = m * 9 // 8
-    edge_index = row[: 2 * m].reshape(2, m)
-    write_targets(scratch.ends, low, edge_index[1])
-    trees = tree[: k if disjoint else 0]
-    node_ids, both, edges, batch = map(torch.from_numpy, (node[:k], edge_index, edge[:m], trees))
-    return node_ids, both, edges, batch, node_counts, edge_counts
+    relation = Relation(0, 0, fanouts, indptr.numpy(), indices.numpy())
+    rule = Rule(replace, disjoint, first_tree)
+    out = sample_relations([relation], [indptr.numel() - 1], [seeds.numpy()], [0], key, rule)
+    node, tree, edge_index, edge = (
+        torch.from_numpy(array[0]) for array in (out.node, out.tree, out.edge_index, out.edge)
+    )
+    return node, edge_index, edge, tree, out.num_sampled_nodes[0], out.num_sampled_edges[0]
 
 
 def _room(size: int) -> np.ndarray:
@@ -186,20 +389,25 @@ def write_targets(ends: np.ndarray, count: int, col: np.ndarray) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _expand(
-    indptr: np.ndarray, indices: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int, hop: int,
-    fanout: int, replace: bool, disjoint: bool, key: Word, first_tree: Word, row: np.ndarray, edge: np.ndarray,
-    ends: np.ndarray, m: int, hashing: bool, table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int,
-    used: int, begins: np.ndarray, lanes: Any,
+    indptr: np.ndarray, indices: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
+    found: np.ndarray, found_tree: np.ndarray, k: int, hop: int, fanout: int, replace: bool, disjoint: bool, key: Word,
+    first_tree: Word, times: Any, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int,
+    how: int, table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray,
+    lanes: Any,
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
-    """Sample one hop; return the hash table, its stamp, how many nodes it holds, and the counts of nodes and edges."""
-    k, t, tree_slots, current = high, low, slots, np.int64(-1)
+    """Sample one hop of one edge type, of which the targets before t have picked their edges, those before ``picked``.
+
+    Returns:
+        The hash table, its stamp, how many nodes it holds, and the counts of sources and edges.
+    """
+    tree_slots, current = slots, np.int64(-1)
     # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.
-    done, picked, t0 = m, m, t
+    done, t0 = m, low
     while t < high or done < picked:
         if t < high:
             t, picked = pick_edges(
-                indptr, node, tree, t, high, fanout, replace, disjoint, key, first_tree, edge, ends, picked, _BLOCK,
-                lanes,
+                indptr, node, tree, t, high, fanout, replace, disjoint, key, first_tree, times, edge, ends, picked,
+                _BLOCK, lanes,
             )  # fmt: skip
         if done == m:
             if t < high and picked - m < FAR:
@@ -207,20 +415,26 @@ def _expand(
             begin_reading(indices, edge, row, m, picked)
         # What is asked for far ahead is picked by then.
         limit = picked - FAR if t < high else picked
-        if disjoint:
+        if how >= _TREES:
             first = t0
             while t0 < t and ends[t0] <= limit:
                 t0 += 1
-            slots, tree_slots, stamp, used, current, k = relabel_trees(
-                slots, tree_slots, stamp, used, current, node, tree, k, indices, edge, row, ends, first, t0, done,
-                picked, hop, begins, fanout,
-            )  # fmt: skip
+            if how == _TREES:
+                slots, tree_slots, stamp, used, current, k = relabel_trees(
+                    slots, tree_slots, stamp, used, current, found, found_tree, k, indices, edge, row, ends, first, t0,
+                    done, picked, hop, begins, fanout,
+                )  # fmt: skip
+            else:
+                slots, k = relabel_forest(
+                    slots, stamp, found, found_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
+                )
             done = ends[t0 - 1] if t0 > low else m
-        elif hashing:
-            slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
+        elif how == _HASH:
+            slots, used, k = relabel_by_hash(slots, stamp, used, found, k, indices, edge, row, done, limit, picked)
             done = limit
         else:
-            k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
+            k = relabel_by_table(table, own, bits, found, k, indices, edge, row, done, limit, picked)
             done = limit
-    begins[hop + 1, current + 1 :] = k
+    if how == _TREES:
+        begins[hop + 1, current + 1 :] = k
     return slots, stamp, used, k, picked

@@ -1,6 +1,6 @@
-"""Picking in-edges on the CPU, compiled: what a node picks follows from its degree and the key alone.
+"""Picking in-edges uniformly on the CPU, compiled: what a node picks follows from its degree and the key alone.
 
-Neither ``indices`` nor the table of nodes is looked at here.
+Neither ``indices`` nor the table of nodes is looked at here. Where edges have times, those that count are a range.
 """
 
 from typing import Any
@@ -34,6 +34,38 @@ def hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: 
     return total
 
 
+def no_times() -> tuple[Any, ...]:
+    """Return what says that all edges count: whether times matter; of the edges; until when and after when, for each
+    tree; whether there is an ``after``; whether only the newest count.
+    """
+    none = np.empty(0, np.int64)
+    return False, none, none, none, False, False
+
+
+@numba.njit(nogil=True, cache=True)
+def _first_above(times: np.ndarray, begin: int, end: int, limit: int) -> int:
+    """Return the place of the first of some ascending times that is later than a limit."""
+    while begin < end:
+        middle = (begin + end) >> 1
+        if times[middle] <= limit:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+@numba.njit(nogil=True, cache=True)
+def eligible(times: Any, begin: int, degree: int, tree: int, fanout: int) -> tuple[int, int]:
+    """Return the first one and the number of those in-edges of a node that the time of its tree allows."""
+    _, of_edges, until, after, window, last = times
+    end = _first_above(of_edges, begin, begin + degree, until[tree])
+    if window:
+        begin = _first_above(of_edges, begin, end, after[tree])
+    if last and fanout >= 0:
+        begin = max(begin, end - fanout)
+    return begin, end - begin
+
+
 def lane_scratch() -> tuple[np.ndarray, ...]:
     """Return memory for what :func:`pick_edges` keeps of rows until there are enough of them."""
     return (
@@ -48,8 +80,8 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 @numba.njit(nogil=True, cache=True)
 def pick_edges(
     indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
-    replace: bool, disjoint: bool, key: Word, first_tree: Word, edge: np.ndarray, ends: np.ndarray, m: int, room: int,
-    scratch: Any,
+    replace: bool, disjoint: bool, key: Word, first_tree: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
+    room: int, scratch: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """Write the edges that nodes from t on pick, from position m on, until there are ``room`` of them or no more nodes.
 
@@ -64,6 +96,7 @@ def pick_edges(
         disjoint: Draw for each tree by a key of its own.
         key: Of the mini-batch, uint64.
         first_tree: Position of the first seed, uint64.
+        times: Of :func:`no_times`, or what takes its place.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64, one per node.
         m: Where to begin.
@@ -74,6 +107,7 @@ def pick_edges(
         The node and the position to go on with.
     """
     state, degrees, begins, places, _ = scratch
+    temporal = times[0]
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:
@@ -81,6 +115,8 @@ def pick_edges(
         v = node[t]
         begin = indptr[v]
         degree = indptr[v + 1] - begin
+        if temporal:
+            begin, degree = eligible(times, begin, degree, tree[t], fanout)
         if fanout < 0 or (degree <= fanout and not replace):
             # All in-edges, in CSC order; nothing is drawn.
             for j in range(degree):

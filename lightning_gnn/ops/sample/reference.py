@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
-from lightning_gnn.ops.hashing import draw, node_key, tree_key
+from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, layer_key, mix, node_key, relation_key, tree_key
+from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times, most_draws
 
 
-def pick_edges(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
+class TypedSample(NamedTuple):
+    """One sampled subgraph, by type.
+
+    Args:
+        node: Ids of the nodes of each node type.
+        tree: The tree of each node, by node type.
+        row: Local ids of the sources of each edge type.
+        col: Local ids of the targets.
+        edge: Positions of the edges.
+        num_sampled_nodes: For each node type, seeds, then new nodes per hop.
+        num_sampled_edges: For each edge type, edges per hop.
+    """
+
+    node: list[list[int]]
+    tree: list[list[int]]
+    row: list[list[int]]
+    col: list[list[int]]
+    edge: list[list[int]]
+    num_sampled_nodes: list[list[int]]
+    num_sampled_edges: list[list[int]]
+
+
+def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
     """Pick in-edges of one node: all in CSC order if the fanout allows, else the first picks of a Fisher-Yates shuffle.
 
     Args:
@@ -30,46 +56,143 @@ def pick_edges(begin: int, degree: int, fanout: int, stream: int, replace: bool)
     return [begin + position for position in order[:fanout]]
 
 
-def sample_reference(
-    indptr: Sequence[int],
-    indices: Sequence[int],
-    seeds: Sequence[int],
-    fanouts: Sequence[int],
-    key: int,
-    replace: bool = False,
-    disjoint: bool = False,
-    first_tree: int = 0,
-) -> tuple[list[int], list[int], list[int], list[int], list[int] | None, list[int], list[int]]:
-    """Sample one mini-batch; see :func:`lightning_gnn.ops.sample_neighbors`.
+def pick_weighted(begin: int, weight: Sequence[float], fanout: int, stream: int, replace: bool) -> list[int]:
+    """Pick in-edges of one node one after the other, each in proportion to its weight among those that are left.
 
-    Returns:
-        ``node``, ``row``, ``col``, ``edge``, ``tree`` (None unless disjoint), nodes per hop, edges per hop.
+    Args:
+        begin: Position of the node's first in-edge.
+        weight: Weights of its in-edges, all positive.
+        fanout: As for :func:`pick_uniform`, as the others.
+        stream: As there.
+        replace: As there.
     """
-    node, tree = list(seeds), list(range(len(seeds)))
-    local: dict[tuple[int, int], int] = {}
-    for t, v in enumerate(node):
-        local.setdefault((tree[t] if disjoint else 0, v), t)
-    row: list[int] = []
-    col: list[int] = []
-    edge: list[int] = []
-    node_counts, edge_counts = [len(node)], []
-    low = 0
-    for fanout in fanouts:
-        high, first_edge = len(node), len(edge)
-        for t in range(low, high):
-            begin, end = indptr[node[t]], indptr[node[t] + 1]
-            own_key = tree_key(key, first_tree + tree[t]) if disjoint else key
-            for e in pick_edges(begin, end - begin, fanout, node_key(own_key, node[t]), replace):
-                edge.append(e)
-                col.append(t)
-        for e, t in zip(edge[first_edge:], col[first_edge:], strict=True):
-            root = tree[t] if disjoint else 0
-            if (root, indices[e]) not in local:
-                local[root, indices[e]] = len(node)
-                node.append(indices[e])
-                tree.append(root)
-            row.append(local[root, indices[e]])
+    degree = len(weight)
+    if fanout < 0 or (degree <= fanout and not replace):
+        return list(range(begin, begin + degree))
+    if degree == 0:
+        return []
+    prefix = list(accumulate(weight))
+
+    def hit(j: int) -> int:
+        return min(bisect_right(prefix, draw_fraction(stream, j) * prefix[-1]), degree - 1)
+
+    if replace:
+        return [begin + hit(j) for j in range(fanout)]
+    picks: list[int] = []
+    number = 0
+    while len(picks) < fanout and number < most_draws(fanout):
+        position = hit(number)
+        if position not in picks:
+            picks.append(position)
+        number += 1
+    while len(picks) < fanout:  # what is left weighs next to nothing
+        left = [position for position in range(degree) if position not in picks]
+        sums = list(accumulate(weight[position] for position in left))
+        picks.append(left[min(bisect_right(sums, draw_fraction(stream, number) * sums[-1]), len(left) - 1)])
+        number += 1
+    return [begin + position for position in picks]
+
+
+def variate(key: int, source: int, parallel: int, labor: Labor) -> int:
+    """Return the variate of an edge: that of its source, the same for all targets.
+
+    Args:
+        key: Of the hop.
+        source: The source.
+        parallel: How many edges before this one in its list have the same source.
+        labor: How variates depend on each other.
+    """
+    stream = node_key(key, source)
+    if (often := labor.batch_dependency) > 1:
+        # Which mini-batches renew it follows from the source alone: a fraction of the sources in each of them.
+        period = (labor.batch + node_key(0, source) % often) // often
+        stream = mix(stream + (period + 1) * GOLDEN)
+    return mix(stream + parallel * GOLDEN) if parallel else stream
+
+
+def pick_labor(
+    begin: int, sources: Sequence[int], parallel: Sequence[int] | None, fanout: int, key: int, labor: Labor
+) -> list[int]:
+    """Pick the in-edges of one node with the smallest variates, in CSC order; of equal ones the first."""
+    degree = len(sources)
+    if fanout < 0 or degree <= fanout:
+        return list(range(begin, begin + degree))
+    variates = [variate(key, u, 0 if parallel is None else parallel[i], labor) for i, u in enumerate(sources)]
+    return [begin + position for position in sorted(sorted(range(degree), key=variates.__getitem__)[:fanout])]
+
+
+def eligible(relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: Rule, times: Times | None) -> range:
+    """Return those of some in-edges of one node that the time of its tree allows: a range, as times ascend."""
+    if relation.time is None or times is None:
+        return range(begin, end)
+    listed = relation.time[begin:end]
+    first = begin + (0 if times.after is None else bisect_right(listed, times.after[tree]))
+    last = max(first, begin + bisect_right(listed, times.until[tree]))
+    return range(max(first, last - fanout) if rule.last and fanout >= 0 else first, last)
+
+
+def sample_reference(
+    relations: Sequence[Relation],
+    seeds: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    key: int,
+    rule: Rule,
+    times: Times | None = None,
+) -> TypedSample:
+    """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`.
+
+    Args:
+        relations: The edge types, in the order of their sorted names.
+        seeds: Of each node type.
+        starts: The tree of the first seed of each node type.
+        key: Of the mini-batch.
+        rule: How edges are picked.
+        times: What counts for each tree, or None: everything.
+    """
+    node = [list(ids) for ids in seeds]
+    tree = [list(range(start, start + len(ids))) for ids, start in zip(seeds, starts, strict=True)]
+    local: list[dict[tuple[int, int], int]] = [{} for _ in seeds]
+    for ids, trees, known in zip(node, tree, local, strict=True):
+        for t, v in enumerate(ids):
+            known.setdefault((trees[t] if rule.disjoint else 0, v), t)
+    row: list[list[int]] = [[] for _ in relations]
+    col: list[list[int]] = [[] for _ in relations]
+    edge: list[list[int]] = [[] for _ in relations]
+    node_counts, edge_counts = [[len(ids)] for ids in node], [[] for _ in relations]
+    low = [0 for _ in node]
+    for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
+        high = [len(ids) for ids in node]
+        for number, relation in enumerate(relations):
+            s, fanout, first_edge = relation.source, relation.fanouts[hop], len(edge[number])
+            if rule.labor is None:
+                hop_key = relation_key(key, number)
+            else:
+                hop_key = relation_key(key if rule.labor.layer_dependency else layer_key(key, hop), s)
+            for t in range(low[relation.target], high[relation.target]):
+                v, root = node[relation.target][t], tree[relation.target][t]
+                own_key = tree_key(hop_key, rule.first_tree + root) if rule.disjoint else hop_key
+                own = eligible(relation, relation.indptr[v], relation.indptr[v + 1], root, fanout, rule, times)
+                begin, end = own.start, own.stop
+                if rule.labor is not None:
+                    parallel = None if relation.parallel is None else relation.parallel[begin:end]
+                    picks = pick_labor(begin, relation.indices[begin:end], parallel, fanout, own_key, rule.labor)
+                elif relation.weight is not None:
+                    stream = node_key(own_key, v)
+                    picks = pick_weighted(begin, relation.weight[begin:end], fanout, stream, rule.replace)
+                else:
+                    picks = pick_uniform(begin, end - begin, fanout, node_key(own_key, v), rule.replace)
+                edge[number] += picks
+                col[number] += [t] * len(picks)
+            for e, t in zip(edge[number][first_edge:], col[number][first_edge:], strict=True):
+                root, u = tree[relation.target][t], relation.indices[e]
+                place = (root if rule.disjoint else 0, u)
+                if place not in local[s]:
+                    local[s][place] = len(node[s])
+                    node[s].append(u)
+                    tree[s].append(root)
+                row[number].append(local[s][place])
+            edge_counts[number].append(len(edge[number]) - first_edge)
         low = high
-        node_counts.append(len(node) - high)
-        edge_counts.append(len(edge) - first_edge)
-    return node, row, col, edge, tree if disjoint else None, node_counts, edge_counts
+        for counts, ids, before in zip(node_counts, node, high, strict=True):
+            counts.append(len(ids) - before)
+    return TypedSample(node, tree, row, col, edge, node_counts, edge_counts)

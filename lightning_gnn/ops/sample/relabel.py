@@ -5,7 +5,8 @@ nothing is cleared in between, and the local id in as many bits as ids need. It 
 
 A graph too large for that has a hash table of the size of the mini-batch. Trees of a disjoint sample take turns in one
 that is as small as a tree and stays in the cache: the edges of a hop come tree by tree. When a tree's turn comes, what
-earlier hops found of it is entered again.
+earlier hops found of it is entered again. With several types of nodes or edges a tree's edges come in many places; all
+trees are then in one hash table, by tree and node.
 """
 
 import numba
@@ -25,6 +26,8 @@ LAST_STAMP = (1 << 15) - 1
 _FIBONACCI = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 over the golden ratio, as a signed number."""
 _LOCAL = (1 << 32) - 1
+_TREE_STEP = 0x5851F42D4C957F2D
+"""By which trees of one node are told apart in a hash table."""
 
 
 @numba.njit(nogil=True, cache=True)
@@ -261,3 +264,96 @@ def relabel_trees(
         if slots.size > table.size:
             table = slots
     return table, slots, stamp, used, current, k
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _in_tree(u: int, root: int) -> int:
+    return u + root * _TREE_STEP
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _probe_tree(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, u: int, root: int) -> int:
+    """Do what :func:`_probe` does for a node of one tree."""
+    mask = slots.size - 1
+    at = _place(slots, _in_tree(u, root))
+    wanted = _word(stamp, _in_tree(u, root), 0) >> 32
+    while (slots[at] >> 48) == stamp and (
+        (slots[at] >> 32) != wanted or node[slots[at] & _LOCAL] != u or tree[slots[at] & _LOCAL] != root
+    ):
+        at = (at + 1) & mask
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _grown_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray) -> np.ndarray:
+    larger = np.zeros(2 * slots.size, np.int64)
+    for word in slots:
+        if (word >> 48) == stamp:
+            local = word & _LOCAL
+            larger[_probe_tree(larger, stamp, node, tree, node[local], tree[local])] = word
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def enter_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, count: int) -> np.ndarray:
+    """Enter the first nodes of a disjoint sample, which are roots, into a hash table; return it, larger if need be."""
+    for t in range(count):
+        if 2 * (t + 1) > slots.size:
+            slots = _grown_forest(slots, stamp, node, tree)
+        at = _probe_tree(slots, stamp, node, tree, node[t], tree[t])
+        slots[at] = _word(stamp, _in_tree(node[t], tree[t]), t)
+    return slots
+
+
+@numba.njit(nogil=True, cache=True)
+def relabel_forest(
+    slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
+    row: np.ndarray, roots: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int, stop: int,
+) -> tuple[np.ndarray, int]:  # fmt: skip
+    """Do what :func:`relabel_by_hash` does for the edges of the targets ``[low, high)`` of a disjoint sample.
+
+    Args:
+        slots: As there; it holds as many nodes as there are.
+        stamp: As there.
+        node: As there.
+        tree: The tree of each node, int64, with as much room.
+        k: As there.
+        indices: As there.
+        edge: As there.
+        row: As there.
+        roots: The tree of each target, int64.
+        ends: Ends of the targets' edges.
+        low: The first target.
+        high: One past the last target.
+        begin: The first edge.
+        stop: One past the last edge that is picked.
+
+    Returns:
+        The hash table, larger if need be, and how many nodes there are.
+    """
+    ahead = low  # the target of the edge whose slot is asked for
+    for t in range(low, high):
+        root = roots[t]
+        for q in range(begin, ends[t]):
+            if q + FAR < stop:
+                prefetch(indices, edge[q + FAR])
+            if q + NEAR < stop:
+                near = np.int64(indices[edge[q + NEAR]])
+                row[q + NEAR] = near
+                while ahead < high - 1 and ends[ahead] <= q + NEAR:
+                    ahead += 1
+                prefetch(slots, _place(slots, _in_tree(near, roots[ahead])))
+            u = row[q]
+            at = _probe_tree(slots, stamp, node, tree, u, root)
+            if (slots[at] >> 48) == stamp:
+                row[q] = slots[at] & _LOCAL
+            else:
+                slots[at] = _word(stamp, _in_tree(u, root), k)
+                node[k] = u
+                tree[k] = root
+                row[q] = k
+                k += 1
+                if 2 * k > slots.size:
+                    slots = _grown_forest(slots, stamp, node, tree)
+        begin = ends[t]
+    return slots, k

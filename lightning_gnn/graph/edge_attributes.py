@@ -1,0 +1,183 @@
+"""What edges carry for sampling: times, by which their lists are sorted, weights, and who is parallel to whom."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_Array = npt.NDArray[Any]
+
+
+def ordered_times(time: object, name: str, floating: bool) -> Tensor:
+    """Return times as int64 in the same order; floating ones as the integers in whose order their bits are.
+
+    Args:
+        time: Integer or floating ``[n]``.
+        name: For messages.
+        floating: Take integers as floating ones too, because others are.
+
+    Raises:
+        TypeError: It is no tensor of numbers.
+        ValueError: It does not have one dimension, or holds NaN.
+    """
+    if not isinstance(time, Tensor) or time.dtype == torch.bool or time.is_complex():
+        kind = time.dtype if isinstance(time, Tensor) else type(time).__name__
+        raise TypeError(f"{name} must be an integer or floating tensor, but are {kind}")
+    if time.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, but have the shape {list(time.shape)}")
+    time = time.detach().cpu()
+    if not time.is_floating_point():
+        return _bits(time.to(torch.float64)) if floating else time.to(torch.int64).contiguous()
+    if bool(time.isnan().any()):
+        raise ValueError(f"{name} hold NaN, at {int(time.isnan().nonzero()[0])}: give each a time")
+    return _bits(time.to(torch.float64))
+
+
+def _bits(time: Tensor) -> Tensor:
+    bits = (time + 0.0).view(torch.int64)  # of both zeros one
+    return torch.where(bits < 0, bits ^ (2**63 - 1), bits)
+
+
+def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Tensor, Tensor | None]:
+    """Return until when edges count for each seed, and after when, as :func:`ordered_times` makes them.
+
+    Args:
+        time: Of the seeds, integer or floating ``[n]``.
+        window: For how long before its time edges count for a seed, or None: for ever.
+        floating: Whether times of edges are floating.
+
+    Raises:
+        TypeError, ValueError: As for :func:`ordered_times`; or a window that is no positive number.
+    """
+    if window is not None and not (isinstance(window, int | float) and not isinstance(window, bool) and window > 0):
+        raise ValueError(f"time_window must be a number above 0, but is {window!r}")
+    checked = ordered_times(time, "times of seeds", False)
+    time = time.detach().cpu()
+    if floating:
+        exact = time.to(torch.float64)
+        return _bits(exact), None if window is None else _bits(exact - window)
+    if time.is_floating_point():  # an integer is not later than a time if it is not later than the integer below
+        after = None if window is None else _whole(time.to(torch.float64) - window)
+        return _whole(time.to(torch.float64)), after
+    if window is None:
+        return checked, None
+    lowest, step = -(2**63), min(math.ceil(min(window, 2.0**62)), 2**62)
+    return checked, torch.where(checked < lowest + step, lowest, checked - step)
+
+
+def _whole(time: Tensor) -> Tensor:
+    """Return the largest integers that are not above some numbers, as int64, within its range."""
+    return time.floor().clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+
+
+def valid_weights(weight: object) -> Tensor:
+    """Return weights as float64.
+
+    Raises:
+        TypeError: It is no tensor of numbers.
+        ValueError: It does not have one dimension, or one is negative, infinite or NaN.
+    """
+    if not isinstance(weight, Tensor) or weight.dtype == torch.bool or weight.is_complex():
+        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"weights of edges must be a floating or integer tensor, but are {kind}")
+    if weight.dim() != 1:
+        raise ValueError(f"weights of edges must have one dimension, but have the shape {list(weight.shape)}")
+    out = weight.detach().cpu().to(torch.float64).contiguous()
+    wrong = ~((out >= 0) & (out < torch.inf))
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(f"weights of edges must be at least 0 and finite, but that of edge {at} is {float(out[at])}")
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def _sorted_places(indptr: _Array, time: _Array) -> _Array:
+    places = np.arange(time.size)
+    for v in range(indptr.size - 1):
+        begin, end = indptr[v], indptr[v + 1]
+        for e in range(begin + 1, end):
+            if time[e] < time[e - 1]:
+                places[begin:end] = begin + np.argsort(time[begin:end], kind="mergesort")
+                break
+    return places
+
+
+@numba.njit(nogil=True, cache=True)
+def _is_sorted(indptr: _Array, time: _Array) -> bool:
+    for v in range(indptr.size - 1):
+        for e in range(indptr[v] + 1, indptr[v + 1]):
+            if time[e] < time[e - 1]:
+                return False
+    return True
+
+
+def order_by_time(indptr: _Array, time: _Array) -> _Array | None:
+    """Return the places from which edges come when each list is sorted by time, int64 ``[E]``, or None: they are.
+
+    Args:
+        indptr: int64 ``[N + 1]``.
+        time: int64 ``[E]``; equal ones keep their order.
+    """
+    return None if _is_sorted(indptr, time) else _sorted_places(indptr, time)
+
+
+@numba.njit(nogil=True, cache=True)
+def _sums(indptr: _Array, weight: _Array) -> _Array:
+    prefix = np.empty(weight.size, np.float64)
+    for v in range(indptr.size - 1):
+        total = 0.0
+        for e in range(indptr[v], indptr[v + 1]):
+            total += weight[e]
+            prefix[e] = total
+    return prefix
+
+
+def sum_weights(indptr: _Array, weight: _Array) -> _Array:
+    """Return the sum of the weights of each list up to and with each edge, added in order, float64 ``[E]``.
+
+    Args:
+        indptr: int64 ``[N + 1]``.
+        weight: float64 ``[E]``.
+
+    Raises:
+        ValueError: A sum is too large for a float64.
+    """
+    prefix = _sums(indptr, weight)
+    if not np.isfinite(prefix).all():
+        raise ValueError("the weights of the edges into one node add up to infinity: give smaller ones")
+    return prefix
+
+
+@numba.njit(nogil=True, cache=True)
+def _parallel(indptr: _Array, indices: _Array, num_sources: int) -> tuple[_Array, bool]:
+    counts = np.zeros(indices.size, np.int32)
+    last, seen = np.full(num_sources, -1), np.zeros(num_sources, np.int32)
+    found = False
+    for v in range(indptr.size - 1):
+        for e in range(indptr[v], indptr[v + 1]):
+            u = indices[e]
+            if last[u] == v:
+                seen[u] += 1
+                counts[e] = seen[u]
+                found = True
+            else:
+                last[u], seen[u] = v, 0
+    return counts, found
+
+
+def count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> _Array | None:
+    """Count, for each edge, those before it in its list with the same source, int32 ``[E]``; None if there are none.
+
+    Args:
+        indptr: int64 ``[N + 1]``.
+        indices: int32 or int64 ``[E]``.
+        num_sources: Number of nodes that ``indices`` may name.
+    """
+    counts, found = _parallel(indptr, indices, num_sources)
+    return counts if found else None

@@ -1,0 +1,133 @@
+"""The topology of a graph with several types of nodes and edges: one CSC per edge type, and one numbering of all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.graph.csc import CSCGraph, transposed_csr
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroCSCGraph:
+    """A directed graph with types; each edge type is a :class:`CSCGraph` from its source type to its target type.
+
+    Args:
+        sizes: Number of nodes of each node type, in the order of the sorted names.
+        relations: The edges of each edge type, in the order of the sorted triples.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import HeteroData
+        >>> from lightning_gnn import HeteroCSCGraph
+        >>> data = HeteroData()
+        >>> data["author"].num_nodes, data["paper"].num_nodes = 2, 3
+        >>> data["author", "writes", "paper"].edge_index = torch.tensor([[0, 1, 1], [0, 0, 2]])
+        >>> HeteroCSCGraph.from_data(data)
+        HeteroCSCGraph(num_nodes={'author': 2, 'paper': 3}, num_edges={('author', 'writes', 'paper'): 3})
+    """
+
+    sizes: dict[NodeType, int]
+    relations: dict[EdgeType, CSCGraph]
+
+    @property
+    def node_types(self) -> list[NodeType]:
+        """Names of the node types, sorted."""
+        return list(self.sizes)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """Triples of the edge types, sorted."""
+        return list(self.relations)
+
+    @property
+    def num_nodes(self) -> dict[NodeType, int]:
+        """Number of nodes of each type."""
+        return dict(self.sizes)
+
+    @property
+    def num_edges(self) -> dict[EdgeType, int]:
+        """Number of edges of each type."""
+        return {edge_type: graph.num_edges for edge_type, graph in self.relations.items()}
+
+    @property
+    def is_temporal(self) -> bool:
+        """Whether edges of some type have times."""
+        return any(graph.time is not None for graph in self.relations.values())
+
+    @classmethod
+    def build(cls, sizes: Mapping[NodeType, int], relations: Mapping[EdgeType, CSCGraph]) -> HeteroCSCGraph:
+        """Check that the parts fit together, and sort them.
+
+        Raises:
+            TypeError: An edge type that is no triple of names.
+            ValueError: An edge type between types that there are no nodes of, or of other sizes.
+        """
+        for edge_type, graph in relations.items():
+            if not (isinstance(edge_type, tuple) and len(edge_type) == 3):
+                raise TypeError(f"an edge type is a triple (source, name, target), but one is {edge_type!r}")
+            source, _, target = edge_type
+            for name, count in ((source, graph.num_sources), (target, graph.num_nodes)):
+                if sizes.get(name) != count:
+                    known = f"has {sizes[name]} nodes" if name in sizes else "is no node type"
+                    raise ValueError(f"edges of {edge_type} are between {count} nodes of {name!r}, which {known}")
+        return cls(dict(sorted(sizes.items())), dict(sorted(relations.items())))
+
+    @classmethod
+    def from_data(cls, data: HeteroData) -> HeteroCSCGraph:
+        """Take the topology of a PyG ``HeteroData``: of each edge type ``graph``, ``adj_t`` or ``edge_index``.
+
+        Raises:
+            TypeError: ``data`` is no ``HeteroData``, or an ``edge_index`` holds no integers.
+            ValueError: A type whose number of nodes nobody knows, or edges that are not valid.
+        """
+        if not isinstance(data, HeteroData):
+            raise TypeError(f"expected a torch_geometric.data.HeteroData, got {type(data).__name__}")
+        sizes = {}
+        for node_type in data.metadata()[0]:
+            count = data[node_type].num_nodes
+            if count is None:
+                raise ValueError(f"how many nodes of {node_type!r} there are cannot be told: set data[…].num_nodes")
+            sizes[node_type] = int(count)
+        relations = {}
+        for edge_type in data.edge_types:
+            try:
+                relations[edge_type] = _relation(data[edge_type], sizes[edge_type[0]], sizes[edge_type[2]])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"edges of {edge_type}: {error}") from None
+        return cls.build(sizes, relations)
+
+    def share_memory_(self) -> HeteroCSCGraph:
+        """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""
+        for graph in self.relations.values():
+            graph.share_memory_()
+        return self
+
+    def map_relations(self, function: Callable[[EdgeType, CSCGraph], CSCGraph]) -> HeteroCSCGraph:
+        """Return the graph with other edges, of the same types."""
+        return HeteroCSCGraph(self.sizes, {name: function(name, graph) for name, graph in self.relations.items()})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
+
+
+def _relation(store: Any, num_sources: int, num_targets: int) -> CSCGraph:
+    graph = store.get("graph")
+    if isinstance(graph, CSCGraph):
+        return graph
+    adj_t = store.get("adj_t")
+    if adj_t is not None:
+        rowptr, col = transposed_csr(adj_t)
+        return CSCGraph.from_csc(rowptr, col, num_sources=num_sources)
+    edge_index = store.get("edge_index")
+    if edge_index is None:
+        edge_index = torch.empty((2, 0), dtype=torch.int64)
+    if isinstance(edge_index, Tensor):
+        edge_index = edge_index.as_subclass(Tensor)
+    return CSCGraph.from_edge_index(edge_index, num_targets, num_sources)

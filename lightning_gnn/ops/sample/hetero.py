@@ -1,0 +1,179 @@
+"""Neighbour sampling in a graph with several types of nodes and edges: arguments by type, and the sample by type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.ops.sample.definition import (
+    check_backend,
+    check_fanouts,
+    check_key,
+    check_on_cpu,
+    check_rule,
+    check_seeds,
+    describe,
+    limits_of,
+    run,
+)
+from lightning_gnn.ops.sample.relation import Labor
+
+_NO_SEEDS = torch.empty(0, dtype=torch.int64)
+
+
+class HeteroNeighborSample(NamedTuple):
+    """One sampled subgraph with types, over h hops; all types of the graph are named, also those it has nothing of.
+
+    Args:
+        node: Ids within each node type, int64 ``[n]``; the seeds come first.
+        edge_index: Local ids of sources and targets of each edge type, int64 ``[2, m]``.
+        edge: Positions of the edges in their type's CSC order, int64 ``[m]``.
+        batch: The seed whose tree a node belongs to, int64 ``[n]``, if disjoint, else None.
+        num_sampled_nodes: Seeds, then new nodes per hop, ``h + 1`` numbers.
+        num_sampled_edges: Edges per hop, ``h`` numbers.
+    """
+
+    node: dict[NodeType, Tensor]
+    edge_index: dict[EdgeType, Tensor]
+    edge: dict[EdgeType, Tensor]
+    batch: dict[NodeType, Tensor] | None
+    num_sampled_nodes: dict[NodeType, list[int]]
+    num_sampled_edges: dict[EdgeType, list[int]]
+
+
+def sample_hetero_neighbors(
+    graph: HeteroCSCGraph,
+    seeds: Mapping[NodeType, Tensor],
+    fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+    key: int = 0,
+    *,
+    replace: bool = False,
+    disjoint: bool = False,
+    first_tree: int = 0,
+    seed_time: Mapping[NodeType, Tensor] | None = None,
+    time_window: float | None = None,
+    temporal_strategy: str = "uniform",
+    labor: Labor | None = None,
+    backend: str | None = None,
+) -> HeteroNeighborSample:
+    """Sample in-neighbours of the seeds along all edge types, hop by hop.
+
+    A graph of one type gives the sample of :func:`~lightning_gnn.ops.sample_neighbors`.
+
+    Args:
+        graph: The topology, on the CPU; edges of some types may have times, or weights.
+        seeds: Ids within each node type that has seeds, int64 or int32 ``[batch_size]``. Trees are numbered in the
+            order of the types given here.
+        fanouts: In-edges to pick per node and hop, for all edge types or for each; -1 takes all.
+        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
+        replace: Draw with replacement.
+        disjoint: One tree per seed; always where edges have times.
+        first_tree: Position of the first seed in the whole mini-batch.
+        seed_time: Times of the seeds by type, if edges of any type have times.
+        time_window: For how long before its time edges count for a seed; by default for ever.
+        temporal_strategy: ``"uniform"`` or ``"last"``.
+        labor: Sample by variates of the sources, which all edge types from one node type share.
+        backend: ``"numba"`` or ``"reference"``.
+
+    Raises:
+        TypeError: Seeds by no type, or as for :func:`~lightning_gnn.ops.sample_neighbors`.
+        IndexError: A seed that its type has no node of.
+        ValueError: A type that the graph does not have, an edge type without fanouts, fanouts over different numbers of
+            hops, or as there.
+    """
+    by_type = fanouts_by_type(graph, fanouts)
+    key = check_key(key)
+    if not isinstance(seeds, Mapping):
+        raise TypeError(
+            f"seeds of a graph with types come by node type, as {{{next(iter(graph.sizes), '')!r}: ids}}, but are "
+            f"{type(seeds).__name__}"
+        )
+    if unknown := [name for name in seeds if name not in graph.sizes]:
+        raise ValueError(f"there are seeds of {unknown[0]!r}, but the node types are {', '.join(graph.sizes)}")
+    relations = list(graph.relations.values())
+    weighted, temporal = any(part.weight is not None for part in relations), graph.is_temporal
+    if weighted and temporal:
+        raise ValueError("some edges have weights, others times: there is no weighted temporal sampling")
+    rule = check_rule(replace, disjoint or temporal, first_tree, temporal_strategy, labor, weighted)
+    check_backend(backend)
+    check_on_cpu(backend, relations)
+    given = {name: _checked(name, ids, graph.sizes[name]) for name, ids in seeds.items()}
+    starts, total = dict.fromkeys(graph.sizes, 0), 0
+    for name, ids in given.items():
+        starts[name] = total
+        total += ids.numel()
+    times = limits_of(relations, list(given.values()), _in_order(seed_time, given), time_window)
+    number = {name: place for place, name in enumerate(graph.sizes)}
+    described = [
+        describe(part, number[edge_type[0]], number[edge_type[2]], by_type[edge_type], labor is not None)
+        for edge_type, part in graph.relations.items()
+    ]
+    out = run(
+        described,
+        list(graph.sizes.values()),
+        [given.get(name, _NO_SEEDS) for name in graph.sizes],
+        list(starts.values()),
+        key,
+        rule,
+        times,
+        backend,
+    )
+    node, tree = (
+        {name: torch.from_numpy(array) for name, array in zip(graph.sizes, arrays, strict=True)}
+        for arrays in (out.node, out.tree)
+    )
+    edge_index, edge = (
+        {name: torch.from_numpy(array) for name, array in zip(graph.relations, arrays, strict=True)}
+        for arrays in (out.edge_index, out.edge)
+    )
+    return HeteroNeighborSample(
+        node,
+        edge_index,
+        edge,
+        tree if rule.disjoint else None,
+        dict(zip(graph.sizes, out.num_sampled_nodes, strict=True)),
+        dict(zip(graph.relations, out.num_sampled_edges, strict=True)),
+    )
+
+
+def fanouts_by_type(
+    graph: HeteroCSCGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
+) -> dict[EdgeType, list[int]]:
+    """Return the fanouts of each edge type.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: An edge type that the graph does not have, or one without fanouts, or numbers of hops that differ.
+    """
+    if not isinstance(fanouts, Mapping):
+        return dict.fromkeys(graph.relations, check_fanouts(fanouts))
+    named = ", ".join(map(str, graph.relations))
+    if unknown := [name for name in fanouts if name not in graph.relations]:
+        raise ValueError(f"num_neighbors has {unknown[0]}, but the edge types are {named}")
+    if missing := [name for name in graph.relations if name not in fanouts]:
+        raise ValueError(f"num_neighbors has no fanouts for {missing[0]}: give those of all edge types, {named}")
+    checked = {name: check_fanouts(fanouts[name]) for name in graph.relations}
+    hops = {name: len(numbers) for name, numbers in checked.items()}
+    if len(set(hops.values())) > 1:
+        raise ValueError(f"num_neighbors must have as many hops for each edge type, but has {hops}: fill up with 0")
+    return checked
+
+
+def _checked(name: NodeType, ids: Tensor, count: int) -> Tensor:
+    try:
+        return check_seeds(ids, count)
+    except (TypeError, ValueError, IndexError) as error:
+        raise type(error)(f"node type {name!r}: {error}") from None
+
+
+def _in_order(time: Mapping[NodeType, Tensor] | None, seeds: Mapping[NodeType, Tensor]) -> list[Tensor] | None:
+    if time is None:
+        return None
+    if missing := [name for name in seeds if name not in time]:
+        raise ValueError(f"there are seeds of {missing[0]!r} without times: give seed_time for each type of seeds")
+    return [time[name] for name in seeds]

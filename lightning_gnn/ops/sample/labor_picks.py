@@ -1,0 +1,124 @@
+"""Layer-neighbour picks on the CPU, compiled: a node takes the in-edges whose sources have the smallest variates.
+
+All sources of a list are hashed, one after the other in memory; few of the hashes are looked at a second time.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from lightning_gnn.ops.hashing import GOLDEN, Word, mix_compiled, node_key_compiled, tree_key_compiled
+from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.sample.picks import eligible
+
+_AHEAD = 8
+"""How many rows ahead ``indices`` is asked for; ``indptr`` twice as many."""
+_GOLDEN, _ZERO = np.uint64(GOLDEN), np.uint64(0)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _variate(key: Word, source: int, often: Word, batch: Word) -> Word:
+    stream = node_key_compiled(key, source)
+    if often > np.uint64(1):
+        period = (batch + node_key_compiled(_ZERO, source) % often) // often
+        stream = mix_compiled(stream + (period + np.uint64(1)) * _GOLDEN)
+    return stream
+
+
+@numba.njit(nogil=True, cache=True)
+def pick_labor(
+    indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int,
+    high: int, fanout: int, disjoint: bool, key: Word, first_tree: Word, often: Word, batch: Word, times: Any,
+    edge: np.ndarray, ends: np.ndarray, m: int,
+) -> int:  # fmt: skip
+    """Write the edges that the nodes ``[low, high)`` pick, from position m on; return the position behind them.
+
+    Args:
+        indptr: int64 ``[num_nodes + 1]``.
+        indices: int32 or int64 ``[num_edges]``.
+        parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``, or none.
+        node: Global ids of the frontier, int64, up to ``high``.
+        tree: Their trees, int64, if disjoint.
+        low: The first node.
+        high: One past the last node.
+        fanout: Below zero means all.
+        disjoint: Draw for each tree by a key of its own.
+        key: Of the hop, uint64.
+        first_tree: Position of the first seed, uint64.
+        often: In how many mini-batches a variate is renewed once, uint64.
+        batch: Number of the mini-batch, uint64.
+        times: As for :func:`~lightning_gnn.ops.sample.picks.pick_edges`.
+        edge: Where to write, int64.
+        ends: Where to write the end of each node's edges, int64.
+        m: Where to begin.
+    """
+    variates = np.empty(1024, np.uint64)
+    most = min(max(fanout, 0), indices.size)
+    least, places = np.empty(most, np.uint64), np.empty(most, np.int64)
+    for t in range(low, high):
+        if t + 2 * _AHEAD < high:
+            prefetch(indptr, node[t + 2 * _AHEAD])
+        if t + _AHEAD < high and indptr[node[t + _AHEAD]] < indices.size:
+            prefetch(indices, indptr[node[t + _AHEAD]])
+        v = node[t]
+        begin = indptr[v]
+        degree = indptr[v + 1] - begin
+        if times[0]:
+            begin, degree = eligible(times, begin, degree, tree[t], fanout)
+        if fanout < 0 or degree <= fanout:
+            for j in range(degree):
+                edge[m + j] = begin + j
+            m += degree
+        elif fanout > 0:
+            own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
+            if variates.size < degree:
+                variates = np.empty(2 * degree, np.uint64)
+            for j in range(degree):
+                variates[j] = _variate(own_key, indices[begin + j], often, batch)
+            if parallel.size:
+                for j in range(degree):
+                    if parallel[begin + j]:
+                        variates[j] = mix_compiled(variates[j] + np.uint64(parallel[begin + j]) * _GOLDEN)
+            _smallest(variates[:degree], least, places)
+            for j in range(fanout):
+                edge[m + j] = begin + places[j]
+            m += fanout
+        ends[t] = m
+    return m
+
+
+@numba.njit(nogil=True, cache=True)
+def _smallest(variates: np.ndarray, least: np.ndarray, places: np.ndarray) -> None:
+    """Write the places of the smallest numbers, ascending; of equal ones the first count.
+
+    Args:
+        variates: uint64 ``[n]``.
+        least: uint64 ``[k]``, scratch, k below n.
+        places: int64 ``[k]``.
+    """
+    k, count, largest = places.size, 0, 0
+    # As many hashes as this are expected below the limit, rarely fewer than k: what is above is not sorted in.
+    few = k + 4.0 * np.sqrt(k) + 4.0
+    limit = np.uint64(2**64 - 1)
+    if few < variates.size:
+        limit = np.uint64(few / variates.size * 1.8446744073709550e19)
+    while True:
+        for j in range(variates.size):
+            one = variates[j]
+            if one > limit or (count == k and one >= least[largest]):
+                continue
+            if count < k:
+                least[count], places[count] = one, j
+                count += 1
+            else:  # in the place of the largest, so that places of equal numbers keep the first
+                least[largest], places[largest] = one, j
+            if count == k:
+                largest = 0
+                for i in range(1, k):
+                    if least[i] > least[largest] or (least[i] == least[largest] and places[i] > places[largest]):
+                        largest = i
+        if count == k:
+            break
+        count, limit = 0, np.uint64(2**64 - 1)
+    places.sort()

@@ -1,0 +1,102 @@
+"""From attributes of the user's graph to what edges carry for sampling: times, and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
+
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+
+Graph = CSCGraph | HeteroCSCGraph
+NodeTime = Tensor | dict[NodeType, Tensor] | None
+
+
+def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTime]:
+    """Give edges their times: their own, or those of the nodes that they come from.
+
+    Args:
+        graph: The topology.
+        data: Where the attribute is.
+        name: The attribute, or None: nothing is done.
+
+    Returns:
+        The topology, and the times of nodes, by type if there are several; None where edges have times of their own.
+
+    Raises:
+        ValueError: Neither nodes nor edges have such an attribute, or both have.
+    """
+    if name is None:
+        return graph, None
+    if isinstance(data, Data) and isinstance(graph, CSCGraph):
+        time = _attribute(data, name)
+        if data.is_node_attr(name):
+            return graph.with_source_time(time), time
+        if data.is_edge_attr(name) or time.numel() == graph.num_edges:
+            return graph.with_time(time), None
+        raise ValueError(f"data.{name} is neither of nodes nor of edges: it has the shape {list(time.shape)}")
+    if not isinstance(data, HeteroData) or not isinstance(graph, HeteroCSCGraph):
+        raise ValueError(f"time_attr={name!r} needs the graph as Data or HeteroData, which have attributes")
+    of_nodes = {store._key: store[name] for store in data.node_stores if name in store}
+    of_edges = {store._key: store[name] for store in data.edge_stores if name in store}
+    if bool(of_nodes) == bool(of_edges):
+        both = "both nodes and edges have" if of_nodes else "no node type and no edge type has"
+        raise ValueError(f"{both} times called {name!r}: give those of nodes, or those of edges")
+    given = {**of_nodes, **of_edges}
+    floating = any(isinstance(time, Tensor) and time.is_floating_point() for time in given.values())
+
+    def timed(edge_type: Any, relation: CSCGraph) -> CSCGraph:
+        key = edge_type[0] if of_nodes else edge_type
+        if key not in given:
+            return relation
+        try:
+            if of_nodes:
+                return relation.with_source_time(given[key], floating)
+            return relation.with_time(given[key], floating)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name!r} of {key}: {error}") from None
+
+    return graph.map_relations(timed), of_nodes or None
+
+
+def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
+    """Give edges their weights; those of types without the attribute have none, and are picked uniformly.
+
+    Args:
+        graph: The topology.
+        data: Where the attribute is.
+        name: The attribute, or None: nothing is done.
+
+    Raises:
+        ValueError: No edges have such an attribute, weights are not valid, or edges have times too.
+    """
+    if name is None:
+        return graph
+    if graph.is_temporal:
+        raise ValueError(f"there is no weighted temporal sampling: leave out weight_attr={name!r}, or time_attr")
+    if isinstance(data, Data) and isinstance(graph, CSCGraph):
+        return graph.with_weight(_attribute(data, name))
+    if not isinstance(data, HeteroData) or not isinstance(graph, HeteroCSCGraph):
+        raise ValueError(f"weight_attr={name!r} needs the graph as Data or HeteroData, which have attributes")
+    given = {store._key: store[name] for store in data.edge_stores if name in store}
+    if not given:
+        raise ValueError(f"no edge type has weights called {name!r}")
+
+    def weighted(edge_type: Any, relation: CSCGraph) -> CSCGraph:
+        try:
+            return relation.with_weight(given[edge_type]) if edge_type in given else relation
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name!r} of {edge_type}: {error}") from None
+
+    return graph.map_relations(weighted)
+
+
+def _attribute(data: Data, name: str) -> Tensor:
+    value = data.get(name)
+    if value is None:
+        raise ValueError(f"data has no attribute {name!r}; it has {', '.join(data.keys())}")
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)

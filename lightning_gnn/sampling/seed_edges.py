@@ -1,0 +1,71 @@
+"""Taking the edges that a link predictor is asked for out of the messages that it sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch_geometric.sampler import EdgeSamplerInput, HeteroSamplerOutput, SamplerOutput
+from torch_geometric.typing import EdgeType
+
+
+def without_seed_edges(
+    out: SamplerOutput | HeteroSamplerOutput, seeds: EdgeSamplerInput, reverse: Mapping[EdgeType, EdgeType]
+) -> SamplerOutput | HeteroSamplerOutput:
+    """Drop from a sample the edges that it was made for, in both directions; nodes stay, and counts follow.
+
+    Args:
+        out: The sample.
+        seeds: The edges, int64 ``[n]`` each.
+        reverse: The reverse of each edge type, where it is not ``(b, "rev_rel", a)`` of ``(a, "rel", b)``, or, between
+            nodes of one type without such a type, the same.
+    """
+    out = copy.copy(out)
+    if isinstance(out, SamplerOutput):
+        wanted = torch.cat([torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])], dim=1)
+        kept = _others(out.node[out.row], out.node[out.col], wanted)
+        out.row, out.col, out.edge = out.row[kept], out.col[kept], None if out.edge is None else out.edge[kept]
+        if out.num_sampled_edges is not None:
+            out.num_sampled_edges = _kept_per_hop(kept, out.num_sampled_edges)
+        return out
+    out.row, out.col = dict(out.row), dict(out.col)
+    out.edge = None if out.edge is None else dict(out.edge)
+    out.num_sampled_edges = None if out.num_sampled_edges is None else dict(out.num_sampled_edges)
+    forward, backward = torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])
+    dropped: dict[EdgeType, list[Tensor]] = {seeds.input_type: [forward]}
+    dropped.setdefault(_reverse(seeds.input_type, reverse, out.row), []).append(backward)
+    for name, pairs in dropped.items():
+        if name not in out.row:
+            continue
+        row, col = out.row[name], out.col[name]
+        kept = _others(out.node[name[0]][row], out.node[name[2]][col], torch.cat(pairs, dim=1))
+        out.row[name], out.col[name] = row[kept], col[kept]
+        if out.edge is not None:
+            out.edge[name] = out.edge[name][kept]
+        if out.num_sampled_edges is not None:
+            out.num_sampled_edges[name] = _kept_per_hop(kept, out.num_sampled_edges[name])
+    return out
+
+
+def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Mapping[EdgeType, object]) -> EdgeType:
+    if name in given:
+        return given[name]
+    source, relation, target = name
+    other = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
+    return name if source == target and (target, other, source) not in known else (target, other, source)
+
+
+def _others(row: Tensor, col: Tensor, pairs: Tensor) -> Tensor:
+    """Tell which edges, in ids of the graph, are none of some pairs; bool ``[m]``."""
+    _, first = torch.cat([row, pairs[0]]).unique(return_inverse=True)
+    seconds, second = torch.cat([col, pairs[1]]).unique(return_inverse=True)
+    number = first * seconds.numel() + second
+    return ~torch.isin(number[: row.numel()], number[row.numel() :])
+
+
+def _kept_per_hop(kept: Tensor, counts: list[int]) -> list[int]:
+    ends = list(accumulate(counts))
+    return [int(kept[end - count : end].sum()) for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,382 @@
+"""Sampling in graphs with types, times and weights, and LABOR: every backend against the reference."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
+from lightning_gnn.ops import Labor, batch_key, sample_hetero_neighbors, sample_neighbors
+from tests.ops.test_sample import hashing
+from tests.strategies import fanouts, graphs, keys, seeds_of, typed_graphs, typed_seeds
+
+labors = st.builds(Labor, st.booleans(), st.sampled_from([1, 2, 7]), st.integers(0, 20))
+
+
+def assert_equal(sample, expected):
+    assert type(sample) is type(expected)
+    for got, want in zip(sample, expected, strict=True):
+        if isinstance(want, dict):
+            assert list(got) == list(want)
+            assert_equal(tuple(got.values()), tuple(want.values()))
+        elif isinstance(want, torch.Tensor):
+            assert got.dtype == want.dtype == torch.int64
+            assert torch.equal(got, want)
+        else:
+            assert got == want
+
+
+def fanouts_for(data, graph):
+    """One list, or one for each edge type."""
+    if not graph.relations or data.draw(st.booleans()):
+        return data.draw(fanouts)
+    hops = data.draw(st.integers(1, 4))
+    one = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 5]), min_size=hops, max_size=hops)
+    return {name: data.draw(one) for name in graph.relations}
+
+
+def times_of(data, seeds):
+    return {name: torch.tensor([data.draw(st.integers(-5, 10)) for _ in ids]).long() for name, ids in seeds.items()}
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["table", "hash"])
+@settings(max_examples=150, deadline=None)
+@given(st.data(), typed_graphs(), keys, st.booleans(), st.booleans())
+def test_types_equal_the_reference(large, data, graph, key, replace, disjoint):
+    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
+    options = {"replace": replace, "disjoint": disjoint, "first_tree": data.draw(st.sampled_from([0, 977]))}
+    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
+    if large:
+        with hashing():
+            assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
+    else:
+        assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), typed_graphs(temporal=True), keys, st.booleans(), st.sampled_from(["uniform", "last"]))
+def test_times_equal_the_reference_and_nothing_is_seen_of_the_future(data, graph, key, replace, strategy):
+    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
+    options = {"replace": replace, "temporal_strategy": strategy, "first_tree": data.draw(st.sampled_from([0, 977]))}
+    if graph.is_temporal:
+        options["seed_time"] = times_of(data, seeds)
+        options["time_window"] = data.draw(st.sampled_from([None, 1, 4]))
+    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
+    sample = sample_hetero_neighbors(graph, seeds, hops, key, **options)
+    assert_equal(sample, expected)
+    if not graph.is_temporal:
+        return
+    until = torch.cat([*options["seed_time"].values(), torch.empty(0).long()])
+    for name, relation in graph.relations.items():
+        if relation.time is not None:
+            found = relation.time[sample.edge[name]]
+            limit = until[sample.batch[name[2]][sample.edge_index[name][1]]]
+            assert bool((found <= limit).all())
+            if (window := options["time_window"]) is not None:
+                assert bool((found > limit - window).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), typed_graphs(weighted=True), keys, st.booleans(), st.booleans())
+def test_weights_equal_the_reference(data, graph, key, replace, disjoint):
+    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
+    options = {"replace": replace, "disjoint": disjoint}
+    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
+    assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), typed_graphs(temporal=True), keys, st.booleans(), labors)
+def test_labor_equals_the_reference(data, graph, key, disjoint, labor):
+    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
+    options = {"disjoint": disjoint, "labor": labor}
+    if graph.is_temporal:
+        options["seed_time"] = times_of(data, seeds)
+    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
+    assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), graphs(), fanouts, keys, st.sampled_from(["plain", "disjoint", "time", "weight", "labor"]))
+def test_a_graph_of_one_type_gives_the_untyped_sample(data, graph, hops, key, kind):
+    generator = torch.Generator().manual_seed(3)
+    seeds, options = data.draw(seeds_of(graph.num_nodes)), {}
+    if kind == "time":
+        graph = graph.with_time(torch.randint(9, (graph.num_edges,), generator=generator))
+        options["seed_time"] = torch.randint(9, seeds.shape, generator=generator)
+    elif kind == "weight":
+        graph = graph.with_weight(torch.rand(graph.num_edges, generator=generator))
+    elif kind == "labor":
+        options["labor"] = Labor()
+    elif kind == "disjoint":
+        options["disjoint"] = True
+    untyped = sample_neighbors(graph, seeds, hops, key, **options)
+    if kind == "time":
+        options["seed_time"] = {"n": options["seed_time"]}
+    typed = HeteroCSCGraph.build({"n": graph.num_nodes}, {("n", "e", "n"): graph})
+    out = sample_hetero_neighbors(typed, {"n": seeds}, hops, key, **options)
+    for whole, by_type in zip(untyped, out, strict=True):
+        assert (whole is None) == (by_type is None)
+        if whole is not None:
+            (part,) = by_type.values()
+            assert torch.equal(part, whole) if isinstance(part, torch.Tensor) else part == whole
+
+
+@pytest.mark.parametrize("fanout", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("replace", [False, True])
+def test_weights_of_long_lists(fanout, replace):
+    # Lists in which a few edges have nearly all of the weight, so that most picks come out of what is left.
+    generator = torch.Generator().manual_seed(fanout)
+    sources = torch.randint(50, (6 * 300,), generator=generator)
+    graph = CSCGraph.from_edge_index(torch.stack([sources, torch.arange(6).repeat_interleave(300)]), 50)
+    weight = 10.0 ** (24 * torch.rand(1800, generator=generator, dtype=torch.float64) - 12)
+    graph = graph.with_weight(weight)
+    for key in range(3):
+        expected = sample_neighbors(graph, torch.arange(6), [fanout], key, replace=replace, backend="reference")
+        assert_equal(sample_neighbors(graph, torch.arange(6), [fanout], key, replace=replace), expected)
+        if not replace:
+            assert all(part.unique().numel() == fanout for part in expected.edge.view(6, -1))
+
+
+def test_forests_outgrow_their_hash_table():
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": 4000, "b": 3000}
+    relations = {
+        (s, "x", t): CSCGraph.from_edge_index(
+            torch.stack([torch.randint(sizes[k], (40_000,), generator=generator) for k in (s, t)]), sizes[t], sizes[s]
+        )
+        for s, t in itertools.product("ab", repeat=2)
+    }
+    graph = HeteroCSCGraph.build(sizes, relations)
+    seeds = {"a": torch.randint(4000, (70,), generator=generator)}
+    for disjoint in (False, True):
+        expected = sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint, backend="reference")
+        assert expected.node["a"].numel() > 4000 or not disjoint
+        assert_equal(sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint), expected)
+        with hashing():
+            assert_equal(sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint), expected)
+
+
+def chi_square_passes(counts, expected):
+    """Compare observed counts with expected ones, both by cell; cells of few are one."""
+    rare = [cell for cell, count in expected.items() if count < 5]
+    cells = {cell: (counts[cell], count) for cell, count in expected.items() if count >= 5}
+    if sum(expected[cell] for cell in rare) >= 5:
+        cells["rare"] = sum(counts[cell] for cell in rare), sum(expected[cell] for cell in rare)
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells.values())
+    assert set(counts) <= set(expected)
+    assert statistic < chi2.ppf(0.9999, len(cells) - 1)
+
+
+@pytest.mark.parametrize("fanout", [1, 2, 3, 4])
+def test_successive_picks_have_the_chance_of_their_weights(fanout):
+    weight, trials = [0.5, 3.0, 1e-6, 1.0, 6.0], 40_000
+    star = CSCGraph.from_edge_index(torch.tensor([[1, 2, 3, 4, 5], [0] * 5]), 6)
+    graph = star.with_weight(torch.tensor(weight, dtype=torch.float64))
+    counts = Counter(
+        tuple(sample_neighbors(graph, torch.tensor([0]), [fanout], batch_key(3, batch=trial)).edge.tolist())
+        for trial in range(trials)
+    )
+    expected = {}
+    for picks in itertools.permutations(range(5), fanout):  # marginals, pairs and all others are sums of these
+        chance, left = 1.0, sum(weight)
+        for pick in picks:
+            chance *= weight[pick] / left
+            left -= weight[pick]
+        expected[picks] = chance * trials
+    chi_square_passes(counts, expected)
+
+
+def test_weights_over_twelve_orders_of_magnitude():
+    weight, trials = [10.0**-power for power in range(13)], 20_000
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 14), torch.zeros(13).long()]), 14)
+    graph = graph.with_weight(torch.tensor(weight, dtype=torch.float64))
+    counts, pairs = Counter(), Counter()
+    for trial in range(trials):
+        picks = sample_neighbors(graph, torch.tensor([0]), [12], batch_key(8, batch=trial)).edge.tolist()
+        assert len(set(picks)) == 12
+        counts[picks[0]] += 1
+        pairs[tuple(picks[:2])] += 1
+    chi_square_passes(counts, {edge: trials * w / sum(weight) for edge, w in enumerate(weight)})
+    chi_square_passes(
+        pairs,
+        {
+            (a, b): trials * weight[a] / sum(weight) * weight[b] / (sum(weight) - weight[a])
+            for a, b in itertools.permutations(range(13), 2)
+        },
+    )
+
+
+def test_picks_by_time_are_uniform_in_their_range():
+    trials, times = 30_000, torch.tensor([5, 1, 3, 2, 9, 3, 7])
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    counts = Counter()
+    for trial in range(trials):
+        out = sample_neighbors(
+            graph, torch.tensor([0]), [2], batch_key(1, batch=trial), seed_time=torch.tensor([5]), time_window=4
+        )
+        counts[tuple(graph.edge_ids[out.edge].tolist())] += 1
+    allowed = [edge for edge, time in enumerate(times.tolist()) if 1 < time <= 5]
+    assert len(allowed) == 4
+    chi_square_passes(counts, {pair: trials / 12 for pair in itertools.permutations(allowed, 2)})
+
+
+def test_the_last_edges_are_the_newest():
+    times = torch.tensor([5, 1, 3, 2, 9, 3, 7])
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    options = {"seed_time": torch.tensor([8]), "temporal_strategy": "last"}
+    out = sample_neighbors(graph, torch.tensor([0]), [4], **options)
+    assert graph.edge_ids[out.edge].tolist() == [2, 5, 0, 6]  # of equal times in the user's order
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_labor_picks_every_subset_alike_and_shares_sources(duplicates):
+    # Two targets with the same sources: each picks uniformly, both the same.
+    trials, sources = 24_000, [2, 3, 4, 4] if duplicates else [2, 3, 4, 5]
+    graph = CSCGraph.from_edge_index(torch.tensor([sources * 2, [0] * 4 + [1] * 4]), 6)
+    counts = Counter()
+    for trial in range(trials):
+        out = sample_neighbors(graph, torch.tensor([0, 1]), [2], batch_key(4, batch=trial), labor=Labor())
+        first, second = out.edge.view(2, 2).tolist()
+        assert [edge - 4 for edge in second] == first
+        counts[tuple(first)] += 1
+    chi_square_passes(counts, {pair: trials / 6 for pair in itertools.combinations(range(4), 2)})
+
+
+def test_hops_share_variates_only_if_layers_depend_on_each_other():
+    # 0 and 1 have the same sources; 1 is found in the first hop and expanded in the second.
+    sources = list(range(2, 22))
+    edges = [(u, t) for t in (0, 1) for u in sources] + [(1, 22)]
+    graph = CSCGraph.from_edge_index(torch.tensor(edges).t(), 23)
+    same = {True: 0, False: 0}
+    for depends, trial in itertools.product([True, False], range(50)):
+        out = sample_neighbors(
+            graph, torch.tensor([0, 22]), [5, 5], batch_key(1, batch=trial), labor=Labor(layer_dependency=depends)
+        )
+        picks = [set(out.node[out.edge_index[0, out.node[out.edge_index[1]] == t]].tolist()) for t in (0, 1)]
+        same[depends] += picks[0] == picks[1]
+    assert same[True] == 50
+    assert same[False] < 5
+
+
+@pytest.mark.parametrize("often", [2, 5])
+def test_a_batch_renews_a_fraction_of_the_variates(often):
+    from lightning_gnn.ops.sample.reference import variate
+
+    sources, key = range(4000), batch_key(6, epoch=1)
+    before = [variate(key, u, 0, Labor(batch_dependency=often, batch=10)) for u in sources]
+    for step in range(1, often + 1):
+        now = [variate(key, u, 0, Labor(batch_dependency=often, batch=10 + step)) for u in sources]
+        kept = sum(a == b for a, b in zip(before, now, strict=True)) / len(sources)
+        assert math.isclose(kept, 1 - step / often, abs_tol=0.05)
+
+
+def test_labor_finds_fewer_nodes():
+    generator = torch.Generator().manual_seed(5)
+    graph = CSCGraph.from_edge_index(torch.randint(2000, (2, 200_000), generator=generator), 2000)
+    nodes = {}
+    for labor in (None, Labor(), Labor(layer_dependency=True)):
+        sizes = [sample_neighbors(graph, torch.arange(64), [10, 10], key, labor=labor).node.numel() for key in range(5)]
+        nodes[labor] = sum(sizes)
+    assert nodes[Labor(layer_dependency=True)] < nodes[Labor()] < nodes[None]
+
+
+@pytest.mark.parametrize("seed_dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("edge_dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [None, 2, 1.5])
+def test_times_of_any_dtype(seed_dtype, edge_dtype, window):
+    times = torch.tensor([-3.0, -1.0, -0.0, 0.0, 1.0, 2.0, 4.0]).to(edge_dtype)
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    for seed_time in (-4, -2.5, -1, 0, 0.5, 1.5, 2, 9):
+        now = torch.tensor([seed_time]).to(seed_dtype)
+        out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=now, time_window=window)
+        limit = float(now)
+        wanted = [e for e, t in enumerate(times.tolist()) if t <= limit and (window is None or t > limit - window)]
+        assert out.edge.tolist() == wanted
+
+
+def test_nanoseconds_are_exact():
+    times = 1_700_000_000_000_000_000 + torch.arange(5)
+    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 6), torch.zeros(5).long()]), 6).with_time(times)
+    out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=times[3:4], time_window=2)
+    assert out.edge.tolist() == [2, 3]
+
+
+def star(count):
+    return CSCGraph.from_edge_index(torch.stack([torch.arange(1, count + 1), torch.zeros(count).long()]), count + 1)
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "message"),
+    [
+        (lambda: star(3).with_time(torch.tensor([0.0, math.nan, 1.0])), ValueError, "times of edges hold NaN, at 1"),
+        (lambda: star(3).with_time(torch.tensor([1, 2])), ValueError, "there are 2 times, but 3 edges"),
+        (lambda: star(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating tensor, but are list"),
+        (lambda: star(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
+        (lambda: star(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
+        (lambda: star(2).with_weight(torch.tensor([1e308, 1e308], dtype=torch.float64)), ValueError, "add up to infinity"),
+        (lambda: star(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "no weighted temporal"),
+        (lambda: star(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "no weighted temporal"),
+    ],
+)
+def test_bad_attributes(action, kind, message):
+    with pytest.raises(kind, match=message):
+        action()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"seeds": torch.tensor([0])}, TypeError, "seeds of a graph with types come by node type"),
+        ({"seeds": {"c": torch.tensor([0])}}, ValueError, "seeds of 'c', but the node types are a, b"),
+        ({"seeds": {"b": torch.tensor([0, 3])}}, IndexError, "node type 'b': seeds hold node 3"),
+        ({"seeds": {"a": torch.tensor([0])}}, IndexError, "node type 'a': seeds hold node 0, but the graph has 0"),
+        ({"fanouts": {("a", "x", "c"): [1]}}, ValueError, r"num_neighbors has \('a', 'x', 'c'\)"),
+        ({"fanouts": {("b", "x", "b"): [1]}}, ValueError, r"no fanouts for \('b', 'y', 'b'\)"),
+        ({"fanouts": {("b", "x", "b"): [1], ("b", "y", "b"): [1, 2]}}, ValueError, "as many hops for each edge type"),
+        ({"seed_time": {"b": torch.tensor([1])}}, ValueError, "edges have no times"),
+        ({"time_window": 3}, ValueError, "edges have no times"),
+        ({"temporal_strategy": "first"}, ValueError, "unknown temporal_strategy 'first'"),
+        ({"labor": Labor(), "replace": True}, ValueError, "no LABOR sampling with replacement"),
+        ({"labor": Labor(), "temporal_strategy": "last"}, ValueError, "no LABOR sampling of the newest"),
+        ({"labor": Labor(batch_dependency=0)}, ValueError, "batch_dependency is 0"),
+        ({"backend": "triton"}, ValueError, "not sampled by backend 'triton'"),
+    ],
+)
+def test_bad_arguments(change, kind, message):
+    loops = CSCGraph.from_edge_index(torch.tensor([[0, 1], [0, 1]]), 3, 3)
+    graph = HeteroCSCGraph.build({"a": 0, "b": 3}, {("b", "x", "b"): loops, ("b", "y", "b"): loops})
+    arguments = {"seeds": {"b": torch.tensor([0])}, "fanouts": [1], **change}
+    with pytest.raises(kind, match=message):
+        sample_hetero_neighbors(graph, **arguments)
+
+
+@pytest.mark.parametrize("window", [0, -1, "a day", True])
+def test_bad_windows(window):
+    with pytest.raises(ValueError, match="time_window must be a number above 0"):
+        sample_neighbors(
+            star(2).with_time(torch.arange(2)), torch.tensor([0]), [1], seed_time=torch.ones(1), time_window=window
+        )
+
+
+def test_seeds_need_times_where_edges_have_them():
+    graph = star(2).with_time(torch.arange(2))
+    with pytest.raises(ValueError, match="seeds need times too"):
+        sample_neighbors(graph, torch.tensor([0]), [1])
+    with pytest.raises(ValueError, match="1 times of seeds, but 2 seeds"):
+        sample_neighbors(graph, torch.tensor([0, 1]), [1], seed_time=torch.ones(1))
+    with pytest.raises(ValueError, match="times of seeds hold NaN"):
+        sample_neighbors(graph, torch.tensor([0]), [1], seed_time=torch.tensor([math.nan]))
+
+
+def test_edges_of_the_weight_0_are_never_picked():
+    graph = star(5).with_weight(torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0]))
+    for fanout, replace in itertools.product((-1, 1, 2, 5, 9), (False, True)):
+        out = sample_neighbors(graph, torch.tensor([0]), [fanout], replace=replace)
+        assert set(graph.edge_ids[out.edge].tolist()) <= {1, 3}
+    assert sample_neighbors(graph, torch.tensor([0]), [-1]).edge.numel() == 2
