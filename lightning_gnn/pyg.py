@@ -242,6 +242,8 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
 
     def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Output:
         # The key is drawn from torch's global stream: each worker process has a new one in each epoch.
+        if isinstance(seed, Tensor) and not seed.numel():
+            seed = seed.long()  # PyG's bidirectional sampler goes on with torch.tensor([])
         key = int(batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=self._rank.get()))
         out = self._configured().sample(seed, seed_time, key)
         if isinstance(self.graph, CSCGraph) and not self._fanouts() and out.num_sampled_nodes is not None:
