@@ -17,7 +17,6 @@ from torch_geometric.loader import link_neighbor_loader, neighbor_loader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler.base import DataType, SubgraphType
 from torch_geometric.sampler.utils import reverse_edge_type
-from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -153,6 +152,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
             warnings.warn("'directed' is deprecated; use subgraph_type='induced' instead", stacklevel=3)
             subgraph_type = SubgraphType.induced
         self.sample_direction = sample_direction
+        self.time_attr, self.weight_attr = self._attributes = time_attr, weight_attr
         remote = self.data_type == DataType.remote
         if remote and weight_attr is not None:
             raise NotImplementedError(f"remote graphs have no weights: leave out weight_attr={weight_attr!r}")
@@ -224,6 +224,8 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
             raise ValueError(f"unknown temporal_strategy {self.temporal_strategy!r}; choose one of uniform, last")
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")
+        if (self.time_attr, self.weight_attr) != self._attributes:
+            raise NotImplementedError("time_attr and weight_attr cannot be others for evaluation than for training")
         sampler = self._sampler
         fanouts = self._fanouts()
         # Worker processes cannot use the parent's GPU.
@@ -341,7 +343,9 @@ def _restored(out: Output) -> Output:
     """Turn a sample of the reversed graph round again."""
 
     def back(values: Any) -> Any:
-        return {reverse_edge_type(name): value for name, value in values.items()} if isinstance(values, dict) else values
+        return (
+            {reverse_edge_type(name): value for name, value in values.items()} if isinstance(values, dict) else values
+        )
 
     out.row, out.col, out.edge = back(out.col), back(out.row), back(out.edge)
     out.num_sampled_edges = back(out.num_sampled_edges)

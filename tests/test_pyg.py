@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch_geometric.typing
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.lightning import LightningLinkData, LightningNodeData, datamodule
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, link_neighbor_loader, neighbor_loader
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler import NodeSamplerInput
-from torch_geometric.sampler.base import NumNeighbors
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import subgraph
 
@@ -22,7 +20,6 @@ from tests.batch_checks import check, check_hops
 from tests.batching_data import small_data
 
 MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
-PYG_CANNOT = not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE)
 
 
 @pytest.fixture
@@ -232,54 +229,53 @@ def test_refused_options(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"time_attr": "time", "disjoint": True}, "temporal sampling is not supported.*time_attr='time'"),
-        ({"time_attr": "time", "input_time": torch.arange(400)}, "temporal sampling is not supported"),
-        ({"weight_attr": "edge_weight"}, "weighted sampling is not supported.*weight_attr='edge_weight'"),
+        ({"time_attr": "nothing"}, "data has no attribute 'nothing'"),
+        ({"time_attr": "time", "weight_attr": "edge_weight"}, "no weighted temporal sampling"),
+        ({"time_attr": "time", "subgraph_type": "induced"}, "has no induced subgraphs"),
+        ({"weight_attr": "nothing"}, "data has no attribute 'nothing'"),
+        ({"weight_attr": "below"}, "weights of edges must be at least 0 and finite, but that of edge 3 is -1"),
     ],
 )
-def test_what_pyg_can_and_this_cannot_is_not_implemented(options, message):
+def test_bad_times_and_weights(options, message):
     data = small_data()
-    data.time = torch.arange(400)
-    with pytest.raises(NotImplementedError, match=message):
+    data.time, data.below = torch.arange(400), torch.ones(4000)
+    data.below[3] = -1
+    with pytest.raises(ValueError, match=message):
         NeighborLoader(data, **{"num_neighbors": [3], **options})
 
 
 @pytest.mark.usefixtures("enabled")
-def test_temporal_links_are_refused():
-    data = small_data()
-    data.time = torch.arange(400)
-    with pytest.raises(NotImplementedError, match="temporal sampling is not supported"):
-        LinkNeighborLoader(data, [3], time_attr="time", edge_label_time=torch.arange(4000))
-    with pytest.raises(ValueError, match="edge_label_time"):
-        LinkNeighborLoader(data, [3], time_attr="time")
-
-
-@pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize("option", [{"weight_attr": "edge_weight"}, {"time_attr": "time"}])
-def test_options_for_evaluation_are_refused_too(option):
+def test_evaluation_has_no_times_or_weights_of_its_own(option):
     module = LightningNodeData(small_data(), num_neighbors=[3], eval_loader_kwargs=option)
     next(iter(module.train_dataloader()))
-    with pytest.raises(NotImplementedError, match="is not supported"):
+    with pytest.raises(NotImplementedError, match="cannot be others for evaluation"):
         next(iter(module.val_dataloader()))
 
 
 @pytest.mark.usefixtures("enabled")
 def test_times_without_time_attr_are_refused():
     module = LightningNodeData(small_data(), num_neighbors=[3], input_train_time=torch.arange(400))
-    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out input_time"):
+    with pytest.raises(ValueError, match="edges have no times: give time_attr"):
         next(iter(module.train_dataloader()))
 
 
-def test_sample_directions_are_refused():
-    with pytest.raises(NotImplementedError, match="'backward' is not supported: sample forward on the graph with"):
-        LoaderNeighborSampler(small_data(), [3], sample_direction="backward")
+def test_sample_directions():
     with pytest.raises(ValueError, match="unknown sample_direction 'sideways'; choose one of forward, backward"):
         LoaderNeighborSampler(small_data(), [3], sample_direction="sideways")
     typed = HeteroData()
+    typed["a"].num_nodes = 3
     typed["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
     for data in (small_data(), typed):
         with pytest.raises(NotImplementedError, match="cannot go backward: leave out time_attr='time'"):
             LoaderNeighborSampler(data, [3], sample_direction="backward", time_attr="time")
+    out = LoaderNeighborSampler(typed, [-1, -1], sample_direction="backward").sample_from_nodes(
+        NodeSamplerInput(None, torch.tensor([0]), input_type="a")
+    )
+    assert out.node["a"].tolist() == [0, 1, 2]
+    assert out.row["a", "to", "a"].tolist() == [0, 1]
+    assert out.col["a", "to", "a"].tolist() == [1, 2]
+    assert out.edge["a", "to", "a"].tolist() == [0, 1]
 
 
 def test_seeds_of_a_node_type_are_refused():
@@ -312,29 +308,19 @@ def test_refused_graphs(data, message):
 
 
 @pytest.mark.usefixtures("enabled")
-@pytest.mark.skipif(not PYG_CANNOT, reason="PyG can sample heterogeneous graphs here")
-def test_heterogeneous_graphs_are_refused_where_pyg_cannot_sample_them():
+def test_typed_graphs_are_sampled_without_pyg_lib():
     data = HeteroData()
     data["a"].x = torch.ones(4, 1)
     data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match=r"heterogeneous.*pyg-lib"):
-        NeighborLoader(data, [2], input_nodes="a")
     store = MyGraphStore()
     store.put_edge_index(torch.tensor([[0, 1], [1, 2]]), edge_type=("a", "to", "a"), layout="coo", size=(4, 4))
-    with pytest.raises(ValueError, match=r"heterogeneous.*pyg-lib"):
-        NeighborLoader((MyFeatureStore(), store), [2], input_nodes=("a", torch.arange(2)))
-
-
-def test_heterogeneous_graphs_go_to_pygs_sampler_where_it_works(monkeypatch):
-    data = HeteroData()
-    data["a"].x = torch.ones(4, 1)
-    data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
-    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
-    monkeypatch.setattr(PyGNeighborSampler, "_sample", lambda self, seed, time=None, **kwargs: (seed, time))
-    sampler = LoaderNeighborSampler(data, NumNeighbors([2]), replace=True)
-    assert sampler.is_hetero
-    assert sampler.replace
-    assert sampler._sample({"a": 1}) == ({"a": 1}, None)
+    features = MyFeatureStore()
+    features.put_tensor(torch.ones(4, 1), group_name="a", attr_name="x", index=None)
+    for graph in (data, (features, store)):
+        batches = list(NeighborLoader(graph, [2, 2], input_nodes=("a", torch.tensor([2, 3]))))
+        assert [batch["a"].n_id.tolist() for batch in batches] == [[2, 1, 0], [3]]
+        assert batches[0]["a", "to", "a"].edge_index.tolist() == [[1, 2], [0, 1]]
+        assert batches[0]["a"].x.shape == (3, 1)
 
 
 @pytest.mark.usefixtures("enabled")

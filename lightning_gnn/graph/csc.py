@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
-from lightning_gnn.graph.edge_attributes import count_parallel, ordered_times, order_by_time, sum_weights, valid_weights
+from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 
 INT32_MAX = 2**31 - 1
 

@@ -98,5 +98,5 @@ def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
 def _attribute(data: Data, name: str) -> Tensor:
     value = data.get(name)
     if value is None:
-        raise ValueError(f"data has no attribute {name!r}; it has {', '.join(data.keys())}")
+        raise ValueError(f"data has no attribute {name!r}; it has {', '.join(sorted(data.keys()))}")
     return value if isinstance(value, Tensor) else torch.as_tensor(value)

@@ -22,6 +22,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.typing import TensorFrame
 
+from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.runtime.messages import keywords_of
@@ -140,6 +141,9 @@ class _ThreadedLoader:
     ) -> None:
         kind = "node" if isinstance(self, NodeLoader) else "link"
         kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
+        if isinstance(args[0] if args else kwargs.get("data"), Data):
+            for name in ("input_nodes", "edge_label_index"):
+                refuse_type(kwargs.get(name), name, "node" if name == "input_nodes" else "edge")
         self.seed = seed
         self._rank = rank
         self._process = ProcessRank()
@@ -574,8 +578,8 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
         if self.neg_sampling is None or self.neg_sampling.is_binary():
             edges.edge_label_index, edges.edge_label, edges.edge_label_time = out.metadata[1:4]
         else:
-            source.src_index, target.dst_pos_index, target.dst_neg_index, source.seed_time = out.metadata[1:5]
-            target.seed_time = source.seed_time
+            source.src_index, target.dst_pos_index, target.dst_neg_index, time = out.metadata[1:5]
+            source.seed_time = target.seed_time = time
             for key in ("edge_label_index", "edge_label_time"):
                 if key in edges:
                     del edges[key]

@@ -100,7 +100,10 @@ def _checked(name: str, value: Any) -> Any:
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     if name in ("sampler", "batch_sampler") and value is not None and not {"__iter__", "__getitem__"} & {*dir(value)}:
         raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
-    return torch.as_tensor(value) if name == "edge_label" and value is not None else value
+    typed = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
+    return (
+        torch.as_tensor(value) if name in ("edge_label_index", "edge_label") and not (value is None or typed) else value
+    )
 
 
 def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:

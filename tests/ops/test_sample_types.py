@@ -223,7 +223,7 @@ def test_picks_by_time_are_uniform_in_their_range():
         counts[tuple(graph.edge_ids[out.edge].tolist())] += 1
     allowed = [edge for edge, time in enumerate(times.tolist()) if 1 < time <= 5]
     assert len(allowed) == 4
-    chi_square_passes(counts, {pair: trials / 12 for pair in itertools.permutations(allowed, 2)})
+    chi_square_passes(counts, dict.fromkeys(itertools.permutations(allowed, 2), trials / 12))
 
 
 def test_the_last_edges_are_the_newest():
@@ -245,7 +245,7 @@ def test_labor_picks_every_subset_alike_and_shares_sources(duplicates):
         first, second = out.edge.view(2, 2).tolist()
         assert [edge - 4 for edge in second] == first
         counts[tuple(first)] += 1
-    chi_square_passes(counts, {pair: trials / 6 for pair in itertools.combinations(range(4), 2)})
+    chi_square_passes(counts, dict.fromkeys(itertools.combinations(range(4), 2), trials / 6))
 
 
 def test_hops_share_variates_only_if_layers_depend_on_each_other():
@@ -319,7 +319,11 @@ def star(count):
         (lambda: star(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating tensor, but are list"),
         (lambda: star(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
         (lambda: star(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
-        (lambda: star(2).with_weight(torch.tensor([1e308, 1e308], dtype=torch.float64)), ValueError, "add up to infinity"),
+        (
+            lambda: star(2).with_weight(torch.tensor([1e308, 1e308], dtype=torch.float64)),
+            ValueError,
+            "add up to infinity",
+        ),
         (lambda: star(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "no weighted temporal"),
         (lambda: star(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "no weighted temporal"),
     ],

@@ -68,7 +68,11 @@ def test_labelled_edges_get_no_further_negatives_in_evaluation():
         ),
         ({"input_train_edges": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "training split is empty"),
         ({"num_neighbors": None}, ValueError, "num_neighbors is missing"),
-        ({"input_train_time": torch.arange(3)}, ValueError, "temporal sampling is not supported"),
+        (
+            {"input_train_time": torch.arange(3)},
+            ValueError,
+            "input_train_time is given, but edges of the graph have no times",
+        ),
     ],
 )
 def test_bad_input_is_named(kwargs, error, message):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 from torch_geometric.utils import k_hop_subgraph
 
@@ -115,5 +115,5 @@ def test_bad_arguments_are_named():
         ThreadedNodeLoader(data, sampler, num_workers=-1)
     with pytest.raises(ValueError, match="prefetch_factor must be at least 1"):
         ThreadedNodeLoader(data, sampler, prefetch_factor=0)
-    with pytest.raises(TypeError, match="homogeneous"):
-        NeighborSampler(HeteroData(), [2])
+    with pytest.raises(TypeError, match="expected a homogeneous"):
+        NeighborSampler(3, [2])

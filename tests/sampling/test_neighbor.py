@@ -164,10 +164,10 @@ def test_bad_inputs_are_named(kind):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([2**62])))
 
 
-def test_times_are_refused():
+def test_times_of_seeds_need_times_of_edges():
     data = small_data()
     sampler = NeighborSampler(data, [2])
-    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out input_time"):
+    with pytest.raises(ValueError, match="edges have no times: give time_attr"):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), time=torch.arange(3)))
-    with pytest.raises(NotImplementedError, match="temporal sampling is not supported: leave out edge_label_time"):
+    with pytest.raises(ValueError, match="edge_label_time is given, but edges of the graph have no times"):
         sampler.sample_from_edges(EdgeSamplerInput(None, torch.arange(3), torch.arange(3), time=torch.arange(3)))

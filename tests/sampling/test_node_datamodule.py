@@ -2,7 +2,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.tuner import Tuner
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
@@ -155,9 +155,11 @@ def test_a_resumed_run_keeps_its_seed(tmp_path):
         ({}, {"num_neighbors": None}, ValueError, "num_neighbors is missing"),
         ({}, {"num_neighbors": [-7]}, ValueError, "num_neighbors holds -7"),
         ({}, {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
-        ({}, {"time_attr": "t"}, ValueError, "temporal sampling is not supported"),
-        ({}, {"weight_attr": "w"}, ValueError, "weighted sampling is not supported"),
-        ({}, {"subgraph_type": "induced"}, ValueError, "subgraph_type='induced'"),
+        ({}, {"time_attr": "t"}, ValueError, "data has no attribute 't'; it has edge_attr, edge_index"),
+        ({}, {"weight_attr": "w"}, ValueError, "data has no attribute 'w'; it has edge_attr, edge_index"),
+        ({}, {"subgraph_type": "both"}, ValueError, "unknown subgraph_type 'both'"),
+        ({}, {"sampler": "labour"}, ValueError, "unknown sampler 'labour'; choose one of uniform, labor"),
+        ({}, {"batch_dependency": 2}, ValueError, "need sampler='labor'"),
         ({}, {"loader": "full"}, ValueError, "FullGraphDataModule"),
     ],
 )
@@ -169,9 +171,9 @@ def test_bad_input_is_named_before_training(change, kwargs, error, message):
         NeighborDataModule(data, **{"num_neighbors": [2], "batch_size": 8, **kwargs})
 
 
-def test_heterogeneous_graphs_and_missing_splits_are_named():
+def test_what_is_no_graph_and_missing_splits_are_named():
     with pytest.raises(TypeError, match="homogeneous"):
-        NeighborDataModule(HeteroData(), num_neighbors=[2])
+        NeighborDataModule([1], num_neighbors=[2])
     data = Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0], [1]]))
     with pytest.raises(ValueError, match="no training nodes"):
         NeighborDataModule(data, num_neighbors=[2]).train_dataloader()

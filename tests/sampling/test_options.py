@@ -8,7 +8,7 @@ from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoade
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
 from lightning_gnn.runtime.messages import keywords_of, whole_number
-from lightning_gnn.sampling.loader import ThreadedLinkLoader
+from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.options import WITHOUT_EFFECT, checked_options
 from tests.batching_data import small_data
@@ -16,20 +16,19 @@ from tests.batching_data import small_data
 WORK = {
     "batch_sampler", "batch_size", "drop_last", "edge_label", "edge_label_index", "generator", "input_id",
     "input_nodes", "neg_sampling", "neg_sampling_ratio", "num_workers", "pin_memory", "prefetch_factor", "sampler",
-    "shuffle", "transform", "transform_sampler_output", "data", "node_sampler", "link_sampler",
+    "shuffle", "transform", "transform_sampler_output", "data", "node_sampler", "link_sampler", "input_time",
+    "edge_label_time",
 }  # fmt: skip
-OF_THE_SAMPLER = {"num_neighbors", "replace", "disjoint", "neighbor_sampler"}
+OF_THE_SAMPLER = {
+    "num_neighbors", "replace", "disjoint", "neighbor_sampler", "time_attr", "temporal_strategy", "weight_attr",
+    "subgraph_type",
+}  # fmt: skip
 OTHER = {
     "collate_fn": print,
     "dataset": [1],
     "worker_init_fn": print,
-    "time_attr": "t",
-    "weight_attr": "w",
     "directed": False,
-    "subgraph_type": "induced",
     "sample_direction": "backward",
-    "input_time": torch.arange(3),
-    "edge_label_time": torch.arange(3),
 }
 
 
@@ -43,7 +42,7 @@ def test_each_keyword_of_pyg_and_torch_works_or_is_refused_or_changes_nothing():
 @pytest.mark.parametrize("name", OTHER)
 def test_what_would_be_another_batch_is_refused(name):
     with pytest.raises(ValueError, match=f"^{name}.*: "):
-        checked_options({name: OTHER[name]}, "link" if name == "edge_label_time" else "node")
+        checked_options({name: OTHER[name]}, "node")
 
 
 @pytest.mark.parametrize(
@@ -51,13 +50,19 @@ def test_what_would_be_another_batch_is_refused(name):
     [
         ({"sampler": 3}, "sampler must give positions among the seeds, as torch's samplers do, but is 3"),
         ({"batch_sampler": 3}, "batch_sampler must give positions among the seeds"),
-        ({"input_nodes": ("paper", torch.tensor([1]))}, "input_nodes names the node type 'paper'"),
-        ({"edge_label_index": (("a", "to", "b"), None)}, "edge_label_index names the edge type"),
     ],
 )
 def test_values_of_another_kind_are_told_at_once(options, message):
     with pytest.raises(TypeError, match=message):
-        checked_options(options, "link" if "edge_label_index" in options else "node")
+        checked_options(options, "node")
+
+
+def test_seeds_of_a_type_are_refused_where_there_is_one():
+    data = small_data()
+    with pytest.raises(TypeError, match="input_nodes names the node type 'paper'"):
+        ThreadedNodeLoader(data, NeighborSampler(data, [2]), input_nodes=("paper", torch.tensor([1])))
+    with pytest.raises(TypeError, match="edge_label_index names the edge type"):
+        ThreadedLinkLoader(data, NeighborSampler(data, [2]), edge_label_index=(("a", "to", "b"), None))
 
 
 def test_labelled_edges_may_be_lists():
@@ -73,9 +78,6 @@ def test_values_that_ask_for_nothing_are_taken():
         "worker_init_fn": functools.partial(pl_worker_init_function, rank=1),
         "dataset": range(4),
         "directed": True,
-        "subgraph_type": "directional",
-        "time_attr": None,
-        "input_time": None,
     }
     assert checked_options({**neutral, "drop_last": True, "own": 1}, "node", ["own"]) == {"drop_last": True, "own": 1}
 

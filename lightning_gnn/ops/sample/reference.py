@@ -121,7 +121,9 @@ def pick_labor(
     return [begin + position for position in sorted(sorted(range(degree), key=variates.__getitem__)[:fanout])]
 
 
-def eligible(relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: Rule, times: Times | None) -> range:
+def eligible(
+    relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: Rule, times: Times | None
+) -> range:
     """Return those of some in-edges of one node that the time of its tree allows: a range, as times ascend."""
     if relation.time is None or times is None:
         return range(begin, end)

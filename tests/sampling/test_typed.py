@@ -1,0 +1,379 @@
+"""Graphs with types, times and weights, and LABOR, from the user's data to the mini-batch and through Lightning."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import HeteroData
+from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.nn import SAGEConv, to_hetero
+from torch_geometric.sampler import EdgeSamplerInput, NodeSamplerInput
+from torch_geometric.utils import subgraph, trim_to_layer
+
+from lightning_gnn import (
+    CollectiveDataModule,
+    LinkDataModule,
+    NeighborDataModule,
+    NeighborSampler,
+    PersistentSamplerDataModule,
+    enable_pyg_sampling,
+)
+from lightning_gnn.ops import batch_key
+from lightning_gnn.sampling import ThreadedNodeLoader
+from tests.batching_data import small_data
+
+CITES, WRITES, REVERSE = ("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "rev_writes", "author")
+SIZES = {"paper": 300, "author": 120, "venue": 7}
+
+
+def typed_data(seed=0):
+    """Papers and authors with features, venues without, times of papers, weights of citations."""
+    generator = torch.Generator().manual_seed(seed)
+    data = HeteroData()
+    for name, count in SIZES.items():
+        data[name].num_nodes = count
+    data["paper"].x = torch.randn(300, 6, generator=generator)
+    data["author"].x = torch.randn(120, 4, generator=generator)
+    data["paper"].y = torch.randint(3, (300,), generator=generator)
+    data["paper"].train_mask = torch.rand(300, generator=generator) < 0.5
+    data["paper"].val_mask = ~data["paper"].train_mask
+    data["paper"].time = torch.randint(1000, (300,), generator=generator)
+    written = torch.stack(
+        [torch.randint(120, (900,), generator=generator), torch.randint(300, (900,), generator=generator)]
+    )
+    data[CITES].edge_index = torch.randint(300, (2, 2500), generator=generator)
+    data[CITES].edge_attr = torch.arange(2500)
+    data[CITES].weight = torch.rand(2500, generator=generator)
+    data[WRITES].edge_index = written
+    data[REVERSE].edge_index = written.flip(0)
+    data["paper", "in", "venue"].edge_index = torch.stack(
+        [torch.arange(300), torch.randint(7, (300,), generator=generator)]
+    )
+    data["venue", "rev_in", "paper"].edge_index = data["paper", "in", "venue"].edge_index.flip(0)
+    return data
+
+
+def check(batch, data):
+    """A mini-batch holds rows and edges of the graph."""
+    for name in data.node_types:
+        ids = batch[name].n_id
+        assert batch[name].num_nodes == ids.numel() == sum(batch[name].num_sampled_nodes)
+        for key in ("x", "y", "time"):
+            if key in data[name]:
+                assert torch.equal(batch[name][key], data[name][key][ids])
+    for name in data.edge_types:
+        own = batch[name]
+        ends = torch.stack([batch[name[0]].n_id[own.edge_index[0]], batch[name[2]].n_id[own.edge_index[1]]])
+        assert torch.equal(ends, data[name].edge_index[:, own.e_id])
+        if "edge_attr" in data[name]:
+            assert torch.equal(own.edge_attr, own.e_id)
+
+
+def contents(batch):
+    """All that a mini-batch holds, for comparison."""
+    out = {}
+    for store in batch.stores:
+        for key, value in store.items():
+            out[store._key, key] = value.tolist() if isinstance(value, torch.Tensor) else value
+    return out
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_batches_equal_pygs(disjoint, num_workers):
+    data = typed_data()
+    sampler = NeighborSampler(data, [4, 3], disjoint=disjoint, seed=1)
+    loader = ThreadedNodeLoader(
+        data, sampler, input_nodes=("paper", data["paper"].train_mask), batch_size=40, num_workers=num_workers, seed=5
+    )
+    pygs = NodeLoader(data, sampler, input_nodes=("paper", data["paper"].train_mask), batch_size=40)
+    seeds = data["paper"].train_mask.nonzero().view(-1).split(40)
+    for number, batch in enumerate(loader):
+        check(batch, data)
+        key = batch_key(5, 0, 0, 0, number)
+        out = sampler.sample_from_nodes(NodeSamplerInput(seeds[number], seeds[number], None, "paper"), key=key)
+        assert contents(batch) == contents(pygs.filter_fn(out))
+        assert torch.equal(batch["paper"].n_id[: batch["paper"].batch_size], seeds[number])
+    assert number == len(seeds) - 1
+
+
+def test_typed_graphs_of_pygs_loaders():
+    data = typed_data()
+    with enable_pyg_sampling():
+        kinds = [
+            {"num_neighbors": {name: [3, 2] for name in data.edge_types}},
+            {"num_neighbors": [3, 2], "weight_attr": "weight"},
+            {"num_neighbors": [3, 2], "time_attr": "time"},
+            {"num_neighbors": [3, 2], "sampler": ImbalancedSampler(data["paper"].y, data["paper"].train_mask)},
+        ]
+        for kwargs in kinds:
+            loader = NeighborLoader(data, input_nodes=("paper", data["paper"].train_mask), batch_size=30, **kwargs)
+            for batch in loader:
+                check(batch, data)
+
+
+def test_induced_and_bidirectional_subgraphs():
+    data = typed_data()
+    del data["venue"], data["paper", "in", "venue"], data["venue", "rev_in", "paper"]
+    inputs = NodeSamplerInput(None, torch.arange(20), None, "paper")
+    sampler = NeighborSampler(data, [2, 2], subgraph_type="induced", weight_attr="weight", seed=0)
+    out = sampler.sample_from_nodes(inputs, key=3)
+    for name in data.edge_types:
+        row, col = data[name].edge_index
+        inside = torch.isin(row, out.node[name[0]]) & torch.isin(col, out.node[name[2]])
+        assert out.edge[name].sort().values.tolist() == inside.nonzero().view(-1).tolist()
+        assert torch.equal(out.node[name[0]][out.row[name]], row[out.edge[name]])
+    plain = NeighborSampler(data, [2, 2], seed=0)
+    both = NeighborSampler(data, [2, 2], subgraph_type="bidirectional", seed=0)
+    directed, undirected = (each.sample_from_nodes(inputs, key=3) for each in (plain, both))
+    forward = set(zip(directed.row[WRITES].tolist(), directed.col[WRITES].tolist(), strict=True))
+    backward = set(zip(directed.col[REVERSE].tolist(), directed.row[REVERSE].tolist(), strict=True))
+    assert set(zip(undirected.row[WRITES].tolist(), undirected.col[WRITES].tolist(), strict=True)) == forward | backward
+
+
+def test_induced_subgraphs_of_one_type():
+    data = small_data()
+    batch = next(
+        iter(NeighborDataModule(data, num_neighbors=[2, 2], subgraph_type="induced", batch_size=20).train_dataloader())
+    )
+    assert int(subgraph(batch.n_id, data.edge_index)[0].size(1)) == batch.num_edges
+
+
+class Typed(pl.LightningModule):
+    """PyG's own way to a typed model."""
+
+    def __init__(self, data):
+        super().__init__()
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = SAGEConv((-1, -1), 16), SAGEConv((-1, -1), 3)
+
+            def forward(self, x, edge_index):
+                return self.two(self.one(x, edge_index).relu(), edge_index)
+
+        self.net = to_hetero(Net(), data.metadata())
+        self.seen = []
+
+    def forward(self, batch):
+        x = {name: batch[name].x if "x" in batch[name] else torch.ones(batch[name].num_nodes, 2) for name in SIZES}
+        return self.net(x, batch.edge_index_dict)["paper"]
+
+    def training_step(self, batch, _):
+        size = batch["paper"].batch_size
+        self.seen.append(batch["paper"].n_id[:size])
+        return torch.nn.functional.cross_entropy(self(batch)[:size], batch["paper"].y[:size])
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.training_step(batch, _), batch_size=batch["paper"].batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(data, tmp_path, num_workers=0, **kwargs):
+    pl.seed_everything(3, verbose=False)
+    datamodule = NeighborDataModule(data, num_neighbors=[4, 3], batch_size=50, num_workers=num_workers, **kwargs)
+    module = Typed(data)
+    with torch.no_grad():
+        module(next(iter(datamodule.val_dataloader())))  # sizes of lazy layers
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=datamodule)
+    return module
+
+
+def test_training_is_the_same_for_any_number_of_workers(tmp_path):
+    data = typed_data()
+    alone, together = (fit(data, tmp_path, num_workers=count) for count in (0, 2))
+    for a, b in zip(alone.parameters(), together.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert set(torch.cat(alone.seen).tolist()) == set(range(300))
+
+
+def test_layers_can_be_trimmed():
+    data = typed_data()
+    batch = next(iter(NeighborDataModule(data, num_neighbors=[3, 2], batch_size=20).train_dataloader()))
+    x, edges, _ = trim_to_layer(
+        1, batch.collect("num_sampled_nodes"), batch.collect("num_sampled_edges"),
+        {name: torch.empty(batch[name].num_nodes, 1) for name in data.node_types}, batch.edge_index_dict,
+    )  # fmt: skip
+    assert all(edges[name].numel() == 0 or int(edges[name][1].max()) < x[name[2]].size(0) for name in edges)
+    assert sum(edge.size(1) for edge in edges.values()) == sum(
+        sum(counts[:-1]) for counts in batch.collect("num_sampled_edges").values()
+    )
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "last"])
+def test_no_batch_sees_the_future(strategy):
+    data = typed_data()
+    options = {"time_attr": "time", "temporal_strategy": strategy, "num_neighbors": [5, 5], "batch_size": 32}
+    seed_time = data["paper"].time[data["paper"].train_mask] - 100
+    for more in ({}, {"input_train_time": seed_time}, {"time_window": 200.0}):
+        for batch in NeighborDataModule(data, **options, **more).train_dataloader():
+            check(batch, data)
+            part = batch["paper"]
+            own = part.time[: part.batch_size] - (100 if "input_train_time" in more else 0)
+            # Papers are found as sources of what has their times; seeds stand for themselves.
+            found, limit = part.time[part.batch_size :], own[part.batch[part.batch_size :]]
+            assert bool((found <= limit).all())
+            if "time_window" in more:
+                assert bool((found > limit - 200).all())
+            if "input_train_time" in more:
+                assert torch.equal(part.seed_time, own)
+
+
+def test_times_of_edges():
+    data = typed_data()
+    data["paper"].pop("time")
+    data[CITES].when = torch.rand(2500)
+    module = NeighborDataModule(
+        data, num_neighbors=[5, 5], batch_size=32, time_attr="when", input_train_time=torch.full((int(data["paper"].train_mask.sum()),), 0.5),
+    )  # fmt: skip
+    for batch in module.train_dataloader():
+        assert bool((batch[CITES].when <= 0.5).all())
+        assert batch[WRITES].edge_index.numel()  # types without times are static
+    with pytest.raises(ValueError, match="seeds of 'paper' have no times of their own: give input_time"):
+        next(iter(module.val_dataloader()))
+
+
+def test_labor_through_the_datamodule():
+    data = small_data()
+    sizes = {}
+    for sampler, more in (("uniform", {}), ("labor", {}), ("labor", {"layer_dependency": True})):
+        module = NeighborDataModule(data, num_neighbors=[4, 4], batch_size=60, sampler=sampler, seed=2, **more)
+        sizes[sampler, len(more)] = sum(batch.num_nodes for batch in module.train_dataloader())
+    assert sizes["labor", 1] < sizes["labor", 0] < sizes["uniform", 0]
+
+
+def test_batches_that_depend_on_each_other_have_more_nodes_in_common():
+    data = small_data(num_edges=20_000)
+    shared = {}
+    for often in (1, 16):
+        module = NeighborDataModule(
+            data, num_neighbors=[3], batch_size=40, sampler="labor", batch_dependency=often, shuffle=False, seed=2
+        )
+        batches = [set(batch.n_id[batch.batch_size :].tolist()) for batch in module.train_dataloader()]
+        shared[often] = sum(len(a & b) for a, b in zip(batches, batches[1:], strict=False))
+    assert shared[16] > 1.2 * shared[1]
+    loader = NodeLoader(data, NeighborSampler(data, [3], sampler="labor", batch_dependency=2), batch_size=40)
+    with pytest.raises(ValueError, match="batch_dependency needs mini-batches with numbers"):
+        next(iter(loader))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([CITES, WRITES, REVERSE]), st.booleans())
+def test_no_edge_to_predict_is_among_the_messages(seed, name, disjoint):
+    data = typed_data()
+    sampler = NeighborSampler(data, [8, 8], disjoint=disjoint, exclude_seed_edges=True, seed=0)
+    chosen = torch.randperm(data[name].edge_index.size(1), generator=torch.Generator().manual_seed(seed))[:40]
+    row, col = data[name].edge_index[:, chosen]
+    out = sampler.sample_from_edges(EdgeSamplerInput(None, row, col, input_type=name), key=seed)
+    asked = set(zip(row.tolist(), col.tolist(), strict=True))
+    reverse = CITES if name == CITES else REVERSE if name == WRITES else WRITES
+    for edge_type, forbidden in ((name, asked), (reverse, {(b, a) for a, b in asked})):
+        found = set(
+            zip(
+                out.node[edge_type[0]][out.row[edge_type]].tolist(),
+                out.node[edge_type[2]][out.col[edge_type]].tolist(),
+                strict=True,
+            )
+        )
+        assert not found & forbidden
+    for edge_type in data.edge_types:
+        assert sum(out.num_sampled_edges[edge_type]) == out.row[edge_type].numel() == out.edge[edge_type].numel()
+
+
+def test_edges_of_one_type_are_taken_out_of_the_messages_too():
+    data = small_data()
+    module = LinkDataModule(data, num_neighbors=[-1], batch_size=64, neg_sampling_ratio=1, exclude_seed_edges=True)
+    for batch in module.train_dataloader():
+        asked = batch.n_id[batch.edge_label_index[:, batch.edge_label == 1]]
+        asked = set(map(tuple, torch.cat([asked, asked.flip(0)], dim=1).t().tolist()))
+        assert not asked & set(map(tuple, batch.n_id[batch.edge_index].t().tolist()))
+        assert sum(batch.num_sampled_edges) == batch.num_edges
+
+
+@pytest.mark.parametrize("negatives", ["binary", "triplet"])
+@pytest.mark.parametrize("name", [CITES, WRITES])
+def test_typed_links(name, negatives):
+    data = typed_data()
+    module = LinkDataModule(
+        data, (name, data[name].edge_index), num_neighbors=[3, 2], neg_sampling=negatives, batch_size=50
+    )
+    with enable_pyg_sampling():
+        pygs = LinkNeighborLoader(
+            data, [3, 2], edge_label_index=(name, data[name].edge_index), neg_sampling=negatives, batch_size=50
+        )
+    pyg_batch = next(iter(pygs))
+    for batch in module.train_dataloader():
+        check(batch, data)
+        if negatives == "binary":
+            row, col = batch[name].edge_label_index[:, batch[name].edge_label == 1]
+        else:
+            row, col = batch[name[0]].src_index, batch[name[2]].dst_pos_index
+        ends = torch.stack([batch[name[0]].n_id[row], batch[name[2]].n_id[col]])
+        assert torch.equal(ends, data[name].edge_index[:, batch[name].input_id])
+        assert {key: sorted(store) for key, store in pyg_batch._node_store_dict.items()} == {
+            key: sorted(store) for key, store in batch._node_store_dict.items()
+        }
+
+
+def test_embeddings_of_a_type_without_features(tmp_path):
+    data = typed_data()
+    data["venue"].x = torch.nn.Parameter(torch.randn(7, 4))
+    module = NeighborDataModule(data, num_neighbors=[4, 3], batch_size=50, sparse_grad=True)
+    batch = next(iter(module.train_dataloader()))
+    batch["venue"].x.sum().backward()
+    grad = data["venue"].x.grad
+    assert grad.is_sparse
+    assert grad.to_dense().sum(1).nonzero().view(-1).tolist() == sorted(batch["venue"].n_id.tolist())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"input_train_nodes": torch.arange(3)}, TypeError, r"give input_train_nodes=\(type, nodes\)"),
+        ({"input_train_nodes": ("editor", [1])}, ValueError, "there is no node type 'editor'"),
+        ({"input_train_nodes": ("venue", torch.tensor([7]))}, ValueError, "holds node 7, but the graph has 7 nodes"),
+        ({"time_attr": "when"}, ValueError, "no node type and no edge type has times called 'when'"),
+        ({"weight_attr": "when"}, ValueError, "no edge type has weights called 'when'"),
+        ({"time_attr": "time", "weight_attr": "weight"}, ValueError, "no weighted temporal sampling"),
+        ({"time_attr": "bad"}, ValueError, "'bad' of paper: times of nodes hold NaN, at 4"),
+        ({"weight_attr": "bad_weight"}, ValueError, "that of edge 2 is -1"),
+        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
+        ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
+        ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
+        ({"inference": "full"}, ValueError, "inference is not supported for graphs with types"),
+        ({"precompute": "first_layer"}, ValueError, "precompute is not supported for graphs with types"),
+        ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
+    ],
+)
+def test_mistakes_are_named(kwargs, error, message):
+    data = typed_data()
+    data["paper"].bad = data["paper"].time.float()
+    data["paper"].bad[4] = torch.nan
+    data[CITES].bad_weight = torch.ones(2500)
+    data[CITES].bad_weight[2] = -1
+    with pytest.raises(error, match=message):
+        NeighborDataModule(data, **{"num_neighbors": [2], **kwargs})
+
+
+@pytest.mark.parametrize("kind", [PersistentSamplerDataModule, CollectiveDataModule])
+def test_what_samples_plain_graphs_alone_says_so(kind):
+    with pytest.raises(ValueError, match=f"a graph with types: {kind.__name__} samples plain graphs alone"):
+        kind(typed_data(), num_neighbors=[2])
+    with pytest.raises(ValueError, match="weight_attr: .* use NeighborDataModule"):
+        kind(small_data(), num_neighbors=[2], weight_attr="edge_weight")
+
+
+def test_whole_graphs_leak_what_times_hide():
+    data = small_data()
+    data.time = torch.arange(400)
+    for more in ({"inference": "full"}, {"precompute": "mean"}):
+        with pytest.raises(ValueError, match="goes over all edges, which time_attr does not allow"):
+            NeighborDataModule(data, num_neighbors=[2, 2], time_attr="time", **more)
