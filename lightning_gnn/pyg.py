@@ -325,7 +325,7 @@ def _reversed(graph: CSCGraph | HeteroCSCGraph) -> CSCGraph | HeteroCSCGraph:
     """Return the graph with all edges, and the names of their types, turned round."""
     if isinstance(graph, CSCGraph):
         return CSCGraph.from_edge_index(graph.to_edge_index().flip(0), graph.num_sources, graph.num_nodes)
-    turned = {reverse_edge_type(name): _reversed(relation) for name, relation in graph.relations.items()}
+    turned: Any = {reverse_edge_type(name): _reversed(relation) for name, relation in graph.relations.items()}
     return HeteroCSCGraph.build(graph.sizes, turned)
 
 

@@ -1,8 +1,8 @@
 """The ground of all systems: topology, features, what a device keeps of them, compressed graphs, data sets.
 
-Reading order: ``graph/csc.py`` (the topology), ``graph/hetero.py`` (with types), ``graph/edge_attributes.py`` (times and weights),
-``graph/features.py`` (one row per node), ``graph/cache.py`` (what a
-device keeps of both), ``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
+Reading order: ``graph/csc.py`` (the topology), ``graph/hetero.py`` (with types), ``graph/edge_attributes.py`` (times
+and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what a device keeps of both),
+``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
 (one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` (a graph on
 disk).

@@ -320,7 +320,12 @@ class CSCGraph:
 
         Raises:
             OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
+            ValueError: Edges have times or weights, or come from another type: those files would not tell.
         """
+        if self.time is not None or self.weight is not None or self.source_count is not None:
+            raise ValueError(
+                "times, weights and types are not saved: save the plain graph, and give them when it is loaded"
+            )
         folder = Path(folder)
         save_arrays(folder, {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids})
         if self.edge_ids is None:  # those of a graph that was here before
@@ -355,8 +360,10 @@ class CSCGraph:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CSCGraph:
         names = ("indptr", "indices", "edge_ids", "time", "weight", "prefix")
-        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
-        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
+        moved: dict[str, Any] = {
+            name: function(tensor) for name in names if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
@@ -452,6 +459,11 @@ def transpose(
 
 
 def transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
+    """Return offsets and sources of a transposed adjacency matrix, sparse CSR or PyG's ``SparseTensor``.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
     if hasattr(adj_t, "csr"):

@@ -1,4 +1,4 @@
-"""The topology of a graph with several types of nodes and edges: one CSC per edge type, and one numbering of all nodes."""
+"""The topology of a graph with several types of nodes and edges: one CSC per edge type."""
 
 from __future__ import annotations
 

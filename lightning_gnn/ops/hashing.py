@@ -126,6 +126,6 @@ def draw_compiled(stream: Word, j: int, bound: int) -> Any:
 
 
 @numba.njit(inline="always", cache=True)
-def draw_fraction_compiled(stream: Word, j: int) -> float:
+def draw_fraction_compiled(stream: Word, j: int) -> Any:
     """Do what :func:`draw_fraction` does, for compiled callers."""
     return np.float64(mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN) >> _U11) * 2.0**-53

@@ -12,6 +12,7 @@ from torch_geometric.data import Data
 from torch_geometric.sampler.base import NumNeighbors
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
@@ -76,6 +77,8 @@ class PersistentNeighborSampler(NeighborSampler):
         check_place(topology, "topology")
         if fetch_size < 1:
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
+        if isinstance(self.graph, HeteroCSCGraph) or self.graph.is_temporal or self.graph.weight is not None:
+            raise ValueError("graphs with types, times or weights are sampled on the CPU: use NeighborSampler")
         self.device = find_gpu(device)
         if self.device is None:
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
@@ -86,6 +89,7 @@ class PersistentNeighborSampler(NeighborSampler):
             self.graph = host.to(self.device)
         else:
             self.graph = pinned(host, host.num_bytes, self.device, "the topology")
+        self.whole_graph = self.graph
         hot = None
         if place == "pinned" and hot_nodes is not None:
             hot = host.cache_adjacency(hot_nodes, self.device)

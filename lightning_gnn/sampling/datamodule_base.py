@@ -255,7 +255,7 @@ class MiniBatchDataModule(ResumableDataModule):
         """
         if name not in self._full:
             if self._graph is None:
-                topology = getattr(self.graph_sampler, "graph", None)
+                topology = getattr(self.graph_sampler, "whole_graph", getattr(self.graph_sampler, "graph", None))
                 topology = topology if isinstance(topology, CSCGraph) else CSCGraph.from_data(self.data)
                 self._graph, _ = compressed_graph(topology)
             self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)

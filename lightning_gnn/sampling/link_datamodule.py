@@ -183,7 +183,7 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError("there are no edges to score; give input_pred_edges")
         return super().predict_dataloader()
 
-    def _checked_times(self, stage: str, time: Any) -> Tensor:
+    def _checked_times(self, stage: str, time: Any) -> Any:
         """Check the times of the edges of a stage."""
         name, edges = f"input_{stage.removesuffix('ict')}_time", self._edges[stage][0]
         if not getattr(self.graph_sampler, "is_temporal", True):

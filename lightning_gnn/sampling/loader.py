@@ -260,7 +260,7 @@ class _ThreadedLoader:
         raise NotImplementedError
 
     def trained(self) -> list[tuple[Any, str]]:
-        """Return the attributes that are trained, with their types: rows of now would be stale when their turn comes."""
+        """Return the attributes that are trained, with their types; rows of now would be stale by their turn."""
         return [
             (name, key)
             for name, store in _stores(self.data)
@@ -309,6 +309,9 @@ class _ThreadedLoader:
         trained, left = self.trained(), {}
         for name, store in _stores(self.data):
             part = batch[name] if typed else batch._store
+            node: Any
+            row: Any
+            col: Any
             node, row, col, edge = (
                 (values or {}).get(name) if typed else values for values in (out.node, out.row, out.col, out.edge)
             )

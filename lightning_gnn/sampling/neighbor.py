@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ from lightning_gnn.sampling.edge_attributes import with_times, with_weights
 from lightning_gnn.sampling.seed_edges import without_seed_edges
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
-Output = SamplerOutput | HeteroSamplerOutput
-_ByType = Tensor | dict[NodeType, Tensor]
+Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class SeedRange(NodeSamplerInput):  # type: ignore[misc]
@@ -123,8 +122,10 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         batch_dependency: int = 1,
         exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
     ) -> None:
-        graph = _topology(data)
+        graph = topology_of(data)
         graph, self.node_time = with_times(graph, data, time_attr)
+        self.graph: Any
+        self.whole_graph: Any
         self.whole_graph, self.graph = graph, with_weights(graph, data, weight_attr)
         self.num_neighbors = num_neighbors
         check_flags(replace=replace, disjoint=disjoint)
@@ -154,13 +155,13 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     @num_neighbors.setter
     def num_neighbors(self, value: Fanouts | NumNeighbors) -> None:
-        typed = isinstance(self.graph, HeteroCSCGraph)
+        typed, fanouts = isinstance(self.graph, HeteroCSCGraph), value
         if isinstance(value, NumNeighbors):
-            value = value.get_values(self.graph.edge_types if typed else None)
-        if typed and isinstance(value, Mapping):
-            self._num_neighbors: Any = fanouts_by_type(self.graph, value)
+            fanouts = value.get_values(self.graph.edge_types if typed else None)
+        if typed and isinstance(fanouts, Mapping):
+            self._num_neighbors: Any = fanouts_by_type(self.graph, fanouts)
         else:
-            self._num_neighbors = check_fanouts(value)
+            self._num_neighbors = check_fanouts(fanouts)  # type: ignore[arg-type]
 
     @property
     def subgraph_type(self) -> SubgraphType:
@@ -174,7 +175,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     @property
     def is_temporal(self) -> bool:
         """Whether edges have times."""
-        return self.graph.is_temporal
+        return bool(self.graph.is_temporal)
 
     @property
     def disjoint(self) -> bool:
@@ -252,12 +253,12 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             out = without_seed_edges(out, inputs, named)
         return self._both_ways(out)
 
-    def sample(self, seeds: _ByType, times: _ByType | None, key: int, first: int = 0) -> Output:
+    def sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
         """Sample the neighbourhoods of seeds, by type if the graph has several.
 
         Args:
             seeds: int64 ``[batch_size]``.
-            times: Of the seeds, or None: those of their nodes, where edges have times.
+            times: Of the seeds ``[batch_size]``, or None: those of their nodes, where edges have times.
             key: The key of the mini-batch.
             first: Position of the first seed in the whole mini-batch.
         """
@@ -317,8 +318,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
                     "batch_dependency needs mini-batches with numbers: use the loaders of lightning_gnn, or a key from "
                     "batch_key"
                 )
-            key, labor = key.epoch_key, labor._replace(batch=key.number)
-            key -= (key >> 63) << 64
+            labor = labor._replace(batch=key.number)
+            key = key.epoch_key - ((key.epoch_key >> 63) << 64)
         return {
             "key": check_key(key),
             "replace": self.replace,
@@ -335,7 +336,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return self.node_time[name][ids]
 
     def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
-        graph: HeteroCSCGraph = self.graph  # type: ignore[assignment]
+        graph = self.graph
         out = sample_hetero_neighbors(
             graph, seeds, self.num_neighbors, seed_time=times, **self._options(key, first), backend=self.backend
         )
@@ -344,7 +345,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             "num_sampled_edges": out.num_sampled_edges,
         }  # fmt: skip
         if self.subgraph_type == SubgraphType.induced:
-            graph, counts = self.whole_graph, {}  # type: ignore[assignment]
+            graph, counts = self.whole_graph, {}
             whole = sample_hetero_neighbors(graph, out.node, [-1])
             inside = {name: whole.edge_index[name][0] < out.node[name[0]].numel() for name in edge_index}
             edge_index = {name: whole.edge_index[name][:, inside[name]] for name in inside}
@@ -360,13 +361,15 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def _induced(self, out: NeighborSample) -> SamplerOutput:
         """Return all edges that the graph has between the sampled nodes."""
-        whole = sample_neighbors(self.whole_graph, out.node, [-1], backend=self.backend)  # type: ignore[arg-type]
+        graph = self.graph if self.graph.weight is None else self.whole_graph
+        every = self.with_options(graph=graph, num_neighbors=[-1], replace=False, labor=None)
+        whole = every.draw(out.node, 0)
         inside = whole.edge_index[0] < out.node.numel()
         return SamplerOutput(
             node=out.node,
             row=whole.edge_index[0, inside],
             col=whole.edge_index[1, inside],
-            edge=_original(self.whole_graph, whole.edge[inside]),  # type: ignore[arg-type]
+            edge=every.original_edges(whole.edge[inside]),
             batch=out.batch,
         )
 
@@ -375,7 +378,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
-        return _original(self.graph, edge)  # type: ignore[arg-type]
+        return _original(self.graph, edge)
 
     def _next_key(self) -> int:
         # torch seeds its global stream in each worker process anew, in each epoch, but alike on all ranks.
@@ -385,10 +388,11 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
 
 
-def _topology(data: object) -> CSCGraph | HeteroCSCGraph:
+def topology_of(data: Any) -> Any:
+    """Return the topology of a graph of PyG's, or a topology as it is."""
     if isinstance(data, CSCGraph | HeteroCSCGraph):
         return data
-    return HeteroCSCGraph.from_data(data) if isinstance(data, HeteroData) else CSCGraph.from_data(data)  # type: ignore[arg-type]
+    return HeteroCSCGraph.from_data(data) if isinstance(data, HeteroData) else CSCGraph.from_data(data)
 
 
 def _original(graph: CSCGraph, edge: Tensor) -> Tensor:

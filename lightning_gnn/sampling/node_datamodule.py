@@ -61,7 +61,7 @@ class NeighborDataModule(MiniBatchDataModule):
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.NeighborSampler`, such as ``time_attr``,
             ``weight_attr`` or ``sampler="labor"``, and of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as
-            ``shuffle=False``, ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing here:
+            ``shuffle=False``, ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing:
             :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
 
     Raises:
@@ -150,7 +150,7 @@ class NeighborDataModule(MiniBatchDataModule):
         """Return graph, features and seeds, by name."""
         return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
 
-    def _checked_times(self, stage: str, time: Any) -> Tensor:
+    def _checked_times(self, stage: str, time: Any) -> Any:
         """Check the times of the seeds of a stage."""
         name = f"input_{stage.removesuffix('ict')}_time"
         if not getattr(self.graph_sampler, "is_temporal", True):

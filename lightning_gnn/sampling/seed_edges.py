@@ -60,8 +60,8 @@ def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Mapping[
 
 def _others(row: Tensor, col: Tensor, pairs: Tensor) -> Tensor:
     """Tell which edges, in ids of the graph, are none of some pairs; bool ``[m]``."""
-    _, first = torch.cat([row, pairs[0]]).unique(return_inverse=True)
-    seconds, second = torch.cat([col, pairs[1]]).unique(return_inverse=True)
+    _, first = torch.unique(torch.cat([row, pairs[0]]), return_inverse=True)
+    seconds, second = torch.unique(torch.cat([col, pairs[1]]), return_inverse=True)
     number = first * seconds.numel() + second
     return ~torch.isin(number[: row.numel()], number[row.numel() :])
 

@@ -307,6 +307,9 @@ def test_nanoseconds_are_exact():
     assert out.edge.tolist() == [2, 3]
 
 
+HUGE = torch.tensor([1e308, 1e308], dtype=torch.float64)
+
+
 def star(count):
     return CSCGraph.from_edge_index(torch.stack([torch.arange(1, count + 1), torch.zeros(count).long()]), count + 1)
 
@@ -320,7 +323,7 @@ def star(count):
         (lambda: star(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
         (lambda: star(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
         (
-            lambda: star(2).with_weight(torch.tensor([1e308, 1e308], dtype=torch.float64)),
+            lambda: star(2).with_weight(HUGE),
             ValueError,
             "add up to infinity",
         ),

@@ -71,7 +71,7 @@ def test_labelled_edges_get_no_further_negatives_in_evaluation():
         (
             {"input_train_time": torch.arange(3)},
             ValueError,
-            "input_train_time is given, but edges of the graph have no times",
+            "input_train_time is given, but edges",
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """Graphs with types, times and weights, and LABOR, from the user's data to the mini-batch and through Lightning."""
 
+import itertools
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -258,7 +260,7 @@ def test_batches_that_depend_on_each_other_have_more_nodes_in_common():
             data, num_neighbors=[3], batch_size=40, sampler="labor", batch_dependency=often, shuffle=False, seed=2
         )
         batches = [set(batch.n_id[batch.batch_size :].tolist()) for batch in module.train_dataloader()]
-        shared[often] = sum(len(a & b) for a, b in zip(batches, batches[1:], strict=False))
+        shared[often] = sum(len(a & b) for a, b in itertools.pairwise(batches))
     assert shared[16] > 1.2 * shared[1]
     loader = NodeLoader(data, NeighborSampler(data, [3], sampler="labor", batch_dependency=2), batch_size=40)
     with pytest.raises(ValueError, match="batch_dependency needs mini-batches with numbers"):
@@ -367,7 +369,7 @@ def test_mistakes_are_named(kwargs, error, message):
 def test_what_samples_plain_graphs_alone_says_so(kind):
     with pytest.raises(ValueError, match=f"a graph with types: {kind.__name__} samples plain graphs alone"):
         kind(typed_data(), num_neighbors=[2])
-    with pytest.raises(ValueError, match="weight_attr: .* use NeighborDataModule"):
+    with pytest.raises(ValueError, match=r"weight_attr: .* use NeighborDataModule"):
         kind(small_data(), num_neighbors=[2], weight_attr="edge_weight")
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from lightning_gnn.ops.hashing import GOLDEN, Word, mix_compiled, node_key_compiled, tree_key_compiled
 from lightning_gnn.ops.intrinsics import prefetch
-from lightning_gnn.ops.sample.picks import eligible
 
 _AHEAD = 8
 """How many rows ahead ``indices`` is asked for; ``indptr`` twice as many."""
@@ -53,6 +52,7 @@ def pick_labor(
         ends: Where to write the end of each node's edges, int64.
         m: Where to begin.
     """
+    temporal, base, eligible, counts = times
     variates = np.empty(1024, np.uint64)
     most = min(max(fanout, 0), indices.size)
     least, places = np.empty(most, np.uint64), np.empty(most, np.int64)
@@ -64,8 +64,8 @@ def pick_labor(
         v = node[t]
         begin = indptr[v]
         degree = indptr[v + 1] - begin
-        if times[0]:
-            begin, degree = eligible(times, begin, degree, tree[t], fanout)
+        if temporal:
+            begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or degree <= fanout:
             for j in range(degree):
                 edge[m + j] = begin + j

@@ -21,7 +21,7 @@ from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.hashing import Word, layer_key, relation_key
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample.labor_picks import pick_labor
-from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, no_times, pick_edges
+from lightning_gnn.ops.sample.picks import count_eligible, hop_size, lane_scratch, no_times, pick_edges
 from lightning_gnn.ops.sample.relabel import (
     FAR,
     FIRST_SLOTS,
@@ -304,8 +304,13 @@ class _Picked:
         fanout, first_tree, first, m = relation.fanouts[hop], np.uint64(rule.first_tree), target.low, self.count
         limits = _NO_TIMES
         if relation.time is not None and times is not None:
-            after = _NONE if times.after is None else times.after
-            limits = True, relation.time, times.until, after, times.after is not None, rule.last
+            eligible, counts = np.empty((2, target.high - target.low), np.int64)
+            count_eligible(
+                relation.indptr, relation.time, target.node, target.tree, target.low, target.high, times.until,
+                _NONE if times.after is None else times.after, times.after is not None, fanout if rule.last else -1,
+                eligible, counts,
+            )  # fmt: skip
+            limits = True, target.low, eligible, counts
         frontier = target.node, target.tree, target.low, target.high, fanout
         if rule.labor is not None:
             _, often, batch = rule.labor

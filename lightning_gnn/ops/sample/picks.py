@@ -35,35 +35,75 @@ def hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: 
 
 
 def no_times() -> tuple[Any, ...]:
-    """Return what says that all edges count: whether times matter; of the edges; until when and after when, for each
-    tree; whether there is an ``after``; whether only the newest count.
+    """Return what says that all in-edges count: whether times matter; of which node the first numbers are; for each
+    node from there on, the first in-edge that counts, and how many do.
     """
     none = np.empty(0, np.int64)
-    return False, none, none, none, False, False
+    return False, 0, none, none
 
 
 @numba.njit(nogil=True, cache=True)
-def _first_above(times: np.ndarray, begin: int, end: int, limit: int) -> int:
-    """Return the place of the first of some ascending times that is later than a limit."""
-    while begin < end:
-        middle = (begin + end) >> 1
-        if times[middle] <= limit:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin
+def count_eligible(
+    indptr: np.ndarray, time: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int, until: np.ndarray,
+    after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
+) -> None:  # fmt: skip
+    """Write which in-edges of the nodes ``[low, high)`` the times of their trees allow.
+
+    Sixteen nodes are searched side by side, so that none waits for what another reads.
+
+    Args:
+        indptr: int64 ``[num_nodes + 1]``.
+        time: Of the edges, ascending in each list, int64.
+        node: Global ids, int64, up to ``high``.
+        tree: Their trees, int64.
+        low: The first node.
+        high: One past the last node.
+        until: The latest time that counts, for each tree.
+        after: The latest time that no longer counts, for each tree.
+        window: Whether there is one.
+        newest: How many of them count at most, the newest; below zero means all.
+        first: Where to write the first edges, int64 ``[high - low]``.
+        count: Where to write how many count, int64 ``[high - low]``.
+    """
+    limit = np.empty(LANES, np.int64)
+    for t in range(low, high, LANES):
+        lanes = min(LANES, high - t)
+        begins, ends = first[t - low : t - low + lanes], count[t - low : t - low + lanes]
+        for lane in range(lanes):
+            if t + lane + _AHEAD < high:
+                prefetch(indptr, node[t + lane + _AHEAD])
+            begins[lane] = indptr[node[t + lane]]
+            limit[lane] = until[tree[t + lane]]
+        _first_above(time, begins, indptr, node[t : t + lanes], limit, ends)
+        if window:
+            for lane in range(lanes):
+                limit[lane] = after[tree[t + lane]]
+            _first_above(time, begins, indptr, node[t : t + lanes], limit, begins)
+        for lane in range(lanes):
+            end = ends[lane]
+            begins[lane] = max(min(begins[lane], end), end - newest if newest >= 0 else 0)
+            ends[lane] = end - begins[lane]
 
 
 @numba.njit(nogil=True, cache=True)
-def eligible(times: Any, begin: int, degree: int, tree: int, fanout: int) -> tuple[int, int]:
-    """Return the first one and the number of those in-edges of a node that the time of its tree allows."""
-    _, of_edges, until, after, window, last = times
-    end = _first_above(of_edges, begin, begin + degree, until[tree])
-    if window:
-        begin = _first_above(of_edges, begin, end, after[tree])
-    if last and fanout >= 0:
-        begin = max(begin, end - fanout)
-    return begin, end - begin
+def _first_above(
+    time: np.ndarray, begins: np.ndarray, indptr: np.ndarray, node: np.ndarray, limit: np.ndarray, out: np.ndarray
+) -> None:
+    """Write the place of the first time in each list that is later than its limit."""
+    left = np.empty(LANES, np.int64)
+    for lane in range(node.size):
+        left[lane] = indptr[node[lane] + 1] - begins[lane]
+        out[lane] = begins[lane]
+    more = True
+    while more:
+        more = False
+        for lane in range(node.size):
+            size = left[lane]
+            if size > 0:
+                more, half, at = True, size >> 1, out[lane]
+                below = np.int64(time[at + half] <= limit[lane])
+                out[lane] = at + below * (half + 1)
+                left[lane] = half - below * (1 - (size & 1))
 
 
 def lane_scratch() -> tuple[np.ndarray, ...]:
@@ -107,7 +147,7 @@ def pick_edges(
         The node and the position to go on with.
     """
     state, degrees, begins, places, _ = scratch
-    temporal = times[0]
+    temporal, base, eligible, counts = times
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:
@@ -116,7 +156,7 @@ def pick_edges(
         begin = indptr[v]
         degree = indptr[v + 1] - begin
         if temporal:
-            begin, degree = eligible(times, begin, degree, tree[t], fanout)
+            begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or (degree <= fanout and not replace):
             # All in-edges, in CSC order; nothing is drawn.
             for j in range(degree):

@@ -160,7 +160,8 @@ def sample_reference(
     row: list[list[int]] = [[] for _ in relations]
     col: list[list[int]] = [[] for _ in relations]
     edge: list[list[int]] = [[] for _ in relations]
-    node_counts, edge_counts = [[len(ids)] for ids in node], [[] for _ in relations]
+    node_counts = [[len(ids)] for ids in node]
+    edge_counts: list[list[int]] = [[] for _ in relations]
     low = [0 for _ in node]
     for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
         high = [len(ids) for ids in node]

@@ -1,5 +1,7 @@
 """Picking in-edges by weight on the CPU, compiled: a binary search in sums of weights for each draw."""
 
+from typing import Any
+
 import numba
 import numpy as np
 
@@ -9,9 +11,11 @@ from lightning_gnn.ops.sample.relation import most_draws
 
 _AHEAD = 8
 """How many rows ahead the sums are asked for; ``indptr`` twice as many."""
-_FEW = 64
-"""Up to how many picks are compared with each other; more are marked in a list of the node's in-edges."""
-_most_draws = numba.njit(most_draws)
+_CHUNK = 16
+"""How many draws are looked up side by side."""
+_SHORT = 64
+"""In-edges of a node of which a word says which are picked."""
+_most_draws: Any = numba.njit(most_draws)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -38,6 +42,7 @@ def pick_weighted(
         ends: Where to write the end of each node's edges, int64.
         m: Where to begin.
     """
+    drawn, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.float64)
     for t in range(low, high):
         if t + 2 * _AHEAD < high:
             prefetch(indptr, node[t + 2 * _AHEAD])
@@ -54,69 +59,93 @@ def pick_weighted(
             for j in range(degree):
                 edge[m + j] = begin + j
             m += degree
-        elif degree > 0:
+        elif degree > 0 and fanout > 0:
             own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
             stream = node_key_compiled(own_key, v)
             picks = edge[m : m + fanout]
             if replace:
-                for j in range(fanout):
-                    picks[j] = _hit(prefix, begin, degree, stream, j)
+                for j in range(0, fanout, _CHUNK):
+                    _hits(prefix, begin, degree, stream, j, picks[j : j + _CHUNK], places)
             else:
-                _pick_successively(weight, prefix, begin, degree, stream, picks)
+                _pick_distinct(weight, prefix, begin, degree, stream, picks, drawn, places)
             m += fanout
         ends[t] = m
     return m
 
 
 @numba.njit(nogil=True, cache=True)
-def _hit(prefix: np.ndarray, begin: int, degree: int, stream: Word, j: int) -> int:
-    """Return the edge that a draw falls on."""
-    last = begin + degree - 1
-    place = draw_fraction_compiled(stream, j) * prefix[last]
-    first = begin
-    while first < last:  # what rounding carries past the last one is the last one's
-        middle = (first + last) >> 1
-        if prefix[middle] <= place:
-            first = middle + 1
-        else:
-            last = middle
-    return first
+def _hits(
+    prefix: np.ndarray, begin: int, degree: int, stream: Word, number: int, found: np.ndarray, places: np.ndarray
+) -> None:
+    """Write the edges that consecutive draws fall on, from a number on.
+
+    The searches go side by side: none waits for what another reads, and nothing branches on what they find.
+    """
+    total = prefix[begin + degree - 1]
+    for j in range(found.size):
+        places[j] = draw_fraction_compiled(stream, number + j) * total
+        found[j] = begin
+    # The last edge is what is left where none before it is hit, also by what rounding carries past it.
+    size = degree
+    while size > 1:
+        half = size >> 1
+        for j in range(found.size):
+            at = found[j]
+            found[j] = at + half * (prefix[at + half - 1] <= places[j])
+        size -= half
 
 
 @numba.njit(nogil=True, cache=True)
-def _pick_successively(
-    weight: np.ndarray, prefix: np.ndarray, begin: int, degree: int, stream: Word, picks: np.ndarray
-) -> None:
-    """Pick without replacement: draw again what has been drawn, and go through what is left if that takes too long."""
-    fanout = picks.size
-    few = fanout <= _FEW
-    marks = np.zeros(0 if few else degree, np.bool_)
-    count, number, most = 0, 0, _most_draws(fanout)
+def _pick_distinct(
+    weight: np.ndarray, prefix: np.ndarray, begin: int, degree: int, stream: Word, picks: np.ndarray,
+    drawn: np.ndarray, places: np.ndarray,
+) -> None:  # fmt: skip
+    """Pick without replacement: draw again what has been drawn, and go through what is left if that takes too long.
+
+    Args:
+        weight: As above.
+        prefix: As above.
+        begin: The first edge of the node.
+        degree: Its number of edges.
+        stream: Its random stream.
+        picks: Where to write, int64.
+        drawn: Scratch, int64 ``[_CHUNK]``.
+        places: Scratch, float64 ``[_CHUNK]``.
+    """
+    fanout, most = picks.size, _most_draws(picks.size)
+    count, number, seen = 0, 0, np.uint64(0)
     while count < fanout and number < most:
-        found = _hit(prefix, begin, degree, stream, number)
-        number += 1
-        if few:
-            again = False
-            for i in range(count):
-                again |= picks[i] == found
-        else:
-            again = marks[found - begin]
-            marks[found - begin] = True
-        picks[count] = found
-        count += not again
+        # Of a short list much is drawn again; of a long one hardly anything, so no more is drawn than is missing.
+        size = min(_CHUNK, most - number) if degree <= _SHORT else min(_CHUNK, most - number, fanout - count)
+        _hits(prefix, begin, degree, stream, number, drawn[:size], places)
+        number += size
+        for j in range(size):
+            found = drawn[j]
+            if degree <= _SHORT:
+                bit = np.uint64(1) << np.uint64(found - begin)
+                again = (seen & bit) != 0
+                seen |= bit
+            else:
+                again = False
+                for i in range(count):
+                    again |= picks[i] == found
+            if not again:
+                picks[count] = found
+                count += 1
+                if count == fanout:
+                    break
     if count == fanout:
         return
     marks = np.zeros(degree, np.bool_)
     for i in range(count):
         marks[picks[i] - begin] = True
-    while count < fanout:
+    for i in range(count, fanout):
         total, last = 0.0, 0
         for position in range(degree):
             if not marks[position]:
                 total += weight[begin + position]
                 last = position
-        place, passed = draw_fraction_compiled(stream, number) * total, 0.0
-        number += 1
+        place, passed = draw_fraction_compiled(stream, most + i - count) * total, 0.0
         for position in range(degree):
             if not marks[position]:
                 passed += weight[begin + position]
@@ -124,5 +153,4 @@ def _pick_successively(
                     last = position
                     break
         marks[last] = True
-        picks[count] = begin + last
-        count += 1
+        picks[i] = begin + last
