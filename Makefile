@@ -36,6 +36,7 @@ test-all: lint
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling $(ARGS)
+	$(BIN)/python -m benchmarks.typed_sampling $(ARGS)
 	$(BIN)/python -m benchmarks.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.epoch $(ARGS)
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)

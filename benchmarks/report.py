@@ -17,7 +17,17 @@ from benchmarks.machine import MISSING
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 ORDER = (
-    *("sampling", "minibatch", "epoch", "collective", "aggregate", "aggregate_update", "hyscale", "full_graph"),
+    *(
+        "sampling",
+        "typed_sampling",
+        "minibatch",
+        "epoch",
+        "collective",
+        "aggregate",
+        "aggregate_update",
+        "hyscale",
+        "full_graph",
+    ),
     *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale"),
     "gpu_full_graph",
 )

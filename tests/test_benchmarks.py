@@ -23,6 +23,7 @@ from lightning_gnn.planning import MachineLimits
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
+    "typed_sampling": ["--edges", "4000", "--batch-size", "16", "--batches", "2"],
     "sampling": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3"],
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",

@@ -233,9 +233,8 @@ def test_times_of_edges():
     data = typed_data()
     data["paper"].pop("time")
     data[CITES].when = torch.rand(2500)
-    module = NeighborDataModule(
-        data, num_neighbors=[5, 5], batch_size=32, time_attr="when", input_train_time=torch.full((int(data["paper"].train_mask.sum()),), 0.5),
-    )  # fmt: skip
+    now = torch.full((int(data["paper"].train_mask.sum()),), 0.5)
+    module = NeighborDataModule(data, num_neighbors=[5, 5], batch_size=32, time_attr="when", input_train_time=now)
     for batch in module.train_dataloader():
         assert bool((batch[CITES].when <= 0.5).all())
         assert batch[WRITES].edge_index.numel()  # types without times are static

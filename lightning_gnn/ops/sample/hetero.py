@@ -85,6 +85,21 @@ def sample_hetero_neighbors(
         IndexError: A seed that its type has no node of.
         ValueError: A type that the graph does not have, an edge type without fanouts, fanouts over different numbers of
             hops, or as there.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import HeteroData
+        >>> from lightning_gnn import HeteroCSCGraph, sample_hetero_neighbors
+        >>> data = HeteroData()
+        >>> data["author"].num_nodes, data["paper"].num_nodes = 2, 3
+        >>> data["author", "writes", "paper"].edge_index = torch.tensor([[0, 1, 1], [0, 0, 2]])
+        >>> data["paper", "cites", "paper"].edge_index = torch.tensor([[2], [0]])
+        >>> graph = HeteroCSCGraph.from_data(data)
+        >>> sample = sample_hetero_neighbors(graph, {"paper": torch.tensor([0])}, fanouts=[-1, -1])
+        >>> sample.node
+        {'author': tensor([0, 1]), 'paper': tensor([0, 2])}
+        >>> sample.num_sampled_edges
+        {('author', 'writes', 'paper'): [2, 1], ('paper', 'cites', 'paper'): [1, 0]}
     """
     by_type = fanouts_by_type(graph, fanouts)
     key = check_key(key)
