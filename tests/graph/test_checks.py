@@ -151,7 +151,7 @@ def test_a_mask_by_name_must_be_one():
 )
 def test_wrong_edges_are_named(edges, error, message):
     with pytest.raises(error, match=message):
-        check_edges(edges, 4, "e")
+        check_edges(edges, (4, 4), "e")
 
 
 @pytest.mark.parametrize(
