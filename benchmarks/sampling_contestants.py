@@ -91,7 +91,9 @@ def extra_memory(graph: CSCGraph, seeds: list[Tensor], fanouts: list[int]) -> di
         for some in seeds:
             ours(graph, fanouts)(some)
         scratch = vars(sample_numba._scratch)
-        kept.update({name: value.nbytes for name, value in scratch.items() if isinstance(value, np.ndarray)})
+        kept["table"] = scratch["table"].nbytes
+        kept["hash tables"] = sum(slots.words.nbytes for slots in scratch["slots"].values())
+        kept["ends"] = sum(edges.ends.nbytes for edges in scratch["edges"].values())
 
     thread = threading.Thread(target=work)
     thread.start()
