@@ -10,7 +10,9 @@ import torch
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.synthetic import planted_power_law
-from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier
+from lightning_gnn.nn.conv import attention, fused
+from tests.nn.test_fused_bfloat16 import refuse_pygs_path
 
 
 @pytest.fixture
@@ -91,6 +93,15 @@ def test_any_precision_trains_on_features_of_any_dtype(data, kind, model, dtype,
     module, trainer = fit(data, model, kind, precision, feature_dtype=dtype)
     assert trainer.callback_metrics["train_loss"].isfinite()
     assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("model", [GraphSAGE, GCN, GIN, GAT])
+def test_mini_batches_train_by_fused_layers_in_bf16_mixed(data, monkeypatch, model):
+    for module in (attention, fused):
+        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
+    refuse_pygs_path(monkeypatch)
+    _, trainer = fit(data, model, NeighborDataModule, "bf16-mixed", 2, feature_dtype="bfloat16")
+    assert trainer.callback_metrics["train_loss"].isfinite()
 
 
 def test_features_of_bfloat16_train_a_float32_model_as_the_same_numbers_in_float32_do(data):

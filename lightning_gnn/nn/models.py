@@ -282,7 +282,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
             return False
         if not fuses(first, x, x, edge_index, edge_weight):
             return False
-        return all(obstacle(conv) is None and conv.lin.weight.dtype == x.dtype for conv in others)
+        return all(obstacle(conv) is None and conv.lin.weight.dtype == first.lin.weight.dtype for conv in others)
 
     def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
         # GCNConv.forward without its normalisation, which would see the trimmed edges only.

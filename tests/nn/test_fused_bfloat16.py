@@ -1,41 +1,66 @@
 """Layers on mini-batches under autocast and in bfloat16: the fused operators, near what float32 gives."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import conv as pyg
+from torch_geometric.nn.conv import MessagePassing
 
-from lightning_gnn.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
-from lightning_gnn.nn.conv import fused
+from lightning_gnn.nn import GAT, GCN, GIN, GATConv, GATv2Conv, GCNConv, GINConv, GraphSAGE, SAGEConv
+from lightning_gnn.nn.conv import attention, fused
+from lightning_gnn.ops.aggregate_update import products
 
 LAYERS = {
     "mean": lambda: SAGEConv(12, 10),
     "sum, no root": lambda: SAGEConv(12, 10, aggr="sum", root_weight=False),
     "wide": lambda: SAGEConv(12, 40),
     "max": lambda: SAGEConv(12, 10, aggr="max"),
+    "projected": lambda: SAGEConv(12, 10, project=True),
     "GCN": lambda: GCNConv(12, 10),
     "GIN": lambda: GINConv(nn.Linear(12, 10)),
     "GraphSAGE": lambda: GraphSAGE(12, 16, num_layers=2, out_channels=10),
     "GCN, model": lambda: GCN(12, 16, num_layers=2, out_channels=10),
 }
-
+ATTENTION = {
+    "GAT": lambda: GATConv(12, 5, heads=2),
+    "GAT, averaged": lambda: GATConv(12, 10, heads=2, concat=False, residual=True),
+    "GATv2": lambda: GATv2Conv(12, 5, heads=2),
+    "GATv2, shared": lambda: GATv2Conv(12, 10, share_weights=True, residual=True),
+    "GAT, model": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2),
+}
+MODELS = {
+    "SAGE": lambda: GraphSAGE(12, 16, num_layers=2, out_channels=10),
+    "GCN": lambda: GCN(12, 16, num_layers=2, out_channels=10),
+    "GIN": lambda: GIN(12, 16, num_layers=2, out_channels=10, norm=None),
+    "GAT": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2),
+    "GATv2": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2, v2=True),
+}
 
 TOLERANCE = 0.06
 """Of a matrix's norm: products and sums are rounded to 8 bits, and ReLU is decided anew where it is near zero."""
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """Fuse batches of any size, and refuse PyG's path."""
-    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
+def refuse_pygs_path(monkeypatch):
+    """Let PyG's layers fail where they aggregate; a propagate() of its own each class gets as it is built."""
 
+    @functools.wraps(MessagePassing.aggregate)  # PyG looks at the arguments
     def refuse(*_, **__):
         raise AssertionError("PyG's path was taken")
 
-    for kind in (pyg.SAGEConv, pyg.GCNConv, pyg.GINConv):
-        monkeypatch.setattr(kind, "propagate", refuse)
+    monkeypatch.setattr(MessagePassing, "aggregate", refuse)
+
+
+@pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
+def always(monkeypatch, request):
+    """Fuse batches of any size, and refuse PyG's path, on processors of both kinds."""
+    for module in (products, fused):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: request.param)
+    for module in (attention, fused):
+        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
+
+    refuse_pygs_path(monkeypatch)
 
 
 def gradients(model, x, edge_index, low):
@@ -47,17 +72,64 @@ def gradients(model, x, edge_index, low):
 
 
 @pytest.mark.parametrize("features", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", LAYERS | ATTENTION)
 def test_autocast_gives_what_float32_gives_but_for_rounding(always, layer, features):
     torch.manual_seed(0)
     edge_index = torch.randint(50, (2, 400))
-    x, model = torch.randn(50, 12).to(features), LAYERS[layer]()
+    x, model = torch.randn(50, 12).to(features), (LAYERS | ATTENTION)[layer]()
     got, want = gradients(model, x, edge_index, True), gradients(model, x.float(), edge_index, False)
-    assert got[0].dtype == torch.bfloat16
+    assert got[0].dtype == (torch.float32 if layer in ATTENTION else torch.bfloat16)  # as PyG's
     assert got[1].dtype == features
     for a, b in zip(got, want, strict=True):
         # As a whole: where a sum ends near zero, the rounding of its parts is all there is.
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()
+
+
+@pytest.mark.parametrize("features", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS)
+def test_trimmed_models_fuse_every_layer_under_autocast(always, model, features):
+    torch.manual_seed(0)
+    nodes, num_edges = [40, 80, 200], [200, 800]
+    source = torch.cat([torch.randint(120, (200,)), torch.randint(320, (800,))])
+    edge_index = torch.stack([source, torch.cat([torch.arange(200) % 40, 40 + torch.arange(800) % 80])])
+    x, whole = torch.randn(320, 12).to(features), MODELS[model]()
+
+    def trimmed(x, edge_index):
+        return whole(x, edge_index, num_sampled_nodes_per_hop=nodes, num_sampled_edges_per_hop=num_edges)
+
+    trimmed.parameters = whole.parameters
+    got, want = gradients(trimmed, x, edge_index, True), gradients(trimmed, x.float(), edge_index, False)
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b).norm() <= TOLERANCE * b.norm()
+
+
+@pytest.mark.parametrize("layer", ATTENTION)
+def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer):
+    torch.manual_seed(0)
+    edge_index, x, model = torch.randint(50, (2, 400)), torch.randn(50, 12).bfloat16(), ATTENTION[layer]()
+    exact = gradients(model, x.float(), edge_index, False)  # so few edges are PyG's
+    unfused = gradients(model, x, edge_index, True)
+    monkeypatch.setattr(attention, "UNFUSED_UP_TO", 0)
+    fused = gradients(model, x, edge_index, True)
+    assert (fused[0] - unfused[0]).norm() <= TOLERANCE * unfused[0].norm()
+    for a, b, want in zip(fused, unfused, exact, strict=True):
+        assert a.dtype == b.dtype
+        assert (a.float() - want).norm() < (b.float() - want).norm()
+
+
+@pytest.mark.parametrize("kind", ["max", "projected", "GIN"])
+@pytest.mark.parametrize(("has_instructions", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_autocast_multiplies_in_bfloat16_where_the_processor_can(monkeypatch, kind, has_instructions, dtype):
+    monkeypatch.setattr(fused, "multiplies_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
+    layer, seen = LAYERS[kind](), []
+    lin = {"max": "lin_r", "projected": "lin", "GIN": "nn"}[kind]
+    getattr(layer, lin).register_forward_hook(lambda *given: seen.append(given[2].dtype))
+    monkeypatch.setattr(fused, "obstacle", lambda _: None)  # the hook
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.randn(50, 12), torch.randint(50, (2, 400)))
+    assert seen == [dtype]
+    assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -77,6 +149,7 @@ def test_another_autocast_is_left_to_pyg(monkeypatch):
     x, edge_index = torch.randn(9, 12), torch.randint(9, (2, 20))
     with torch.autocast("cpu", torch.float16):
         assert not fused.fuses(SAGEConv(12, 4), x, x, edge_index)
+        assert not attention.fuses_attention(GATConv(12, 4), x, x, edge_index)
 
 
 def test_dropout_under_autocast_is_that_of_its_key(always):

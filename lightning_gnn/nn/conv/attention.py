@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gnn.nn.conv.fused import obstacle, runs_here
+from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, obstacle, runs_here
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import dropout
 
@@ -37,16 +39,39 @@ def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bo
         return False
     # Shapes and dtypes that do not fit are PyG's to complain about.
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or source.dtype not in _FUSED_DTYPES:
+    autocast = torch.is_autocast_enabled(source.device.type)
+    dtypes = AUTOCAST_DTYPES if autocast else (source.dtype,)
+    computed_in = torch.float32 if autocast else source.dtype
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or computed_in not in _FUSED_DTYPES:
         return False
     fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
-    fits = fits and all(tensor.dtype == source.dtype for tensor in (target, *weights))
+    fits = fits and source.dtype in dtypes and target.dtype in dtypes
+    fits = fits and all(weight.dtype == computed_in for weight in weights)
     fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[-1].size(1)
     fits = fits and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
     return fits and edge_index.size(1) * weights[0].size(0) > UNFUSED_UP_TO
 
 
-def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor, lins: list[Any]) -> Tensor:
+_Layer = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+def _in_float32(run: _Layer) -> _Layer:
+    """Run a layer in float32 also under autocast, where PyG's path, too, sums in it and returns it."""
+
+    @functools.wraps(run)
+    def widened(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+        device = source.device.type
+        if not torch.is_autocast_enabled(device):
+            return run(layer, source, target, edge_index)
+        wide = source.float()
+        with torch.autocast(device, enabled=False):
+            return run(layer, wide, wide if target is source else target.float(), edge_index)
+
+    return widened
+
+
+@_in_float32
+def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Return what ``GATConv`` returns for a pair of features.
 
     Args:
@@ -54,11 +79,11 @@ def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor, li
         source: ``[num_sources, in]``.
         target: ``[num_targets, in of the targets]``.
         edge_index: ``[2, E]``.
-        lins: Its linear layers for sources and targets.
     """
     edges, factor = _edges(layer, source, target, edge_index)
     heads, slope = layer.heads, layer.negative_slope
-    weight, by_target = lins[0].weight, lins[1].weight
+    weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
+    by_target = others[0] if others else weight
     # A score needs the product of a node's features with a vector, not that with the weight.
     scores = target @ _through(layer.att_dst, by_target).t()
     if aggregates_first(source, edges, weight, heads):
@@ -68,6 +93,7 @@ def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor, li
     return _finish(layer, out, target)
 
 
+@_in_float32
 def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Return what ``GATv2Conv`` returns for a pair of features.
 

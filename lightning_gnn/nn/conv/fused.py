@@ -14,6 +14,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate_update.products import multiplies_bfloat16
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
@@ -22,7 +23,7 @@ FUSED_ON = ("cpu",)
 UNFUSED_UP_TO = 1 << 19
 """Edges times columns up to which PyG's path is faster all the same: its operators are few."""
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
+AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
 """What a layer's tensors may be under autocast to bfloat16."""
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
@@ -85,20 +86,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
-def runs_here(tensors: Sequence[Any], autocast_to: torch.dtype | None = None) -> bool:
-    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
-
-    Args:
-        tensors: What the layer got.
-        autocast_to: To which dtype autocast may convert, if to any.
-    """
+def runs_here(tensors: Sequence[Any]) -> bool:
+    """Say whether fused operators may run on what a layer got, in the mode that torch is in."""
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
         return False
     device = tensors[0].device.type
     if device not in FUSED_ON or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != autocast_to:
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -116,11 +112,11 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         edge_weight: What it got as their weights.
     """
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
-    if not runs_here(tensors, torch.bfloat16) or obstacle(layer) is not None:
+    if not runs_here(tensors) or obstacle(layer) is not None:
         return False
     device, dtype = source.device, source.dtype
     autocast = torch.is_autocast_enabled(device.type)
-    dtypes = _AUTOCAST_DTYPES if autocast else (dtype,)
+    dtypes = AUTOCAST_DTYPES if autocast else (dtype,)
     # Shapes and dtypes that do not fit are PyG's to complain about.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
@@ -138,6 +134,24 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         and edge_index.numel() > 0
         and edge_index.size(1) * source.size(1) > UNFUSED_UP_TO
     )
+
+
+def multiplied(module: nn.Module, x: Tensor) -> Tensor:
+    """Return ``module(x)``, computed in float32 and rounded where autocast would have the CPU emulate bfloat16.
+
+    Torch's emulated products take about ten times as long as those of float32.
+
+    Args:
+        module: A product, or a network of them.
+        x: Its input.
+    """
+    low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    widens = low and not multiplies_bfloat16()
+    if not widens or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
+        out: Tensor = module(x)
+        return out
+    with torch.autocast("cpu", enabled=False):
+        return module(x.float()).to(torch.bfloat16)  # type: ignore[no-any-return]
 
 
 def relu_dropout(layer: nn.Module, norm: nn.Module, act: Any, dropout: nn.Module, x: Tensor) -> ReluDropout | None:

@@ -59,8 +59,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
             if plain and fuses_attention(self, source, target, edge_index):
-                lins = [self.lin_src, self.lin_dst] if self.lin is None else [self.lin, self.lin]
-                return fused_gat(self, source, target, edge_index, lins)
+                return fused_gat(self, source, target, edge_index)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         if self.edge_dim is not None:
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
-from lightning_gnn.nn.conv.fused import Fused, fuses
+from lightning_gnn.nn.conv.fused import Fused, fuses, multiplied
 from lightning_gnn.nn.conv.graph import REDUCE, check_inputs, is_graph
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
@@ -42,7 +42,5 @@ class GINConv(pyg.GINConv):  # type: ignore[misc]
         else:
             result: Tensor = super().forward(x, edge_index, size)
             return result
-        if target is not None:
-            out = out + (1 + self.eps) * target
-        result = self.nn(out)
-        return result
+        out = out if target is None else out + (1 + self.eps) * target
+        return multiplied(self.nn, out)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
-from lightning_gnn.nn.conv.fused import Fused, fuses, is_head
+from lightning_gnn.nn.conv.fused import Fused, fuses, is_head, multiplied
 from lightning_gnn.nn.conv.graph import (
     REDUCE,
     aggregate_input,
@@ -82,13 +82,13 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
             then: ReLU and dropout to be applied.
         """
         if self.project and hasattr(self, "lin"):
-            source = self.lin(source).relu()
+            source = multiplied(self.lin, source).relu()
         reduce, lin, num_targets = REDUCE[self.aggr], self.lin_l, target.size(0)
         own = self.root_weight and reduce != "max" and is_head(target, source)
         alone = own or not self.root_weight  # nothing is left to be added
         if reduce == "max":
             edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), num_targets, None)
-            out = F.linear(aggregate_rows(source, edges, reduce), lin.weight, lin.bias)
+            out = multiplied(lin, aggregate_rows(source, edges, reduce))
         else:
             by_self = self.lin_r.weight if own else None
             inside = then if alone and not self.normalize else None
@@ -96,5 +96,5 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
             if inside is not None:
                 return out
         if self.root_weight and not own:
-            out = out + self.lin_r(target)
+            out = out + multiplied(self.lin_r, target)
         return activated(F.normalize(out, p=2.0, dim=-1) if self.normalize else out, then)
