@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {**args.sizes, "fanouts": [15, 10, 5], "runs": args.runs},
         "machine": described,
         "rows": rows,
-        "comparisons": comparisons(rows, "Mini-batches", 4),
+        "comparisons": comparisons(rows, "Mini-batches", 6),
     }
     return publish(result, args.out)
 
