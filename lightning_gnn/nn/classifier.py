@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -65,8 +66,8 @@ class GNNModule(pl.LightningModule):
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.test_loss = MeanMetric(nan_strategy="disable")
 
-    def forward(self, batch: Data) -> Tensor:
-        """Return the model's rows for the batch's first nodes, seeds first.
+    def forward(self, batch: Data | HeteroData) -> Any:
+        """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
@@ -80,6 +81,8 @@ class GNNModule(pl.LightningModule):
                 ``x`` is of a dtype that the model cannot multiply by its weights.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
+        if isinstance(batch, HeteroData):
+            return self._forward_types(batch)
         for name in ("x", "edge_index"):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
@@ -116,6 +119,25 @@ class GNNModule(pl.LightningModule):
             raise TypeError(
                 f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
             ) from error
+        return out
+
+    def _forward_types(self, batch: HeteroData) -> Any:
+        """Return the model's rows of each node type, from the features and the edges of each type, as PyG's models do."""
+        if featureless := [store._key for store in batch.node_stores if store.get("x") is None]:
+            raise ValueError(
+                f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
+                f"data[{featureless[0]!r}].x = torch.nn.Parameter(torch.randn(num_nodes, 64))"
+            )
+        extra = {
+            name: values
+            for name in ("edge_weight_dict", "edge_attr_dict")
+            if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
+        }
+        out = self.model({name: self._widened(x) for name, x in batch.x_dict.items()}, batch.edge_index_dict, **extra)
+        if not isinstance(out, Mapping):
+            raise TypeError(
+                f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
+            )
         return out
 
     def _widened(self, x: Tensor) -> Tensor:
@@ -240,6 +262,9 @@ class NodeClassifier(GNNModule):
       ``num_sampled_nodes`` and ``num_sampled_edges`` the model trims each layer): the first ``batch_size`` rows;
     - full graphs (no ``batch_size``): the rows of the stage's ``train_mask``, ``val_mask`` or ``test_mask`` ``[N]``.
 
+    Of a graph with types (``HeteroData``), ``target`` names the type that is classified, and the model maps dictionaries
+    of features and edges to one of rows, as those of PyG's ``to_hetero`` and ``HeteroConv`` do.
+
     ``y`` is int64, ``[N]`` or ``[N, 1]``. Logged, each weighted by the number of labelled nodes: ``train_loss``
     (``train_loss_step``, ``train_loss_epoch``), ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.
 
@@ -253,6 +278,7 @@ class NodeClassifier(GNNModule):
         weight_decay: Weight decay of Adam.
         optimizer: Takes the parameters and returns an optimizer in place of Adam.
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
+        target: The node type that is classified, for graphs with types.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
@@ -268,8 +294,10 @@ class NodeClassifier(GNNModule):
         weight_decay: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        target: NodeType | None = None,
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        self.target = target
         if num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         # Objects stay out, so that checkpoints can be read with weights_only=True.
@@ -280,35 +308,53 @@ class NodeClassifier(GNNModule):
         self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
 
-    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Any]:
         """Return the mean cross-entropy of the batch's training nodes, ``loss``, and their number, ``weight``."""
         loss, weight = self._step(batch, "train")
         return {"loss": loss, "weight": weight}
 
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
+    def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and accuracy of the batch's validation nodes."""
         self._step(batch, "val")
 
-    def test_step(self, batch: Data, batch_idx: int) -> None:
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and accuracy of the batch's test nodes."""
         self._step(batch, "test")
 
-    def predict_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def _classified(self, batch: Data | HeteroData) -> Any:
+        """Return what is classified: the batch, or its part of the type that is."""
+        if isinstance(batch, HeteroData) == (self.target is None):
+            raise ValueError(
+                f"the batch has the types {', '.join(batch.node_types)}: give NodeClassifier(target=…)"
+                if isinstance(batch, HeteroData)
+                else f"target={self.target!r} needs batches with types, as of NeighborDataModule with a HeteroData"
+            )
+        if self.target is not None and self.target not in batch.node_types:
+            raise ValueError(f"the batch has no type {self.target!r}, only {', '.join(batch.node_types)}")
+        return batch if self.target is None else batch[self.target]
+
+    def _logits(self, batch: Data | HeteroData) -> Tensor:
+        out = self(batch)
+        logits: Tensor = out if self.target is None else out[self.target]
+        return logits
+
+    def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return logits ``[batch_size, num_classes]`` of the seeds, of all nodes for a full graph.
 
         A full graph may name the nodes in question, ``pred_nodes`` int64 ``[n]``. ``log_softmax(-1)`` of logits are
         log-probabilities.
         """
-        logits: Tensor = self(batch)
-        if "batch_size" in batch:
-            return logits[: batch.batch_size]
-        nodes = batch.get("pred_nodes")
+        part, logits = self._classified(batch), self._logits(batch)
+        if "batch_size" in part:
+            return logits[: part.batch_size]
+        nodes = part.get("pred_nodes")
         return logits if nodes is None else logits[nodes.to(logits.device)]
 
-    def _step(self, batch: Data, stage: str) -> tuple[Tensor, int]:
-        nodes = self._labelled_nodes(batch, stage)
-        labels = self._labels(batch, nodes, stage)
-        logits = self(batch)
+    def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int]:
+        part = self._classified(batch)
+        nodes = self._labelled_nodes(part, stage)
+        labels = self._labels(part, nodes, stage)
+        logits = self._logits(batch)
         # Outputs that are memory-mapped stay so; the rows in question go to where the labels are.
         rows = nodes if isinstance(nodes, slice) else nodes.to(logits.device)
         logits = logits[rows].to(labels.device)
@@ -319,7 +365,7 @@ class NodeClassifier(GNNModule):
         self.log(f"{stage}_acc", accuracy, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.size(0))
         return self._log_loss(stage, F.cross_entropy(logits, labels, reduction="none")), labels.size(0)
 
-    def _labelled_nodes(self, batch: Data, stage: str) -> slice | Tensor:
+    def _labelled_nodes(self, batch: Any, stage: str) -> slice | Tensor:
         if "batch_size" in batch:
             if batch.batch_size < 1:
                 raise ValueError(f"the {stage} batch has batch_size={batch.batch_size}: it has no seeds")
@@ -340,7 +386,7 @@ class NodeClassifier(GNNModule):
             raise ValueError(f"{stage}_mask marks none of the {batch.num_nodes} nodes")
         return nodes
 
-    def _labels(self, batch: Data, nodes: slice | Tensor, stage: str) -> Tensor:
+    def _labels(self, batch: Any, nodes: slice | Tensor, stage: str) -> Tensor:
         y = batch.get("y")
         if y is None:
             raise ValueError(f"the batch has no labels 'y', only {sorted(batch.keys())}")

@@ -1,0 +1,109 @@
+"""NodeClassifier on graphs with several types."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch_geometric.nn import HeteroConv, SAGEConv, to_hetero
+
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.nn import NodeClassifier
+from tests.batching_data import small_data
+from tests.sampling.test_typed import SIZES, typed_data
+
+
+def featured_data():
+    """A class of a paper is told by the sign of one of its features, and by its authors'."""
+    data = typed_data()
+    data["venue"].x = torch.nn.Parameter(torch.randn(SIZES["venue"], 4))
+    data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+    return data
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = SAGEConv((-1, -1), 16), SAGEConv((-1, -1), 2)
+
+    def forward(self, x, edge_index):
+        return self.two(self.one(x, edge_index).relu(), edge_index)
+
+
+class Convolutions(torch.nn.Module):
+    """PyG's other way, which returns the types that edges lead to."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.conv = HeteroConv({name: SAGEConv((-1, -1), 2) for name in data.edge_types})
+
+    def forward(self, x_dict, edge_index_dict):
+        return self.conv(x_dict, edge_index_dict)
+
+
+@pytest.mark.parametrize("kind", ["to_hetero", "HeteroConv"])
+def test_it_learns_and_predicts(kind, tmp_path):
+    pl.seed_everything(1, verbose=False)
+    data = featured_data()
+    model = to_hetero(Layers(), data.metadata()) if kind == "to_hetero" else Convolutions(data)
+    module = NodeClassifier(model, 2, lr=0.05, target="paper")
+    data["paper"].test_mask = data["paper"].val_mask
+    datamodule = NeighborDataModule(
+        data, num_neighbors=[5, 5], batch_size=64, input_pred_nodes=("paper", torch.arange(7)), sparse_grad=False
+    )
+    with torch.no_grad():
+        module(next(iter(datamodule.val_dataloader())))
+    trainer = pl.Trainer(
+        max_epochs=6, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=datamodule)
+    assert trainer.callback_metrics["train_acc"] > 0.8
+    assert trainer.test(module, datamodule, verbose=False)[0]["test_acc"] > 0.7
+    (logits,) = trainer.predict(module, datamodule)
+    assert logits.shape == (7, 2)
+
+
+def test_losses_are_those_of_the_model_by_hand():
+    data = featured_data()
+    torch.manual_seed(0)
+    module = NodeClassifier(Convolutions(data), 2, target="paper")
+    batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
+    loss = module.training_step(batch, 0)
+    rows = module.model(batch.x_dict, batch.edge_index_dict)["paper"][:20]
+    torch.testing.assert_close(loss["loss"], torch.nn.functional.cross_entropy(rows, batch["paper"].y[:20]))
+    assert loss["weight"] == 20
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "error", "message"),
+    [
+        (None, None, ValueError, r"the batch has the types .*: give NodeClassifier\(target=…\)"),
+        ("editor", None, ValueError, "the batch has no type 'editor', only paper, author, venue"),
+        ("paper", "x", ValueError, "nodes of 'venue' have no features x: give some, or embeddings that are trained"),
+        ("paper", "y", ValueError, "the batch has no labels 'y'"),
+    ],
+)
+def test_mistakes_are_named(target, change, error, message):
+    data = featured_data()
+    if change == "x":
+        del data["venue"].x
+    elif change == "y":
+        del data["paper"].y
+    batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
+    with pytest.raises(error, match=message):
+        NodeClassifier(Convolutions(data), 2, target=target).training_step(batch, 0)
+
+
+def test_a_target_needs_types():
+    batch = next(iter(NeighborDataModule(small_data(), num_neighbors=[3], batch_size=20).train_dataloader()))
+    with pytest.raises(ValueError, match="target='paper' needs batches with types"):
+        NodeClassifier(torch.nn.Identity(), 2, target="paper").training_step(batch, 0)
+
+
+def test_a_model_that_returns_no_types_is_named():
+    class Wrong(torch.nn.Module):
+        def forward(self, x_dict, edge_index_dict):
+            return x_dict["paper"]
+
+    batch = next(iter(NeighborDataModule(featured_data(), num_neighbors=[3], batch_size=20).train_dataloader()))
+    with pytest.raises(TypeError, match="must return rows by node type, but returns Tensor"):
+        NodeClassifier(Wrong(), 2, target="paper").training_step(batch, 0)
