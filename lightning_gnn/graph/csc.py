@@ -95,6 +95,11 @@ class CSCGraph:
         return torch.bincount(self.indices, minlength=self.num_sources)
 
     @cached_property
+    def coarse_time(self) -> Tensor | None:
+        """Every sixteenth time, int64 ``[num_edges / 16]``, for searches; None if edges have no times."""
+        return None if self.time is None else self.time[::16].contiguous()
+
+    @cached_property
     def parallel(self) -> Tensor | None:
         """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do."""
         counts = count_parallel(self.indptr.numpy(), self.indices.numpy(), self.num_sources)

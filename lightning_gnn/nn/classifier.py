@@ -262,8 +262,8 @@ class NodeClassifier(GNNModule):
       ``num_sampled_nodes`` and ``num_sampled_edges`` the model trims each layer): the first ``batch_size`` rows;
     - full graphs (no ``batch_size``): the rows of the stage's ``train_mask``, ``val_mask`` or ``test_mask`` ``[N]``.
 
-    Of a graph with types (``HeteroData``), ``target`` names the type that is classified, and the model maps dictionaries
-    of features and edges to one of rows, as those of PyG's ``to_hetero`` and ``HeteroConv`` do.
+    Of a graph with types (``HeteroData``), ``target`` names the type that is classified, and the model maps two
+    dictionaries, of features and of edges, to one of rows, as those of PyG's ``to_hetero`` and ``HeteroConv`` do.
 
     ``y`` is int64, ``[N]`` or ``[N, 1]``. Logged, each weighted by the number of labelled nodes: ``train_loss``
     (``train_loss_step``, ``train_loss_epoch``), ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.

@@ -167,7 +167,7 @@ define(
 
 def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
     """Return the edges of one type as backends on the CPU read them."""
-    names = ("indptr", "indices", "time", "weight", "prefix", *(["parallel"] if labor else []))
+    names = ("indptr", "indices", "time", "coarse_time", "weight", "prefix", *(["parallel"] if labor else []))
     arrays = {name: tensor.numpy() for name in names if (tensor := getattr(graph, name)) is not None}
     return Relation(source, target, fanouts, **arrays)
 

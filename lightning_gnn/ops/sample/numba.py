@@ -93,6 +93,7 @@ class _Scratch(threading.local):
         stamp: Of the last mini-batch in it.
         slots: Hash tables, by node type.
         edges: By edge type.
+        nodes: Nodes that the next mini-batch begins with room for, by node type.
         lanes: Of rows whose picks are drawn together.
     """
 
@@ -101,6 +102,7 @@ class _Scratch(threading.local):
     stamp: int = 0
     slots: defaultdict[int, _Slots] = field(default_factory=lambda: defaultdict(_Slots))
     edges: defaultdict[int, _Edges] = field(default_factory=lambda: defaultdict(_Edges))
+    nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)
 
     def begin_table(self, num_nodes: int) -> None:
@@ -130,14 +132,18 @@ class _Found:
         size: How many nodes there are of this type.
         first: The first one's place in the table.
         how: How nodes get local ids.
+        room: Nodes to begin with room for.
     """
 
-    def __init__(self, seeds: np.ndarray, start: int, size: int, first: int, how: int) -> None:
+    def __init__(self, seeds: np.ndarray, start: int, size: int, first: int, how: int, room: int) -> None:
         self.num_seeds = self.count = seeds.size
+        self.needed = seeds.size + 1
+        room = max(room, self.needed)
         self.size, self.first, self.how = size, first, how
         self.low = self.high = 0
-        self.node = _grown(seeds, seeds.size, seeds.size + 1)
-        self.tree = _room(seeds.size + 1) if how >= _TREES else _NONE
+        self.node = _room(room)
+        self.node[: seeds.size] = seeds
+        self.tree = _room(room) if how >= _TREES else _NONE
         if how >= _TREES:
             self.tree[: seeds.size] = np.arange(start, start + seeds.size)
         self.used = 0
@@ -164,6 +170,7 @@ class _Found:
         most = self.count + new
         if self.how < _TREES:
             most = min(most, self.size + self.num_seeds)
+        self.needed = max(self.needed, most + 1)
         self.node = _grown(self.node, self.count, most + 1)
         if self.how >= _TREES:
             self.tree = _grown(self.tree, self.count, most + 1)
@@ -214,8 +221,8 @@ def sample_relations(
     alone = len(relations) == len(num_nodes) == 1
     how = (_TREES if alone else _FOREST) if rule.disjoint else _HASH if 4 * total > TABLE_LIMIT else _TABLE
     first, found = 0, []
-    for ids, start, size in zip(seeds, starts, num_nodes, strict=True):
-        found.append(_Found(ids, start, size, first, how))
+    for number, (ids, start, size) in enumerate(zip(seeds, starts, num_nodes, strict=True)):
+        found.append(_Found(ids, start, size, first, how, scratch.nodes[number]))
         first += size
     if how == _TABLE:
         scratch.begin_table(total)
@@ -248,6 +255,7 @@ def sample_relations(
             edges.counts.append(edges.count - begin)
         for nodes in found:
             nodes.counts.append(nodes.count - nodes.high)
+    scratch.nodes.update((number, nodes.needed) for number, nodes in enumerate(found))
     edge_index = []
     for edges, relation in zip(picked, relations, strict=True):
         edges.kept.room = edges.count * 9 // 8
@@ -306,7 +314,7 @@ class _Picked:
         if relation.time is not None and times is not None:
             eligible, counts = np.empty((2, target.high - target.low), np.int64)
             count_eligible(
-                relation.indptr, relation.time, target.node, target.tree, target.low, target.high, times.until,
+                relation.indptr, relation.time, relation.coarse_time, target.node, target.tree, target.low, target.high, times.until,
                 _NONE if times.after is None else times.after, times.after is not None, fanout if rule.last else -1,
                 eligible, counts,
             )  # fmt: skip

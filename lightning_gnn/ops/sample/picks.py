@@ -44,8 +44,8 @@ def no_times() -> tuple[Any, ...]:
 
 @numba.njit(nogil=True, cache=True)
 def count_eligible(
-    indptr: np.ndarray, time: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int, until: np.ndarray,
-    after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
+    indptr: np.ndarray, time: np.ndarray, coarse: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
+    until: np.ndarray, after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
 ) -> None:  # fmt: skip
     """Write which in-edges of the nodes ``[low, high)`` the times of their trees allow.
 
@@ -54,6 +54,7 @@ def count_eligible(
     Args:
         indptr: int64 ``[num_nodes + 1]``.
         time: Of the edges, ascending in each list, int64.
+        coarse: Every sixteenth of them.
         node: Global ids, int64, up to ``high``.
         tree: Their trees, int64.
         low: The first node.
@@ -65,20 +66,22 @@ def count_eligible(
         first: Where to write the first edges, int64 ``[high - low]``.
         count: Where to write how many count, int64 ``[high - low]``.
     """
-    limit = np.empty(LANES, np.int64)
+    limit, left, places = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     for t in range(low, high, LANES):
         lanes = min(LANES, high - t)
         begins, ends = first[t - low : t - low + lanes], count[t - low : t - low + lanes]
         for lane in range(lanes):
-            if t + lane + _AHEAD < high:
-                prefetch(indptr, node[t + lane + _AHEAD])
+            if t + lane + LANES < high:
+                prefetch(indptr, node[t + lane + LANES])
             begins[lane] = indptr[node[t + lane]]
             limit[lane] = until[tree[t + lane]]
-        _first_above(time, begins, indptr, node[t : t + lanes], limit, ends)
+        _first_above(time, coarse, begins, indptr, node[t : t + lanes], limit, left, places)
+        ends[:] = places[:lanes]
         if window:
             for lane in range(lanes):
                 limit[lane] = after[tree[t + lane]]
-            _first_above(time, begins, indptr, node[t : t + lanes], limit, begins)
+            _first_above(time, coarse, begins, indptr, node[t : t + lanes], limit, left, places)
+            begins[:] = places[:lanes]
         for lane in range(lanes):
             end = ends[lane]
             begins[lane] = max(min(begins[lane], end), end - newest if newest >= 0 else 0)
@@ -87,23 +90,36 @@ def count_eligible(
 
 @numba.njit(nogil=True, cache=True)
 def _first_above(
-    time: np.ndarray, begins: np.ndarray, indptr: np.ndarray, node: np.ndarray, limit: np.ndarray, out: np.ndarray
-) -> None:
-    """Write the place of the first time in each list that is later than its limit."""
-    left = np.empty(LANES, np.int64)
+    time: np.ndarray, coarse: np.ndarray, begins: np.ndarray, indptr: np.ndarray, node: np.ndarray, limit: np.ndarray,
+    left: np.ndarray, out: np.ndarray,
+) -> None:  # fmt: skip
+    """Write the place of the first time in each list, from its begin on, that is later than its limit."""
+    # The place is among the sixteen before the first time in `coarse`, of those in the list, that is later.
     for lane in range(node.size):
-        left[lane] = indptr[node[lane] + 1] - begins[lane]
-        out[lane] = begins[lane]
+        out[lane] = (begins[lane] + 15) >> 4
+        left[lane] = ((indptr[node[lane] + 1] + 15) >> 4) - out[lane]
+    _search(coarse, limit, left, out, node.size)
+    for lane in range(node.size):
+        begin, end = begins[lane], indptr[node[lane] + 1]
+        start = max(begin, ((out[lane] - 1) << 4) + 1)
+        left[lane] = min(end, out[lane] << 4) - start
+        out[lane] = start
+    _search(time, limit, left, out, node.size)
+
+
+@numba.njit(nogil=True, cache=True)
+def _search(times: np.ndarray, limit: np.ndarray, left: np.ndarray, out: np.ndarray, lanes: int) -> None:
+    """Move each place on to the first of the next ``left`` times that is later than the limit."""
     more = True
     while more:
         more = False
-        for lane in range(node.size):
+        for lane in range(lanes):
             size = left[lane]
             if size > 0:
                 more, half, at = True, size >> 1, out[lane]
-                below = np.int64(time[at + half] <= limit[lane])
-                out[lane] = at + below * (half + 1)
-                left[lane] = half - below * (1 - (size & 1))
+                early = np.int64(times[at + half] <= limit[lane])
+                out[lane] = at + early * (half + 1)
+                left[lane] = half - early * (1 - (size & 1))
 
 
 def lane_scratch() -> tuple[np.ndarray, ...]:
