@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_gnn.nn.classifier import GNNModule
@@ -23,6 +24,9 @@ class LinkPredictor(GNNModule):
     - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for others;
     - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
 
+    Of a graph with types (``HeteroData``), ``target`` names the type of the edges that are predicted, and the model maps
+    dictionaries of features and edges to one of embeddings, as those of PyG's ``to_hetero`` do.
+
     Logged, each weighted by the number of labelled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
     ``val_loss``, ``val_auc``, ``test_loss``, ``test_auc``; the area under the ROC curve is exact and keeps an epoch's
     scores in memory. Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
@@ -33,6 +37,7 @@ class LinkPredictor(GNNModule):
         weight_decay: Weight decay of Adam.
         optimizer: Takes the parameters and returns an optimizer in place of Adam.
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
+        target: The type of the edges that are predicted, ``(source, name, target)``, for graphs with types.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of
@@ -46,27 +51,29 @@ class LinkPredictor(GNNModule):
         weight_decay: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        target: EdgeType | None = None,
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        self.target = None if target is None else tuple(target)
         # Objects stay out, so that checkpoints can be read with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
         self.val_auc = BinaryAUROC(validate_args=False)
         self.test_auc = BinaryAUROC(validate_args=False)
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         """Return the mean binary cross-entropy of the batch's labelled edges."""
         losses, _, _ = self._step(batch, "train")
         return self._log_loss("train", losses)
 
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
+    def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and area under the ROC curve of the batch's labelled edges."""
         self._evaluate(batch, "val", self.val_auc)
 
-    def test_step(self, batch: Data, batch_idx: int) -> None:
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and area under the ROC curve of the batch's labelled edges."""
         self._evaluate(batch, "test", self.test_auc)
 
-    def predict_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logits ``[P]`` of ``edge_label_index``, or ``[P + P * K]`` of the positive, then negative pairs.
 
         ``sigmoid()`` of them are probabilities. No labels are needed.
@@ -74,14 +81,14 @@ class LinkPredictor(GNNModule):
         source, target, _ = self._pairs(batch)
         return self._scores(batch, source, target)
 
-    def _evaluate(self, batch: Data, stage: str, auc: BinaryAUROC) -> None:
+    def _evaluate(self, batch: Data | HeteroData, stage: str, auc: BinaryAUROC) -> None:
         losses, scores, labels = self._step(batch, stage)
         # Any increasing map into [0, 1] leaves the curve as it is; a sigmoid would round high scores to ties at 1.
         auc.update((F.softsign(scores.detach()) + 1) / 2, labels.long())
         self._log_loss(stage, losses)
         self.log(f"{stage}_auc", auc, on_step=False, on_epoch=True, prog_bar=True, batch_size=scores.size(0))
 
-    def _step(self, batch: Data, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, logit and label of each labelled edge, ``[P]``."""
         source, target, labels = self._pairs(batch)
         if labels is None:
@@ -104,23 +111,40 @@ class LinkPredictor(GNNModule):
         labels = labels.to(scores.dtype)
         return F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), scores, labels
 
-    def _scores(self, batch: Data, source: Tensor, target: Tensor) -> Tensor:
+    def _scores(self, batch: Data | HeteroData, source: Tensor, target: Tensor) -> Tensor:
         z = self(batch)
-        scores: Tensor = (z[source.to(z.device)] * z[target.to(z.device)]).sum(dim=-1)
+        left, right = (z, z) if self.target is None else (z[self.target[0]], z[self.target[-1]])
+        scores: Tensor = (left[source.to(left.device)] * right[target.to(right.device)]).sum(dim=-1)
         return scores.to(source.device)
 
-    def _pairs(self, batch: Data) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _parts(self, batch: Data | HeteroData) -> tuple[Any, Any, Any]:
+        """Return what has the labelled edges, and what has their sources and targets."""
+        if isinstance(batch, HeteroData) == (self.target is None):
+            raise ValueError(
+                f"the batch has the edge types {batch.edge_types}: give LinkPredictor(target=…)"
+                if isinstance(batch, HeteroData)
+                else f"target={self.target} needs batches with types, as of LinkDataModule with a HeteroData"
+            )
+        if self.target is None:
+            return batch, batch, batch
+        for name in (self.target[0], self.target[-1]):
+            if name not in batch.node_types:
+                raise ValueError(f"the batch has no type {name!r}, only {', '.join(batch.node_types)}")
+        return batch[self.target], batch[self.target[0]], batch[self.target[-1]]
+
+    def _pairs(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return source, target (``[P]`` local node ids) and label of the labelled edges."""
-        if batch.get("edge_label_index") is not None:
-            index = batch.edge_label_index
+        edges, sources_of, targets_of = self._parts(batch)
+        if edges.get("edge_label_index") is not None:
+            index = edges.edge_label_index
             if index.dim() != 2 or index.size(0) != 2:
                 raise ValueError(f"edge_label_index must be [2, P], got {list(index.shape)}")
-            return index[0], index[1], batch.get("edge_label")
-        triplet = [batch.get(name) for name in ("src_index", "dst_pos_index", "dst_neg_index")]
+            return index[0], index[1], edges.get("edge_label")
+        triplet = [sources_of.get("src_index"), *(targets_of.get(name) for name in ("dst_pos_index", "dst_neg_index"))]
         if any(part is None for part in triplet):
             raise ValueError(
                 "the batch has no labelled edges: neither 'edge_label_index' nor 'src_index', 'dst_pos_index' and "
-                f"'dst_neg_index', only {sorted(batch.keys())}"
+                f"'dst_neg_index', only {sorted(edges.keys())}"
             )
         source, positive, negative = triplet
         negative = negative.view(source.size(0), -1)

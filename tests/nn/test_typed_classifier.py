@@ -1,14 +1,14 @@
-"""NodeClassifier on graphs with several types."""
+"""NodeClassifier and LinkPredictor on graphs with several types."""
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.nn import HeteroConv, SAGEConv, to_hetero
 
-from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import NodeClassifier
+from lightning_gnn import LinkDataModule, NeighborDataModule
+from lightning_gnn.nn import LinkPredictor, NodeClassifier
 from tests.batching_data import small_data
-from tests.sampling.test_typed import SIZES, typed_data
+from tests.sampling.test_typed import CITES, SIZES, WRITES, typed_data
 
 
 def featured_data():
@@ -107,3 +107,41 @@ def test_a_model_that_returns_no_types_is_named():
     batch = next(iter(NeighborDataModule(featured_data(), num_neighbors=[3], batch_size=20).train_dataloader()))
     with pytest.raises(TypeError, match="must return rows by node type, but returns Tensor"):
         NodeClassifier(Wrong(), 2, target="paper").training_step(batch, 0)
+
+
+@pytest.mark.parametrize("negatives", ["binary", "triplet"])
+@pytest.mark.parametrize("name", [CITES, WRITES])
+def test_links_of_a_type(name, negatives, tmp_path):
+    pl.seed_everything(2, verbose=False)
+    data = featured_data()
+    model = to_hetero(Layers(), data.metadata())
+    edges = data[name].edge_index
+    datamodule = LinkDataModule(
+        data, (name, edges), None, None, (name, edges[:, :200]), num_neighbors=[4, 4], batch_size=128,
+        neg_sampling=negatives, exclude_seed_edges=True, eval_loader_kwargs={"neg_sampling": "binary"},
+    )  # fmt: skip
+    module = LinkPredictor(model, lr=0.05, target=name)
+    batch = next(iter(datamodule.train_dataloader()))
+    with torch.no_grad():
+        module(batch)
+    losses, scores, labels = module._step(batch, "train")
+    z = model(batch.x_dict, batch.edge_index_dict)
+    source, target, _ = module._pairs(batch)
+    torch.testing.assert_close(scores, (z[name[0]][source] * z[name[2]][target]).sum(-1))
+    assert losses.shape == labels.shape == scores.shape
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=datamodule)
+    assert 0 <= trainer.callback_metrics["val_auc"] <= 1
+
+
+def test_links_without_their_type_are_named():
+    data = featured_data()
+    module = LinkDataModule(data, (WRITES, data[WRITES].edge_index), num_neighbors=[2], neg_sampling="binary")
+    batch = next(iter(module.train_dataloader()))
+    with pytest.raises(ValueError, match=r"give LinkPredictor\(target=…\)"):
+        LinkPredictor(torch.nn.Identity()).training_step(batch, 0)
+    with pytest.raises(ValueError, match="the batch has no type 'editor'"):
+        LinkPredictor(torch.nn.Identity(), target=("editor", "edits", "paper")).training_step(batch, 0)
