@@ -89,7 +89,7 @@ def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
         _named(check_node_data, part, check_features, f"data[{node_type!r}]")
     for store in data.edge_stores:
         edge_index = store.get("edge_index")
-        if edge_index is None:
+        if not isinstance(edge_index, Tensor):
             continue
         for key in ("edge_attr", "edge_weight"):
             value = store.get(key)

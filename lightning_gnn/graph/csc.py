@@ -286,7 +286,7 @@ class CSCGraph:
         edge_index = torch.stack([self.indices.to(torch.int64), col])
         if self.edge_ids is None:
             return edge_index
-        return torch.empty_like(edge_index).index_copy_(1, self.edge_ids.to(torch.int64), edge_index)
+        return edge_index[:, self.edge_ids.to(torch.int64).argsort()]  # of some edges, where others had the weight 0
 
     def cache_adjacency(self, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
         """Copy the adjacency lists of some nodes to a device, so that sampling reads them there.

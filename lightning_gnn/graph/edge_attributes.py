@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numba
@@ -33,7 +34,12 @@ def ordered_times(time: object, name: str, floating: bool) -> Tensor:
         raise ValueError(f"{name} must have one dimension, but have the shape {list(time.shape)}")
     time = time.detach().cpu()
     if not time.is_floating_point():
-        return _bits(time.to(torch.float64)) if floating else time.to(torch.int64).contiguous()
+        exact = time.to(torch.int64).contiguous()
+        if time.dtype == torch.uint64 and bool((exact < 0).any()):
+            raise ValueError(f"{name} are too large for int64")
+        if floating and bool(((exact > 2**53) | (exact < -(2**53))).any()):
+            raise ValueError(f"{name} are integers that no floating number is equal to: give all times as integers")
+        return _bits(exact.to(torch.float64)) if floating else exact
     if bool(time.isnan().any()):
         raise ValueError(f"{name} hold NaN, at {int(time.isnan().nonzero()[0])}: give each a time")
     return _bits(time.to(torch.float64))
@@ -55,13 +61,13 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
     Raises:
         TypeError, ValueError: As for :func:`ordered_times`; or a window that is no positive number.
     """
-    if window is not None and not (isinstance(window, int | float) and not isinstance(window, bool) and window > 0):
-        raise ValueError(f"time_window must be a number above 0, but is {window!r}")
-    checked = ordered_times(time, "times of seeds", False)
+    check_window(window)
+    if window is not None and window == math.inf:
+        window = None
+    checked = ordered_times(time, "times of seeds", floating)
     time = time.detach().cpu()
     if floating:
-        exact = time.to(torch.float64)
-        return _bits(exact), None if window is None else _bits(exact - window)
+        return checked, None if window is None else _bits(time.to(torch.float64) - window)
     if time.is_floating_point():  # an integer is not later than a time if it is not later than the integer below
         after = None if window is None else _whole(time.to(torch.float64) - window)
         return _whole(time.to(torch.float64)), after
@@ -71,9 +77,16 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
     return checked, torch.where(checked < lowest + step, lowest, checked - step)
 
 
+def check_window(window: object) -> None:
+    """Raise a ValueError unless this is a number above 0, or None."""
+    if window is not None and (not isinstance(window, Real) or isinstance(window, bool) or not window > 0):
+        raise ValueError(f"time_window must be a number above 0, but is {window!r}")
+
+
 def _whole(time: Tensor) -> Tensor:
     """Return the largest integers that are not above some numbers, as int64, within its range."""
-    return time.floor().clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+    within = time.floor().clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+    return torch.where(time >= 2.0**63, 2**63 - 1, within)
 
 
 def valid_weights(weight: object) -> Tensor:

@@ -97,6 +97,8 @@ class HeteroCSCGraph:
             sizes[node_type] = int(count)
         relations = {}
         for edge_type in data.edge_types:
+            if unknown := [name for name in (edge_type[0], edge_type[2]) if name not in sizes]:
+                raise ValueError(f"edges of {edge_type} are of a node type {unknown[0]!r} that data does not have")
             try:
                 relations[edge_type] = _relation(data[edge_type], sizes[edge_type[0]], sizes[edge_type[2]])
             except (TypeError, ValueError) as error:

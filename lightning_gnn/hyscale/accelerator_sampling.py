@@ -11,7 +11,7 @@ from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 _GOLDEN = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
@@ -27,7 +27,7 @@ def can_sample_on(loader: Any, device: torch.device) -> bool:
     if not isinstance(loader, ThreadedNodeLoader):
         return False
     sampler = loader.node_sampler
-    if type(sampler) is not NeighborSampler or sampler.backend not in _EXACT_BACKENDS:
+    if type(sampler) is not NeighborSampler or sampler.backend not in _EXACT_BACKENDS or beyond_plain(sampler):
         return False
     return device.type == "cpu" or (device.type == "cuda" and find_gpu(device) is not None)
 

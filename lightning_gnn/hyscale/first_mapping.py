@@ -22,10 +22,11 @@ from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores, replays
 from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
-_KEY = 1
+_KEY = batch_key(1)
 _SAMPLED_PER_S = 5e6
 """Edges that a thread samples per second, where it cannot be measured without drawing from the run's random stream."""
 _ROWS, _WIDTH = 1 << 15, 128

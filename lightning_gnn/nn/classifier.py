@@ -122,7 +122,7 @@ class GNNModule(pl.LightningModule):
         return out
 
     def _forward_types(self, batch: HeteroData) -> Any:
-        """Return the model's rows of each node type, from the features and the edges of each type, as PyG's models do."""
+        """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
         if featureless := [store._key for store in batch.node_stores if store.get("x") is None]:
             raise ValueError(
                 f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "

@@ -24,8 +24,8 @@ class LinkPredictor(GNNModule):
     - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for others;
     - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
 
-    Of a graph with types (``HeteroData``), ``target`` names the type of the edges that are predicted, and the model maps
-    dictionaries of features and edges to one of embeddings, as those of PyG's ``to_hetero`` do.
+    Of a graph with types (``HeteroData``), ``target`` names the type of the edges that are predicted, and the model
+    maps dictionaries of features and edges to one of embeddings, as those of PyG's ``to_hetero`` do.
 
     Logged, each weighted by the number of labelled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
     ``val_loss``, ``val_auc``, ``test_loss``, ``test_auc``; the area under the ROC curve is exact and keeps an epoch's

@@ -60,6 +60,14 @@ def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: 
     return out
 
 
+def key_of_part(key: int, first: int) -> BatchKey:
+    """Derive the key of a part of a mini-batch from the position of its first seed; its number stays the batch's."""
+    out = batch_key(key, first)
+    if isinstance(key, BatchKey):
+        out.epoch_key, out.number = batch_key(key.epoch_key, first) & _MASK, key.number
+    return out
+
+
 def tree_key(key: int, position: int) -> int:
     """Derive the key of one tree from that of its batch and the position of its seed in it (all 64-bit, unsigned)."""
     return mix((key + GOLDEN) ^ (position * NODE_STEP))

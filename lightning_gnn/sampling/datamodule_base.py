@@ -23,15 +23,15 @@ from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_num
 from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.options import SAMPLING, checked_options
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
 _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
-_SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint")
-_PLAIN = (None, 1, False, "directional", "uniform")
-"""Values of the sampler's options that ask for nothing."""
+_SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
+_OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
+"""What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
     "loader_id", "first_batch", "epoch", "loader_kwargs",
@@ -107,21 +107,11 @@ class MiniBatchDataModule(ResumableDataModule):
         true_or_false(replace, "replace")
         true_or_false(disjoint, "disjoint")
         true_or_false(check_features, "check_features")
-        typed, asked = isinstance(data, HeteroData), {k: v for k, v in self._sampling.items() if v not in _PLAIN}
-        if (typed or asked) and not self.samples_everything:
-            what = min(asked) if asked else "a graph with types"
-            raise ValueError(f"{what}: {type(self).__name__} samples plain graphs alone; use NeighborDataModule")
+        typed = isinstance(data, HeteroData)
         if typed:
-            for name, value, plain in (("inference", self.inference, None), ("precompute", precompute, None)):
-                if value is not plain:
-                    raise ValueError(f"{name} is not supported for graphs with types; leave it out")
             check_hetero_data(data, check_features)
         else:
             check_node_data(data, check_features)
-        for name in ("time_attr", "weight_attr", "exclude_seed_edges"):
-            whole = "precompute" if precompute is not None else "inference='full'"
-            if asked.get(name) and (precompute is not None or (self.inference is not None and name == "time_attr")):
-                raise ValueError(f"{whole} goes over all edges, which {name} does not allow: leave one of them out")
         if sampler is not None:
             ignored = {"num_neighbors": num_neighbors, "replace": replace, "disjoint": disjoint, **self._sampling}
             _check_sampler(sampler, self.kind, **ignored)
@@ -129,6 +119,7 @@ class MiniBatchDataModule(ResumableDataModule):
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
             sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **self._sampling)
+        self._check_together(beyond_plain(sampler), precompute)
         if not typed:
             check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
@@ -141,6 +132,23 @@ class MiniBatchDataModule(ResumableDataModule):
             evaluation = sampler if same else one_hop_less(evaluation)
         self.graph_sampler = sampler
         self.eval_graph_sampler = evaluation
+
+    def _check_together(self, asked: list[str], precompute: str | None) -> None:
+        """Refuse what this DataModule cannot do with a sampler, whoever has made it."""
+        if (what := [name for name in asked if name != "exclude_seed_edges"]) and not self.samples_everything:
+            raise ValueError(f"{what[0]}: {type(self).__name__} samples plain graphs alone; use NeighborDataModule")
+        for whole, on, none_of in (
+            (
+                "precompute",
+                precompute is not None,
+                ("a graph with types", *_OF_SOME_EDGES, "weight_attr", "subgraph_type"),
+            ),
+            ("inference='full'", self.inference is not None, ("a graph with types", *_OF_SOME_EDGES)),
+        ):
+            if on and (what := [name for name in asked if name in none_of]):
+                raise ValueError(
+                    f"{whole} goes over all edges at once, which does not go with {what[0]}: leave one out"
+                )
 
     @property
     def batch_data(self) -> Any:
@@ -375,6 +383,8 @@ def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
         if not hasattr(sampler, name):
             raise ValueError(f"eval_loader_kwargs: {type(sampler).__name__} has no {name} that could be set")
         setattr(other, name, value)
+    if isinstance(other, NeighborSampler):
+        other.check_options()
     return other
 
 

@@ -46,8 +46,9 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     if bool(of_nodes) == bool(of_edges):
         both = "both nodes and edges have" if of_nodes else "no node type and no edge type has"
         raise ValueError(f"{both} times called {name!r}: give those of nodes, or those of edges")
-    given = {**of_nodes, **of_edges}
-    floating = any(isinstance(time, Tensor) and time.is_floating_point() for time in given.values())
+    given = {key: torch.as_tensor(time) for key, time in {**of_nodes, **of_edges}.items()}
+    of_nodes = {key: given[key] for key in of_nodes}
+    floating = any(time.is_floating_point() for time in given.values())
 
     def timed(edge_type: Any, relation: CSCGraph) -> CSCGraph:
         key = edge_type[0] if of_nodes else edge_type

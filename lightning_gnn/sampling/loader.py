@@ -25,6 +25,7 @@ from torch_geometric.typing import TensorFrame
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
+from lightning_gnn.ops.hashing import key_of_part
 from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
@@ -161,6 +162,8 @@ class _ThreadedLoader:
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data | HeteroData):
             raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(self.data).__name__}")
+        if self.tables and isinstance(self.data, HeteroData):
+            raise ValueError("tables are by attribute, so they cannot tell types apart: leave them out")
         self._takes_key, self._keyed = _takes_key(self._graph_sampler, self._sample_from)
         if not hasattr(self.sampler, "set_epoch"):
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
@@ -347,7 +350,8 @@ class _ThreadedLoader:
                 part.n_id = node
             if edge is not None and "e_id" not in store:
                 part.e_id = edge
-            if row is not None and out.orig_row is not None and out.orig_col is not None:
+            kept = row is not None and out.orig_row is not None and out.orig_col is not None
+            if kept and (not typed or name in out.orig_row):
                 ends = (out.orig_row[name], out.orig_col[name]) if typed else (out.orig_row, out.orig_col)
                 part._orig_edge_index = torch.stack(ends)
         for key in ("batch", "num_sampled_nodes", "num_sampled_edges"):
@@ -568,7 +572,7 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
 
     def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
         if first and "key" in key and (self.neg_sampling is not None or getattr(self.link_sampler, "disjoint", False)):
-            key["key"] = batch_key(key["key"], first)  # else all parts of a mini-batch would draw the same
+            key["key"] = key_of_part(key["key"], first)  # else all parts of a mini-batch would draw the same
         return self.link_sampler.sample_from_edges(self.input_data[index], neg_sampling=self.neg_sampling, **key)
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
@@ -604,7 +608,8 @@ def _of_edges(store: Any, key: str) -> bool:
 
 
 def _count(ids: Any) -> int:
-    return sum(part.numel() for part in ids.values()) if isinstance(ids, dict) else ids.numel()
+    parts = ids.values() if isinstance(ids, dict) else [ids]
+    return sum(part.numel() for part in parts if part is not None)
 
 
 def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:

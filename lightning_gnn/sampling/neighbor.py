@@ -22,6 +22,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.edge_attributes import check_window
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops import Labor, NeighborSample, batch_key, sample_hetero_neighbors, sample_neighbors
@@ -37,9 +38,10 @@ from lightning_gnn.ops.sample.definition import (
 )
 from lightning_gnn.ops.sample.hetero import fanouts_by_type
 from lightning_gnn.sampling.edge_attributes import with_times, with_weights
-from lightning_gnn.sampling.seed_edges import without_seed_edges
+from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
+_GIVE_TIMES = "give input_time, or edge_label_time for edges to predict (input_train_time of a DataModule)"
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
@@ -144,7 +146,20 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
         self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
         self.exclude_seed_edges = exclude_seed_edges
-        check_rule(replace, self.disjoint, 0, temporal_strategy, self.labor, weight_attr is not None)
+        check_window(time_window)
+        if time_window is not None and not self.is_temporal:
+            raise ValueError("time_window needs times: give time_attr")
+        check_reverse(exclude_seed_edges, self.graph.edge_types if isinstance(self.graph, HeteroCSCGraph) else None)
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Check what can be set later, too.
+
+        Raises:
+            TypeError: A flag that is no boolean.
+            ValueError: Options that exclude each other.
+        """
+        check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint trees, and times, have no induced subgraphs: use subgraph_type='directional'")
 
@@ -175,7 +190,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     @property
     def is_temporal(self) -> bool:
         """Whether edges have times."""
-        return bool(self.graph.is_temporal)
+        return bool(self.graph.is_temporal) or self.node_time is not None
 
     @property
     def disjoint(self) -> bool:
@@ -191,6 +206,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         other = copy.copy(self)
         for name, value in options.items():
             setattr(other, name, value)
+        other.check_options()
         return other
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> Output:
@@ -239,6 +255,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
                 if inputs.input_type is None
                 else f"edges of the type {inputs.input_type} were given, but the graph has one type"
             )
+        if neg_sampling is not None and self.node_time is not None and inputs.time is None:
+            raise ValueError("negative edges need times where nodes have some: give edge_label_time (input_train_time)")
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
         out = edge_sample(
             inputs,
@@ -273,7 +291,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         check_untyped(seeds)
         if times is None and self.is_temporal:
             if self.node_time is None:
-                raise ValueError("times are those of edges, so seeds have none: give input_time")
+                raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
             times = self.node_time[seeds]
         if times is not None or self.labor is not None:
             out = self._draw(seeds, times, key, first)
@@ -325,20 +343,25 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             "replace": self.replace,
             "disjoint": self.disjoint,
             "first_tree": first,
-            "time_window": self.time_window,
+            "time_window": self.time_window if self.graph.is_temporal else None,
             "temporal_strategy": self.temporal_strategy,
             "labor": labor,
         }
 
     def _times_of(self, name: NodeType, ids: Tensor) -> Tensor:
         if not isinstance(self.node_time, dict) or name not in self.node_time:
-            raise ValueError(f"seeds of {name!r} have no times of their own: give input_time")
+            raise ValueError(f"seeds of {name!r} have no times of their own: {_GIVE_TIMES}")
         return self.node_time[name][ids]
 
     def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
         graph = self.graph
         out = sample_hetero_neighbors(
-            graph, seeds, self.num_neighbors, seed_time=times, **self._options(key, first), backend=self.backend
+            graph,
+            seeds,
+            self.num_neighbors,
+            seed_time=times if graph.is_temporal or self.node_time is None else None,
+            **self._options(key, first),
+            backend=self.backend,
         )
         edge_index, edge, counts = out.edge_index, out.edge, {
             "num_sampled_nodes": out.num_sampled_nodes,
@@ -386,6 +409,25 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
+
+
+def beyond_plain(sampler: Any) -> list[str]:
+    """Return the names of what a sampler does beside picking uniformly in a graph of one type."""
+    graph, kind = getattr(sampler, "graph", None), getattr(sampler, "subgraph_type", SubgraphType.directional)
+    asked = {
+        "a graph with types": isinstance(graph, HeteroCSCGraph),
+        "time_attr": bool(getattr(sampler, "is_temporal", False)),
+        "weight_attr": _has_weights(graph),
+        "sampler='labor'": getattr(sampler, "labor", None) is not None,
+        "subgraph_type": kind != SubgraphType.directional,
+        "exclude_seed_edges": bool(getattr(sampler, "exclude_seed_edges", False)),
+    }
+    return [name for name, yes in asked.items() if yes]
+
+
+def _has_weights(graph: Any) -> bool:
+    relations = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
+    return any(getattr(relation, "weight", None) is not None for relation in relations)
 
 
 def topology_of(data: Any) -> Any:

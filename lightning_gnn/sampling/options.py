@@ -98,7 +98,8 @@ def _checked(name: str, value: Any) -> Any:
         return true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
-    if name in ("sampler", "batch_sampler") and value is not None and not {"__iter__", "__getitem__"} & {*dir(value)}:
+    positions = not isinstance(value, str) and bool({"__iter__", "__getitem__"} & {*dir(value)})
+    if name in ("sampler", "batch_sampler") and value is not None and not positions:
         raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
     typed = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
     return (

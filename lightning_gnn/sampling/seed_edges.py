@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -21,7 +21,10 @@ def without_seed_edges(
         out: The sample.
         seeds: The edges, int64 ``[n]`` each.
         reverse: The reverse of each edge type, where it is not ``(b, "rev_rel", a)`` of ``(a, "rel", b)``, or, between
-            nodes of one type without such a type, the same.
+            nodes of one type without another, the same.
+
+    Raises:
+        ValueError: There is no such type, but others lead back.
     """
     out = copy.copy(out)
     if isinstance(out, SamplerOutput):
@@ -36,7 +39,7 @@ def without_seed_edges(
     out.num_sampled_edges = None if out.num_sampled_edges is None else dict(out.num_sampled_edges)
     forward, backward = torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])
     dropped: dict[EdgeType, list[Tensor]] = {seeds.input_type: [forward]}
-    dropped.setdefault(_reverse(seeds.input_type, reverse, out.row), []).append(backward)
+    dropped.setdefault(_reverse(seeds.input_type, reverse, list(out.row)), []).append(backward)
     for name, pairs in dropped.items():
         if name not in out.row:
             continue
@@ -50,12 +53,47 @@ def without_seed_edges(
     return out
 
 
-def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Mapping[EdgeType, object]) -> EdgeType:
+def check_reverse(given: object, edge_types: Sequence[EdgeType] | None) -> None:
+    """Check what names reverse edge types.
+
+    Args:
+        given: A boolean, or a dict.
+        edge_types: Those of the graph, or None: it has one.
+
+    Raises:
+        TypeError: Neither.
+        ValueError: A type that the graph does not have, or one whose ends are not those of the other.
+    """
+    if isinstance(given, bool):
+        return
+    if not isinstance(given, Mapping):
+        raise TypeError(f"exclude_seed_edges must be True, False or a dict of reverse edge types, but is {given!r}")
+    if edge_types is None:
+        raise ValueError("exclude_seed_edges names edge types, but the graph has one: give True")
+    for name, reverse in given.items():
+        for each in (name, reverse):
+            if each not in edge_types:
+                raise ValueError(
+                    f"exclude_seed_edges names {each}, but the edge types are {', '.join(map(str, edge_types))}"
+                )
+        if (name[0], name[2]) != (reverse[2], reverse[0]):
+            raise ValueError(f"exclude_seed_edges: {reverse} does not lead back where {name} comes from")
+
+
+def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Collection[EdgeType]) -> EdgeType:
     if name in given:
         return given[name]
     source, relation, target = name
-    other = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
-    return name if source == target and (target, other, source) not in known else (target, other, source)
+    back = (target, relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}", source)
+    if back in known:
+        return back
+    others = [other for other in known if (other[0], other[2]) == (target, source) and other != name]
+    if others:
+        raise ValueError(
+            f"which edge type is the reverse of {name}, {others[0]} or none? Say so: exclude_seed_edges={{{name}: …}}, "
+            "its own name if it is its own reverse"
+        )
+    return name if source == target else back
 
 
 def _others(row: Tensor, col: Tensor, pairs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -11,18 +12,24 @@ from torch_geometric.data import HeteroData
 from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
 from torch_geometric.nn import SAGEConv, to_hetero
 from torch_geometric.sampler import EdgeSamplerInput, NodeSamplerInput
+from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.utils import subgraph, trim_to_layer
 
 from lightning_gnn import (
     CollectiveDataModule,
+    CSCGraph,
+    FeatureTable,
     LinkDataModule,
     NeighborDataModule,
     NeighborSampler,
     PersistentSamplerDataModule,
     enable_pyg_sampling,
+    sample_neighbors,
 )
+from lightning_gnn.hyscale.accelerator_sampling import can_sample_on
 from lightning_gnn.ops import batch_key
 from lightning_gnn.sampling import ThreadedNodeLoader
+from lightning_gnn.sampling.loader import ThreadedLinkLoader
 from tests.batching_data import small_data
 
 CITES, WRITES, REVERSE = ("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "rev_writes", "author")
@@ -349,8 +356,8 @@ def test_embeddings_of_a_type_without_features(tmp_path):
         ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
         ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
         ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
-        ({"inference": "full"}, ValueError, "inference is not supported for graphs with types"),
-        ({"precompute": "first_layer"}, ValueError, "precompute is not supported for graphs with types"),
+        ({"inference": "full"}, ValueError, "inference='full' goes over all edges at once, .* a graph with types"),
+        ({"precompute": "first_layer"}, ValueError, "precompute goes over all edges at once, .* a graph with types"),
         ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
     ],
 )
@@ -376,5 +383,165 @@ def test_whole_graphs_leak_what_times_hide():
     data = small_data()
     data.time = torch.arange(400)
     for more in ({"inference": "full"}, {"precompute": "mean"}):
-        with pytest.raises(ValueError, match="goes over all edges, which time_attr does not allow"):
+        with pytest.raises(ValueError, match="goes over all edges at once, which does not go with time_attr"):
             NeighborDataModule(data, num_neighbors=[2, 2], time_attr="time", **more)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        (
+            {"exclude_seed_edges": True},
+            {"precompute": "sum"},
+            "precompute goes over all edges at once, .* exclude_seed",
+        ),
+        ({"exclude_seed_edges": True}, {"inference": "full"}, "inference='full' goes .* exclude_seed_edges"),
+        ({"time_attr": "time"}, {"precompute": "sum"}, "precompute goes .* time_attr"),
+        ({"time_attr": "time"}, {"inference": "full"}, "inference='full' goes .* time_attr"),
+        ({"weight_attr": "edge_weight"}, {"precompute": "sum"}, "precompute goes .* weight_attr"),
+        ({"subgraph_type": "bidirectional"}, {"precompute": "sum"}, "precompute goes .* subgraph_type"),
+    ],
+)
+def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, more, message):
+    data = small_data()
+    data.time = torch.arange(400)
+    with pytest.raises(ValueError, match=message):
+        LinkDataModule(data, num_neighbors=[2, 2], **options, **more)
+    sampler = NeighborSampler(data, [2, 2], **options)
+    with pytest.raises(ValueError, match=message):
+        LinkDataModule(data, link_sampler=sampler, **more)
+    if "exclude_seed_edges" not in options:
+        with pytest.raises(ValueError, match="PersistentSamplerDataModule samples plain graphs alone"):
+            PersistentSamplerDataModule(data, node_sampler=sampler)
+        assert not can_sample_on(ThreadedNodeLoader(data, sampler), torch.device("cpu"))
+
+
+def test_what_asks_for_nothing_is_taken_everywhere():
+    kwargs = {"subgraph_type": SubgraphType.directional, "layer_dependency": False, "batch_dependency": 1}
+    PersistentSamplerDataModule(small_data(), num_neighbors=[2], temporal_strategy="uniform", **kwargs)
+    assert can_sample_on(ThreadedNodeLoader(small_data(), NeighborSampler(small_data(), [2])), torch.device("cpu"))
+
+
+def test_options_of_evaluation_exclude_each_other_too():
+    data = small_data()
+    with pytest.raises(ValueError, match="no induced subgraphs"):
+        NeighborDataModule(
+            data, num_neighbors=[2], subgraph_type="induced", eval_loader_kwargs={"disjoint": True}
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="no LABOR sampling with replacement"):
+        NeighborDataModule(data, num_neighbors=[2], sampler="labor", eval_loader_kwargs={"replace": True})
+    with pytest.raises(TypeError, match="sampler must give positions among the seeds"):
+        NeighborDataModule(data, num_neighbors=[2], eval_loader_kwargs={"sampler": "labor"})
+    module = NeighborDataModule(data, num_neighbors=[2], eval_loader_kwargs={"subgraph_type": "induced"})
+    batch = next(iter(module.val_dataloader()))
+    assert int(subgraph(batch.n_id, data.edge_index)[0].size(1)) == batch.num_edges
+
+
+def test_tables_do_not_know_types():
+    data = typed_data()
+    with pytest.raises(ValueError, match="tables are by attribute, so they cannot tell types apart"):
+        ThreadedNodeLoader(
+            data, NeighborSampler(data, [2]), input_nodes="paper", tables={"x": FeatureTable(data["paper"].x)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("no", TypeError, "must be True, False or a dict of reverse edge types, but is 'no'"),
+        ({WRITES: ("paper", "rev-writes", "author")}, ValueError, "names .*rev-writes.*, but the edge types are"),
+        ({WRITES: CITES}, ValueError, "does not lead back where"),
+    ],
+)
+def test_reverse_types_that_are_none(given, error, message):
+    with pytest.raises(error, match=message):
+        NeighborSampler(typed_data(), [2], exclude_seed_edges=given)
+
+
+def test_a_reverse_type_of_another_name_is_asked_for():
+    data = typed_data()
+    data["paper", "written_by", "author"].edge_index = data[REVERSE].edge_index
+    del data[REVERSE]
+    row, col = data[WRITES].edge_index[:, :30]
+    inputs = EdgeSamplerInput(None, row, col, input_type=WRITES)
+    with pytest.raises(ValueError, match=r"which edge type is the reverse of \('author', 'writes', 'paper'\)"):
+        NeighborSampler(data, [5], exclude_seed_edges=True).sample_from_edges(inputs)
+    named = {WRITES: ("paper", "written_by", "author")}
+    out = NeighborSampler(data, [-1, -1], exclude_seed_edges=named).sample_from_edges(inputs)
+    ends = out.node["paper"][out.row[named[WRITES]]], out.node["author"][out.col[named[WRITES]]]
+    found = set(zip(ends[1].tolist(), ends[0].tolist(), strict=True))
+    assert found
+    assert not found & set(zip(row.tolist(), col.tolist(), strict=True))
+
+
+def test_times_that_floating_numbers_cannot_tell_apart_are_refused():
+    data = typed_data()
+    data["paper"].time = 1_700_000_000_000_000_000 + torch.arange(300)
+    data["author"].time = torch.rand(120)
+    with pytest.raises(ValueError, match="'time' of paper: times of nodes are integers that no floating number"):
+        NeighborSampler(data, [2], time_attr="time")
+    with pytest.raises(ValueError, match="too large for int64"):
+        CSCGraph.from_edge_index(torch.tensor([[0], [0]])).with_time(torch.tensor([2**63], dtype=torch.uint64))
+
+
+def test_negative_edges_need_times_too():
+    data = typed_data()
+    data["author"].time = torch.randint(1000, (120,))
+    module = LinkDataModule(
+        data, (WRITES, data[WRITES].edge_index), num_neighbors=[2], time_attr="time", neg_sampling="binary"
+    )
+    with pytest.raises(ValueError, match=r"negative edges need times .* give edge_label_time \(input_train_time\)"):
+        next(iter(module.train_dataloader()))
+
+
+def test_times_of_a_type_that_no_edge_comes_from():
+    data = typed_data()
+    del data[CITES], data["paper", "in", "venue"], data[REVERSE]  # papers are targets alone
+    module = NeighborDataModule(data, num_neighbors=[2], time_attr="time", batch_size=8)
+    batch = next(iter(module.train_dataloader()))
+    assert batch["paper"].batch.tolist()[:8] == list(range(8))
+
+
+def test_parts_of_a_mini_batch_keep_its_number():
+    data = small_data(num_edges=20_000)
+    sampler = NeighborSampler(data, [3], sampler="labor", batch_dependency=32, disjoint=True)
+    edges = torch.randint(400, (2, 64))
+    loader = ThreadedLinkLoader(data, sampler, edge_label_index=edges, batch_size=32)
+    picks = []
+    for number in (0, 1):
+        out = loader.sample(list(range(32, 64)), batch_key(1, 0, 0, 0, number), 1, 32)
+        picks.append(set(out.edge.tolist()))
+    assert len(picks[0] & picks[1]) > 0.8 * len(picks[0])
+
+
+def test_what_is_not_there_is_named():
+    data = typed_data()
+    data["paper", "of", "nowhere"].edge_index = torch.tensor([[0], [0]])
+    with pytest.raises(ValueError, match="are of a node type 'nowhere' that data does not have"):
+        NeighborSampler(data, [2])
+    data = typed_data()
+    for name in SIZES:
+        data[name].pop("x", None)
+    with pytest.raises(ValueError, match="no type has an x"):
+        NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16")
+    data["paper"].x = np.ones((300, 4), np.float32)
+    module = NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16", batch_size=8)
+    assert next(iter(module.train_dataloader()))["paper"].x.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="time_window needs times: give time_attr"):
+        NeighborDataModule(data, num_neighbors=[2], time_window=4)
+
+
+def test_edges_of_the_weight_0_are_left_out_of_the_edge_list():
+    edge_index = torch.tensor([[3, 1, 2], [1, 0, 0]])
+    graph = CSCGraph.from_edge_index(edge_index, 4).with_weight(torch.tensor([1.0, 0.0, 2.0]))
+    assert graph.to_edge_index().tolist() == [[3, 2], [1, 0]]
+
+
+def test_endless_windows():
+    graph = CSCGraph.from_edge_index(torch.tensor([[1, 2, 3], [0, 0, 0]]), 4)
+    largest = 2**63 - 1
+    graph = graph.with_time(torch.tensor([-(2**63), 0, largest]))
+    for now, window in ((largest, torch.inf), (torch.inf, None), (largest, np.float64(torch.inf))):
+        seed_time = torch.tensor([now])
+        out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=seed_time, time_window=window)
+        assert out.edge.tolist() == [0, 1, 2]

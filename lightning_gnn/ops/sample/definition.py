@@ -232,7 +232,7 @@ def limits_of(
     none = np.zeros(0, np.int64)
     until = np.concatenate([none, *(part.numpy() for part, _ in limits)])
     after = [part.numpy() for _, part in limits if part is not None]
-    return Times(until, None if window is None else np.concatenate([none, *after]))
+    return Times(until, np.concatenate(after) if after else None)
 
 
 def check_rule(

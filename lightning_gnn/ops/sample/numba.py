@@ -314,9 +314,9 @@ class _Picked:
         if relation.time is not None and times is not None:
             eligible, counts = np.empty((2, target.high - target.low), np.int64)
             count_eligible(
-                relation.indptr, relation.time, relation.coarse_time, target.node, target.tree, target.low, target.high, times.until,
-                _NONE if times.after is None else times.after, times.after is not None, fanout if rule.last else -1,
-                eligible, counts,
+                relation.indptr, relation.time, relation.coarse_time, target.node, target.tree, target.low,
+                target.high, times.until, _NONE if times.after is None else times.after, times.after is not None,
+                fanout if rule.last else -1, eligible, counts,
             )  # fmt: skip
             limits = True, target.low, eligible, counts
         frontier = target.node, target.tree, target.low, target.high, fanout
