@@ -79,7 +79,8 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
 
 def check_window(window: object) -> None:
     """Raise a ValueError unless this is a number above 0, or None."""
-    if window is not None and (not isinstance(window, Real) or isinstance(window, bool) or not window > 0):
+    number = isinstance(window, Real) and not isinstance(window, bool)
+    if window is not None and not (number and float(window) > 0):  # type: ignore[arg-type]
         raise ValueError(f"time_window must be a number above 0, but is {window!r}")
 
 

@@ -262,11 +262,11 @@ def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite:
         raise TypeError(f"feature_dtype={dtype!r} is unknown; use 'bfloat16', 'float16' or 'float32'")
     if isinstance(data, HeteroData):
         data = copy.copy(data)
-        kept = [store for store in data.node_stores if store.get("x") is not None]
-        kept = [store for store in kept if not torch.as_tensor(store["x"]).requires_grad]
-        if not kept:
+        stores = [store for store in data.node_stores if store.get("x") is not None]
+        stores = [store for store in stores if not torch.as_tensor(store["x"]).requires_grad]
+        if not stores:
             raise ValueError(f"no type has an x to keep as {wanted}; leave feature_dtype out")
-        for store in kept:
+        for store in stores:
             store["x"] = with_feature_dtype(Data(x=store["x"]), wanted, check_finite).x
         return data
     if data.get("x") is None:
