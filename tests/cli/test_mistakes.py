@@ -52,7 +52,7 @@ BUILT = {
     "seed=null": "seed=null must be a whole number",
     "seed=first": "seed='first' must be a whole number",
     "torch_threads=abc": "torch_threads='abc' must be a whole number from 1 to 65536; null leaves torch's choice",
-    "datamodule.num_neighbors=4": "datamodule.num_neighbors=4 must be a list of whole numbers or null",
+    "datamodule.num_neighbors=4": "datamodule.num_neighbors=4 must be a list of whole numbers or a mapping or null",
     "datamodule.num_neighbors=[4]": "model.num_layers=3, but datamodule.num_neighbors=[4] has 1 fanouts",
     "datamodule.batch_size=null": "datamodule.batch_size=null must be a whole number",
     "datamodule.num_workers=abc": "datamodule.num_workers='abc' must be a whole number",
