@@ -21,7 +21,7 @@ from torch_geometric.sampler.utils import reverse_edge_type
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import batch_key
-from lightning_gnn.ops.sample.definition import check_fanouts, check_flags
+from lightning_gnn.ops.sample.definition import check_fanouts
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
 from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, known_subgraph_type
@@ -219,11 +219,6 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
 
     def _configured(self) -> NeighborSampler:
         """Return our sampler with the options of now."""
-        check_flags(replace=self.replace, disjoint=self._disjoint)
-        if self.temporal_strategy not in ("uniform", "last"):
-            raise ValueError(f"unknown temporal_strategy {self.temporal_strategy!r}; choose one of uniform, last")
-        if self.disjoint and self.subgraph_type == SubgraphType.induced:
-            raise ValueError("disjoint=True has no induced subgraphs: use subgraph_type='directional'")
         if (self.time_attr, self.weight_attr) != self._attributes:
             raise NotImplementedError("time_attr and weight_attr cannot be others for evaluation than for training")
         sampler = self._sampler

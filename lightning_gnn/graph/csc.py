@@ -198,7 +198,7 @@ class CSCGraph:
         adj_t = data.get("adj_t")
         if adj_t is not None:
             rowptr, col = transposed_csr(adj_t)
-            return cls.from_csc(rowptr, _narrow(col, rowptr.numel() - 1))
+            return cls.from_csc(rowptr, narrow(col, rowptr.numel() - 1))
         if data.get("edge_index") is None:
             raise ValueError("data has no edge_index, adj_t or graph: there is no topology to sample from")
         return cls.from_edge_index(data.edge_index, data.num_nodes)
@@ -244,7 +244,7 @@ class CSCGraph:
             return replace(graph, time=times)
         places = torch.from_numpy(order)
         ids = places if self.edge_ids is None else self.edge_ids[places]
-        return replace(graph, indices=self.indices[places], edge_ids=_narrow(ids, self.num_edges), time=times[places])
+        return replace(graph, indices=self.indices[places], edge_ids=narrow(ids, self.num_edges), time=times[places])
 
     def with_weight(self, weight: Tensor) -> CSCGraph:
         """Return the graph with weights of its edges, in proportion to which a sampler picks them.
@@ -268,7 +268,7 @@ class CSCGraph:
             ids = kept if self.edge_ids is None else self.edge_ids[kept]
             places = torch.cat([torch.zeros(1, dtype=torch.int64), (weights > 0).cumsum(0)])
             graph = replace(
-                self, indptr=places[self.indptr], indices=self.indices[kept], edge_ids=_narrow(ids, self.num_edges)
+                self, indptr=places[self.indptr], indices=self.indices[kept], edge_ids=narrow(ids, self.num_edges)
             )
             weights = weights[kept]
         prefix = torch.from_numpy(sum_weights(graph.indptr.numpy(), weights.numpy()))
@@ -406,7 +406,8 @@ def index_dtype(count: int) -> type:
     return np.int32 if count <= INT32_MAX else np.int64
 
 
-def _narrow(ids: Tensor, count: int) -> Tensor:
+def narrow(ids: Tensor, count: int) -> Tensor:
+    """Return ids below ``count`` in the smaller dtype that holds them."""
     return ids.to(torch.int32) if count <= INT32_MAX else ids
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.graph.csc import CSCGraph, transposed_csr
+from lightning_gnn.graph.csc import CSCGraph, narrow, transposed_csr
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def _relation(store: Any, num_sources: int, num_targets: int) -> CSCGraph:
     adj_t = store.get("adj_t")
     if adj_t is not None:
         rowptr, col = transposed_csr(adj_t)
-        return CSCGraph.from_csc(rowptr, col, num_sources=num_sources)
+        return CSCGraph.from_csc(rowptr, narrow(col, num_sources), num_sources=num_sources)
     edge_index = store.get("edge_index")
     if edge_index is None:
         edge_index = torch.empty((2, 0), dtype=torch.int64)

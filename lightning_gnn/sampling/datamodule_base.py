@@ -150,6 +150,25 @@ class MiniBatchDataModule(ResumableDataModule):
                     f"{whole} goes over all edges at once, which does not go with {what[0]}: leave one out"
                 )
 
+    def _checked_times(self, stage: str, time: Any, count: int | None, what: str) -> Any:
+        """Return the times of the seeds of a stage as a tensor.
+
+        Args:
+            stage: Which.
+            time: What the user gave.
+            count: How many seeds the stage has, or None: none were given.
+            what: What to call the seeds.
+        """
+        name = f"input_{stage.removesuffix('ict')}_time"
+        if not getattr(self.graph_sampler, "is_temporal", True):
+            raise ValueError(f"{name} is given, but edges have no times: give time_attr")
+        if count is None:
+            raise ValueError(f"{name} is given without the {what} that it is of")
+        time = torch.as_tensor(time)
+        if time.shape != (count,):
+            raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {count} {what}")
+        return time
+
     @property
     def batch_data(self) -> Any:
         """The graph from which mini-batches are cut: ``data``, with ``precompute`` and ``x_aggregated``."""

@@ -149,21 +149,24 @@ class LinkDataModule(MiniBatchDataModule):
             "predict": (input_pred_edges, input_pred_labels),
         }
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
-        self._edges, self._types, self._times = {}, {}, {}
+        self._edges: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._types: dict[str, EdgeType | None] = {}
+        self._times: dict[str, Tensor | None] = {}
+        ends = {}
         for (stage, (edges, labels)), time in zip(given.items(), times, strict=True):
-            self._types[stage], edges, sizes = _typed_edges(data, edges, stage)
-            self._edges[stage] = _checked(edges, labels, sizes, stage)
-            self._times[stage] = None if time is None else self._checked_times(stage, time)
+            self._types[stage], edges, ends[stage] = _typed_edges(data, edges, stage)
+            self._edges[stage] = checked, _ = _checked(edges, labels, ends[stage], stage)
+            count = None if checked is None else checked.size(1)
+            self._times[stage] = None if time is None else self._checked_times(stage, time, count, "edges")
         for stage in ("val", "test"):
             if self._edges[stage][0] is None:
                 setattr(self, f"{stage}_dataloader", None)
         if not self._edges["train"][0].numel():  # type: ignore[union-attr]
             raise ValueError("the training split is empty; give input_train_edges with at least one edge")
-        sizes = _typed_edges(data, None if self._types["train"] is None else self._types["train"], "train")[2]
-        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, sizes)
+        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, ends["train"])
         own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}
         if own:
-            self.eval_neg_sampling = _negatives(**own, sizes=sizes, where="eval_loader_kwargs: ")
+            self.eval_neg_sampling = _negatives(**own, sizes=ends["train"], where="eval_loader_kwargs: ")
         evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
         if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
             raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
@@ -183,18 +186,6 @@ class LinkDataModule(MiniBatchDataModule):
         if self._edges["predict"][0] is None:
             raise ValueError("there are no edges to score; give input_pred_edges")
         return super().predict_dataloader()
-
-    def _checked_times(self, stage: str, time: Any) -> Any:
-        """Check the times of the edges of a stage."""
-        name, edges = f"input_{stage.removesuffix('ict')}_time", self._edges[stage][0]
-        if not getattr(self.graph_sampler, "is_temporal", True):
-            raise ValueError(f"{name} is given, but edges of the graph have no times: give time_attr")
-        time = torch.as_tensor(time)
-        if edges is None:
-            raise ValueError(f"{name} is given without the edges that it is of")
-        if time.shape != (edges.size(1),):
-            raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {edges.size(1)} edges")
-        return time
 
     def _loader(self, stage: str) -> Any:
         edges, labels = self._edges[stage]
@@ -243,7 +234,9 @@ def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeT
     if edges is None:
         if edge_type not in data.edge_types:
             raise ValueError(f"{name}: there is no edge type {edge_type}; give the edges too")
-        edges = HeteroCSCGraph.from_data(data).relations[edge_type].to_edge_index()
+        edges = data[edge_type].get("edge_index")
+        if edges is None:  # adj_t
+            edges = HeteroCSCGraph.from_data(data).relations[edge_type].to_edge_index()
     return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
 
 

@@ -161,7 +161,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         """
         check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
-            raise ValueError("disjoint trees, and times, have no induced subgraphs: use subgraph_type='directional'")
+            raise ValueError("disjoint=True, as with times, has no induced subgraphs: use subgraph_type='directional'")
 
     @property
     def num_neighbors(self) -> Any:

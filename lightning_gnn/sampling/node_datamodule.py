@@ -136,7 +136,10 @@ class NeighborDataModule(MiniBatchDataModule):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
             if check_features and nodes is not None and stage != "predict":
                 check_labels(part, self._nodes[stage], name)
-            self._times[stage] = None if time is None else self._checked_times(stage, time)
+            self._times[stage] = None
+            if time is not None:
+                missing = self._nodes[stage] is None and stage != "predict"
+                self._times[stage] = self._checked_times(stage, time, None if missing else self._count(stage), "seeds")
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
 
@@ -149,18 +152,6 @@ class NeighborDataModule(MiniBatchDataModule):
     def large_arrays(self) -> dict[str, Any]:
         """Return graph, features and seeds, by name."""
         return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
-
-    def _checked_times(self, stage: str, time: Any) -> Any:
-        """Check the times of the seeds of a stage."""
-        name = f"input_{stage.removesuffix('ict')}_time"
-        if not getattr(self.graph_sampler, "is_temporal", True):
-            raise ValueError(f"{name} is given, but edges have no times: give time_attr")
-        time = torch.as_tensor(time)
-        if self._nodes[stage] is None and stage != "predict":
-            raise ValueError(f"{name} is given without the nodes that it is of")
-        if time.shape != (self._count(stage),):
-            raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {self._count(stage)} seeds")
-        return time
 
     def _seeds(self, stage: str) -> Any:
         """Return the seeds of a stage as PyG's loaders take them."""

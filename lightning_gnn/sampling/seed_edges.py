@@ -13,7 +13,7 @@ from torch_geometric.typing import EdgeType
 
 
 def without_seed_edges(
-    out: SamplerOutput | HeteroSamplerOutput, seeds: EdgeSamplerInput, reverse: Mapping[EdgeType, EdgeType]
+    out: SamplerOutput | HeteroSamplerOutput, seeds: EdgeSamplerInput, reverse: Mapping[EdgeType, EdgeType | None]
 ) -> SamplerOutput | HeteroSamplerOutput:
     """Drop from a sample the edges that it was made for, in both directions; nodes stay, and counts follow.
 
@@ -21,7 +21,7 @@ def without_seed_edges(
         out: The sample.
         seeds: The edges, int64 ``[n]`` each.
         reverse: The reverse of each edge type, where it is not ``(b, "rev_rel", a)`` of ``(a, "rel", b)``, or, between
-            nodes of one type without another, the same.
+            nodes of one type without another, the same; None: it has none.
 
     Raises:
         ValueError: There is no such type, but others lead back.
@@ -39,7 +39,8 @@ def without_seed_edges(
     out.num_sampled_edges = None if out.num_sampled_edges is None else dict(out.num_sampled_edges)
     forward, backward = torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])
     dropped: dict[EdgeType, list[Tensor]] = {seeds.input_type: [forward]}
-    dropped.setdefault(_reverse(seeds.input_type, reverse, list(out.row)), []).append(backward)
+    if (back := _reverse(seeds.input_type, reverse, list(out.row))) is not None:
+        dropped.setdefault(back, []).append(backward)
     for name, pairs in dropped.items():
         if name not in out.row:
             continue
@@ -72,15 +73,15 @@ def check_reverse(given: object, edge_types: Sequence[EdgeType] | None) -> None:
         raise ValueError("exclude_seed_edges names edge types, but the graph has one: give True")
     for name, reverse in given.items():
         for each in (name, reverse):
-            if each not in edge_types:
+            if each is not None and each not in edge_types:
                 raise ValueError(
                     f"exclude_seed_edges names {each}, but the edge types are {', '.join(map(str, edge_types))}"
                 )
-        if (name[0], name[2]) != (reverse[2], reverse[0]):
+        if reverse is not None and (name[0], name[2]) != (reverse[2], reverse[0]):
             raise ValueError(f"exclude_seed_edges: {reverse} does not lead back where {name} comes from")
 
 
-def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Collection[EdgeType]) -> EdgeType:
+def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType | None], known: Collection[EdgeType]) -> EdgeType | None:
     if name in given:
         return given[name]
     source, relation, target = name
@@ -91,7 +92,7 @@ def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType], known: Collecti
     if others:
         raise ValueError(
             f"which edge type is the reverse of {name}, {others[0]} or none? Say so: exclude_seed_edges={{{name}: …}}, "
-            "its own name if it is its own reverse"
+            "its own name if it is its own reverse, None if it has none"
         )
     return name if source == target else back
 

@@ -331,6 +331,30 @@ def test_typed_links(name, negatives):
         }
 
 
+def test_a_transposed_adjacency_is_kept_as_narrow_as_an_edge_list():
+    data = typed_data()
+    edges = data[WRITES].edge_index
+    dense = torch.sparse_coo_tensor(edges.flip(0), torch.ones(edges.size(1)), (300, 120)).coalesce()
+    del data[WRITES].edge_index
+    data[WRITES].adj_t = dense.to_sparse_csr()
+    relation = NeighborSampler(data, [2]).graph.relations[WRITES]
+    assert relation.indices.dtype == torch.int32
+    assert set(zip(*relation.to_edge_index().tolist(), strict=True)) == set(zip(*edges.tolist(), strict=True))
+
+
+def test_links_of_a_type_that_is_not_among_the_messages():
+    data = typed_data()
+    edges = data[WRITES].edge_index
+    del data[WRITES], data[REVERSE]
+    module = LinkDataModule(data, (WRITES, edges), num_neighbors=[3], neg_sampling="binary", batch_size=50)
+    batch = next(iter(module.train_dataloader()))
+    row, col = batch[WRITES].edge_label_index[:, batch[WRITES].edge_label == 1]
+    ends = torch.stack([batch["author"].n_id[row], batch["paper"].n_id[col]])
+    assert torch.equal(ends, edges[:, batch[WRITES].input_id])
+    with pytest.raises(ValueError, match=r"there is no edge type .*; give the edges too"):
+        LinkDataModule(data, WRITES, num_neighbors=[3])
+
+
 def test_embeddings_of_a_type_without_features(tmp_path):
     data = typed_data()
     data["venue"].x = torch.nn.Parameter(torch.randn(7, 4))
@@ -466,7 +490,12 @@ def test_a_reverse_type_of_another_name_is_asked_for():
     inputs = EdgeSamplerInput(None, row, col, input_type=WRITES)
     with pytest.raises(ValueError, match=r"which edge type is the reverse of \('author', 'writes', 'paper'\)"):
         NeighborSampler(data, [5], exclude_seed_edges=True).sample_from_edges(inputs)
-    named = {WRITES: ("paper", "written_by", "author")}
+    alone = NeighborSampler(data, [-1, -1], exclude_seed_edges={WRITES: None}).sample_from_edges(inputs)
+    plain = NeighborSampler(data, [-1, -1]).sample_from_edges(inputs)
+    written_by = ("paper", "written_by", "author")
+    assert torch.equal(alone.edge[written_by], plain.edge[written_by])
+    assert alone.edge[WRITES].numel() < plain.edge[WRITES].numel()
+    named = {WRITES: written_by}
     out = NeighborSampler(data, [-1, -1], exclude_seed_edges=named).sample_from_edges(inputs)
     ends = out.node["paper"][out.row[named[WRITES]]], out.node["author"][out.col[named[WRITES]]]
     found = set(zip(ends[1].tolist(), ends[0].tolist(), strict=True))
