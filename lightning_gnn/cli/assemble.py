@@ -179,7 +179,47 @@ def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     return datamodule, _module(cfg, data, cfg.model.hidden_channels)
 
 
-TASKS = {"node": build_node_task, "link": build_link_task}
+def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Hide the last edges in time, and build what predicts them from what came before each."""
+    if not isinstance(data, HeteroData):
+        raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
+    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+        raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link")
+    kind = _recommended(cfg, data)
+    edges, time = data[kind].edge_index, data[kind][cfg.task.time]
+    order = torch.argsort(time, stable=True)
+    counts = [round(order.numel() * cfg.task.split[f"num_{stage}"]) for stage in ("train", "val", "test")]
+    if min(counts) < 1 or sum(counts) > order.numel():
+        raise ValueError(f"task.split must leave edges to each of train, val and test, of {order.numel()} in all")
+    given: dict[str, Any] = {"time_attr": cfg.task.time}
+    for stage, part in zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True):
+        given[f"input_{stage}_edges"] = (kind, edges[:, part])
+        # A moment earlier: an edge must not see itself.
+        given[f"input_{stage}_time"] = _before(time[part])
+    datamodule = build(cfg.datamodule, "datamodule", data=data, **given)
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
+
+
+def _before(time: torch.Tensor) -> torch.Tensor:
+    """Return the last moment before each time."""
+    return torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
+
+
+def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
+    """Return the type of the edges that are predicted."""
+    timed = [kind for kind in data.edge_types if cfg.task.time in data[kind] and not kind[1].startswith("rev_")]
+    if cfg.task.target is None and len(timed) == 1:
+        return timed[0]  # type: ignore[no-any-return]
+    found = [kind for kind in timed if cfg.task.target in ("__".join(kind), list(kind))]
+    if not found:
+        raise ValueError(
+            f"task.target={cfg.task.target} is no type of edges with the attribute {cfg.task.time!r}; give one of "
+            f"{', '.join('__'.join(kind) for kind in timed) or 'a graph that has such edges'}"
+        )
+    return found[0]  # type: ignore[no-any-return]
+
+
+TASKS = {"node": build_node_task, "link": build_link_task, "recommend": build_recommend_task}
 
 
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
@@ -243,7 +283,7 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
 
 def _task_settings(cfg: DictConfig) -> DictConfig:
     """Return the arguments of the LightningModule."""
-    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split", "time")])
 
 
 def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
@@ -255,7 +295,7 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
         return None
     labelled = [name for name in data.node_types if data[name].get("y") is not None]
     if target is None and len(labelled) == 1:
-        return labelled[0]
+        target = labelled[0]
     if target not in data.node_types:
         kinds = ", ".join(labelled or data.node_types)
         raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {kinds}")

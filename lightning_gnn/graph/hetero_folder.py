@@ -27,8 +27,7 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
     - of nodes: ``x.npy`` floating ``[N, F]``, or ``num_nodes.npy``, an integer, for a type without features; optionally
       ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
       array with a row per node, such as ``time.npy``;
-    - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy`` or
-      ``weight.npy``.
+    - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
 
     Args:
         root: The folder.

@@ -1,4 +1,4 @@
-"""A seeded synthetic graph with types, learnable: papers with authors and topics, as in OGB-MAG."""
+"""Seeded synthetic graphs with types, learnable: papers with authors and topics, and users who rate items over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-__all__ = ["planted_papers"]
+__all__ = ["planted_papers", "planted_ratings"]
 
 
 def planted_papers(
@@ -50,8 +50,8 @@ def planted_papers(
         seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
 
     Returns:
-        ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``paper``, ``author`` and ``topic``, the papers' ``y``
-        int64 and masks bool, and the edge types ``(paper, cites, paper)``, ``(author, writes, paper)``, ``(topic,
+        ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``paper``, ``author`` and ``topic``, the papers'
+        ``y`` int64 and masks bool, and the edge types ``(paper, cites, paper)``, ``(author, writes, paper)``, ``(topic,
         describes, paper)`` and their reverses, ``rev_…``, each ``edge_index`` int64 sorted by target.
 
     Raises:
@@ -61,29 +61,17 @@ def planted_papers(
     for name, count in sizes.items():
         if count < num_classes:
             raise ValueError(f"num_{name}s={count} must be at least num_classes={num_classes}")
-    if num_classes < 1 or num_features < 1:
-        raise ValueError(f"num_classes={num_classes} and num_features={num_features} must be at least 1")
     for name, count in (("citations", citations), ("authors", authors), ("topics", topics)):
         if count < 0:
             raise ValueError(f"{name}={count}; use at least 0")
-    for name, probability in (("homophily", homophily), ("label_noise", label_noise)):
-        if not 0.0 <= probability <= 1.0:
-            raise ValueError(f"{name}={probability}; use a probability from 0 to 1")
-    if not 0.0 <= feature_noise < math.inf:
-        raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
+    if not 0.0 <= label_noise <= 1.0:
+        raise ValueError(f"label_noise={label_noise}; use a probability from 0 to 1")
+    _check(num_classes, num_features, homophily, feature_noise, seed)
     if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
         raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
-    if seed < 0:
-        raise ValueError(f"seed={seed}; use a non-negative integer")
 
     rng = np.random.Generator(np.random.PCG64(seed))
-    community = {name: rng.permutation(count) % num_classes for name, count in sizes.items()}
-    data = HeteroData()
-    for name, count in sizes.items():
-        means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
-        means /= np.linalg.norm(means, axis=1, keepdims=True)
-        x = rng.standard_normal((count, num_features), dtype=np.float32) * np.float32(feature_noise)
-        data[name].x = torch.from_numpy(x + means[community[name]])
+    data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
     for source, relation, per_paper in (("paper", "cites", citations), ("author", "writes", authors),
                                         ("topic", "describes", topics)):  # fmt: skip
         papers = np.repeat(np.arange(num_papers), per_paper)
@@ -104,6 +92,78 @@ def planted_papers(
         data["paper"][name] = mask
         start = stop
     return data
+
+
+def planted_ratings(
+    num_users: int = 20_000,
+    num_items: int = 5_000,
+    num_ratings: int = 400_000,
+    num_classes: int = 16,
+    num_features: int = 32,
+    *,
+    homophily: float = 0.8,
+    feature_noise: float = 0.5,
+    seed: int = 0,
+) -> HeteroData:
+    """Draw users who rate items, one rating after the other, mostly items of their own community.
+
+    Args:
+        num_users: Users.
+        num_items: Items.
+        num_ratings: Edges.
+        num_classes: Communities.
+        num_features: Features of each user and item.
+        homophily: Probability that an item is drawn from the user's community, else from all.
+        feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
+        seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
+
+    Returns:
+        ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``user`` and ``item``, and the edge types ``(user,
+        rates, item)`` and ``(item, rev_rates, user)``, with ``time`` int64: 0 for the first rating.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    for name, count in (("num_users", num_users), ("num_items", num_items)):
+        if count < num_classes:
+            raise ValueError(f"{name}={count} must be at least num_classes={num_classes}")
+    if num_ratings < 1:
+        raise ValueError(f"num_ratings={num_ratings}; use at least 1")
+    _check(num_classes, num_features, homophily, feature_noise, seed)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    sizes = {"user": num_users, "item": num_items}
+    data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
+    users = (rng.random(num_ratings) ** 2 * num_users).astype(np.int64)
+    items = _partners(rng, community["user"][users], community["item"], num_classes, homophily)
+    for kind, ends in ((("user", "rates", "item"), (users, items)), (("item", "rev_rates", "user"), (items, users))):
+        data[kind].edge_index = torch.from_numpy(np.stack(ends))
+        data[kind].time = torch.arange(num_ratings)
+    return data
+
+
+def _check(num_classes: int, num_features: int, homophily: float, feature_noise: float, seed: int) -> None:
+    if num_classes < 1 or num_features < 1:
+        raise ValueError(f"num_classes={num_classes} and num_features={num_features} must be at least 1")
+    if not 0.0 <= homophily <= 1.0:
+        raise ValueError(f"homophily={homophily}; use a probability from 0 to 1")
+    if not 0.0 <= feature_noise < math.inf:
+        raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
+    if seed < 0:
+        raise ValueError(f"seed={seed}; use a non-negative integer")
+
+
+def _nodes(
+    rng: np.random.Generator, sizes: dict[str, int], num_classes: int, num_features: int, noise: float
+) -> tuple[HeteroData, dict[str, npt.NDArray[np.int64]]]:
+    """Draw communities, and features around their means."""
+    community = {name: rng.permutation(count) % num_classes for name, count in sizes.items()}
+    data = HeteroData()
+    for name, count in sizes.items():
+        means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        x = rng.standard_normal((count, num_features), dtype=np.float32) * np.float32(noise)
+        data[name].x = torch.from_numpy(x + means[community[name]])
+    return data, community
 
 
 def _partners(

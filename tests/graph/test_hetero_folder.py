@@ -6,7 +6,7 @@ import torch
 
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
-from lightning_gnn.graph.synthetic_hetero import planted_papers
+from lightning_gnn.graph.synthetic_hetero import planted_papers, planted_ratings
 from tests.sampling.test_typed import WRITES, typed_data
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_named(tmp_path):
     data["a__b"].x = torch.ones(2, 2)
     with pytest.raises(ValueError, match="'a__b' cannot be the name of a folder"):
         save_hetero_folder(data, tmp_path / "other")
-    with pytest.raises(FileNotFoundError, match="holds no folder; expected nodes/TYPE/x.npy"):
+    with pytest.raises(FileNotFoundError, match=r"holds no folder; expected nodes/TYPE/x\.npy"):
         load_hetero_folder(tmp_path)
 
 
@@ -113,6 +113,20 @@ def test_drawn_papers_have_the_shape_asked_for():
     source, target = data["paper", "cites", "paper"].edge_index
     assert (community[source] == community[target]).float().mean() > 0.5
     assert WRITES == ("author", "writes", "paper")
+
+
+def test_drawn_ratings_have_the_shape_asked_for():
+    data = planted_ratings(100, 50, 900, 4, 8)
+    data.validate()
+    kind = ("user", "rates", "item")
+    assert data[kind].num_edges == 900
+    assert torch.equal(data[kind].edge_index, data["item", "rev_rates", "user"].edge_index.flip(0))
+    assert torch.equal(data[kind].time, torch.arange(900))
+    same(data, planted_ratings(100, 50, 900, 4, 8))
+    with pytest.raises(ValueError, match="num_items=3 must be at least num_classes=4"):
+        planted_ratings(100, 3, 900, 4)
+    with pytest.raises(ValueError, match="num_ratings=0; use at least 1"):
+        planted_ratings(num_ratings=0)
 
 
 @pytest.mark.parametrize(

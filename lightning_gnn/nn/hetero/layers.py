@@ -106,8 +106,9 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
         elif self.num_blocks is not None:
             weight = torch.stack([torch.block_diag(*blocks) for blocks in weight])  # type: ignore[no-untyped-call]
         weights = {kind: weight[self.edge_types.index(kind)] for kind in part.edges}
-        of_types = [{} if value is None else dict.fromkeys(part.targets, value) for value in (self.root, self.bias)]
-        return update_types(rows, part, weights, *of_types, self.aggr == "mean", then)
+        own: dict[NodeType, Any] = {} if self.root is None else dict.fromkeys(part.targets, self.root)
+        shift: dict[NodeType, Any] = {} if self.bias is None else dict.fromkeys(part.targets, self.bias)
+        return update_types(rows, part, weights, own, shift, self.aggr == "mean", then)
 
 
 class TypedConv(HeteroConv):  # type: ignore[misc]

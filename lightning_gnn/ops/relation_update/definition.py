@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,11 @@ from torch.autograd import forward_ad
 
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 from lightning_gnn.ops.dropout import mixed_key
-from lightning_gnn.ops.relation_update import edge_order  # noqa: F401  defines the operator
+from lightning_gnn.ops.relation_update import (
+    edge_order,  # noqa: F401  defines the operator
+    reference,
+)
 from lightning_gnn.ops.relation_update import numba as relation_update_numba  # noqa: F401  registers the backends
-from lightning_gnn.ops.relation_update import reference
 from lightning_gnn.ops.relation_update import triton as relation_update_triton  # noqa: F401  registers the backends
 
 
@@ -114,13 +117,14 @@ def _update(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
-        given = [None if tensor is None else tensor.to(low) for tensor in (self_weight, bias)]
+        self_weight = None if self_weight is None else self_weight.to(low)
+        bias = None if bias is None else bias.to(low)
         with torch.autocast(device, enabled=False):
-            return _update(x.to(low), edges, weight.to(low), *given, layout, mean, then)
+            return _update(x.to(low), edges, weight.to(low), self_weight, bias, layout, mean, then)
     # Forward mode and torch.func go through torch's own operators.
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if transformed or x.numel() == 0 or sum(layout.targets) * weight.size(2) == 0:
-        out, _ = reference.update(reference.sums, edges, x, weight, self_weight, bias, *layout, mean)
+        out, _ = reference.relation_update(edges, x, weight, self_weight, bias, *layout, mean)
         return activated(out, then)
     return _with_autograd(x, weight, self_weight, bias, edges, layout, mean, then)
 
@@ -156,7 +160,8 @@ class _RelationUpdate(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
             given: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, self_weight, bias)]
-            out, _ = reference.update(reference.sums, edges, *given, *ctx.layout, ctx.mean)
+            x, weight, self_weight, bias = given
+            out, _ = reference.relation_update(edges, x, weight, self_weight, bias, *ctx.layout, ctx.mean)
             some = [tensor for tensor, want in zip(given, wanted, strict=True) if want]
             grads = iter(torch.autograd.grad(activated(out, ctx.then), some, grad, create_graph=True))
             return *(next(grads) if want else None for want in wanted), None, None, None, None
@@ -188,7 +193,7 @@ def _check(
         raise ValueError(f"self_weight must be [{kinds}, {x.size(1)}, {width}], but is {list(self_weight.shape)}")
     if bias is not None and list(bias.shape) != [kinds, width]:
         raise ValueError(f"bias must be [{kinds}, {width}], but is {list(bias.shape)}")
-    if any(one.target > other.target for one, other in zip(relations, relations[1:], strict=False)):
+    if any(one.target > other.target for one, other in pairwise(relations)):
         raise ValueError("relations must be sorted by the type of their targets")
     if self_weight is not None:
         for sources, targets in zip(num_sources, num_targets, strict=True):

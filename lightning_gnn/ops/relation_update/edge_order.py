@@ -101,7 +101,8 @@ def _add_up(indptr: np.ndarray) -> np.ndarray:
     """Turn counts into where each row begins, and return the rows' beginnings."""
     for row in range(indptr.size - 1):
         indptr[row + 1] += indptr[row]
-    return indptr[:-1].copy()
+    free: np.ndarray = indptr[:-1].copy()
+    return free
 
 
 @numba.njit(nogil=True, cache=True)

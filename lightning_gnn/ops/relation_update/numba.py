@@ -167,7 +167,8 @@ def _most_rows(kinds: list[Group], x: Tensor) -> int:
 def _work(rows: _SortedEdges, kinds: list[Group]) -> np.ndarray:
     """Return the work before each target, in edges, int64 ``[num_targets + 1]``."""
     ends = [group.first_row + np.arange(group.num_targets) * group.num_relations for group in kinds]
-    return rows.work[np.concatenate([*ends, [rows.count]])] + _rows_of_work(kinds)
+    work: np.ndarray = rows.work[np.concatenate([*ends, [rows.count]])] + _rows_of_work(kinds)
+    return work
 
 
 def _rows_of_work(kinds: list[Group]) -> np.ndarray:
