@@ -151,7 +151,7 @@ class Isolated:
 def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], pipe: Connection, rounds: int) -> None:
     try:
         target(spec, Gate(pipe, rounds))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the benchmark itself has ended
     except Exception:
         pipe.send({"failed": traceback.format_exc()})

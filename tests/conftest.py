@@ -3,10 +3,13 @@
 import gc
 import logging
 import os
+import random
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -67,7 +70,11 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """End a test that hangs."""
+    """Give each test random numbers of its own, whatever ran before it, and end it if it hangs."""
+    seed = crc32(item.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     if item.config.getoption("usepdb", False):
         return (yield)
     capture = item.config.pluginmanager.getplugin("capturemanager")

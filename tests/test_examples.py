@@ -54,6 +54,13 @@ def test_both_samplers_train_the_same():
 
 
 @pytest.mark.slow
+def test_tables_are_learned():
+    done = run("tables.py", "--customers", "1500")
+    accuracy, constant = (float(value) for value in re.findall(r"(\d\.\d+)", done.stdout))
+    assert accuracy > constant + 0.05
+
+
+@pytest.mark.slow
 def test_the_whole_graph_is_learned():
     done = run("full_graph.py", "--num-nodes", "5000", "--epochs", "20")
     assert float(re.search(r"test accuracy (\d\.\d+)", done.stdout).group(1)) > 0.8

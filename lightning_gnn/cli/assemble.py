@@ -13,7 +13,7 @@ from hydra.utils import instantiate, to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.strategies import StrategyRegistry
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
@@ -25,7 +25,7 @@ from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
-_SIZES = ("in_channels", "out_channels")
+_SIZES = ("in_channels", "out_channels", "metadata")
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -125,37 +125,44 @@ def check_accelerator(name: str) -> None:
         raise RuntimeError(f"trainer.accelerator=npu cannot be used: {reason}; `lgnn doctor` shows what is there")
 
 
-def build_data(cfg: DictConfig) -> Data:
+def build_data(cfg: DictConfig) -> Data | HeteroData:
     """Read or draw the graph; a relative ``root`` counts from where the command was typed."""
     node = cfg.data.copy()
     if node.get("root") is not None:
         node.root = to_absolute_path(node.root)
-    data: Data = build(node, "data")
-    if data.get("x") is None:
-        raise ValueError("data: the graph has no node features x, which the models need")
+    data: Data | HeteroData = build(node, "data")
+    features = [(store._key, store.get("x")) for store in data.node_stores]
+    for name, x in features:
+        if x is None:
+            of = "" if name is None else f" of {name!r}"
+            raise ValueError(f"data: the graph has no node features x{of}, which the models need")
     precision = str(cfg.trainer.get("precision"))
     wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
-    if wanted is not None and wanted != str(data.x.dtype).rpartition(".")[2]:
-        raise ValueError(
-            f"trainer.precision={precision} makes the weights {wanted}, but features stay {data.x.dtype}; use 32-true, "
-            "16-mixed or bf16-mixed"
-        )
+    for _, x in features:
+        if wanted is not None and wanted != str(x.dtype).rpartition(".")[2]:
+            raise ValueError(
+                f"trainer.precision={precision} makes the weights {wanted}, but features stay {x.dtype}; use 32-true, "
+                "16-mixed or bf16-mixed"
+            )
     return data
 
 
-def build_node_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build what classifies nodes."""
-    num_classes = _count_classes(data)
+    target = _target(cfg, data)
+    num_classes = _count_classes(data if target is None else data[target])
     datamodule = build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
-    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes)
+    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes, target=target)
 
 
-def build_link_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Hide some edges from the graph, and build what predicts them."""
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError("task=link trains on mini-batches of edges; use datamodule=link")
+    if isinstance(data, HeteroData):
+        raise ValueError("task=link predicts edges of a graph without types; use task=node")
     train, val, test = _split_links(data, **cfg.task.split)
     datamodule = build(
         cfg.datamodule,
@@ -172,10 +179,50 @@ def build_link_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule
     return datamodule, _module(cfg, data, cfg.model.hidden_channels)
 
 
-TASKS = {"node": build_node_task, "link": build_link_task}
+def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """Hide the last edges in time, and build what predicts them from what came before each."""
+    if not isinstance(data, HeteroData):
+        raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
+    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+        raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link")
+    kind = _recommended(cfg, data)
+    edges, time = data[kind].edge_index, data[kind][cfg.task.time]
+    order = torch.argsort(time, stable=True)
+    counts = [round(order.numel() * cfg.task.split[f"num_{stage}"]) for stage in ("train", "val", "test")]
+    if min(counts) < 1 or sum(counts) > order.numel():
+        raise ValueError(f"task.split must leave edges to each of train, val and test, of {order.numel()} in all")
+    given: dict[str, Any] = {"time_attr": cfg.task.time}
+    for stage, part in zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True):
+        given[f"input_{stage}_edges"] = (kind, edges[:, part])
+        # A moment earlier: an edge must not see itself.
+        given[f"input_{stage}_time"] = _before(time[part])
+    datamodule = build(cfg.datamodule, "datamodule", data=data, **given)
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
 
 
-def build_task(cfg: DictConfig, data: Data) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+def _before(time: torch.Tensor) -> torch.Tensor:
+    """Return the last moment before each time."""
+    return torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
+
+
+def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
+    """Return the type of the edges that are predicted."""
+    timed = [kind for kind in data.edge_types if cfg.task.time in data[kind] and not kind[1].startswith("rev_")]
+    if cfg.task.target is None and len(timed) == 1:
+        return timed[0]  # type: ignore[no-any-return]
+    found = [kind for kind in timed if cfg.task.target in ("__".join(kind), list(kind))]
+    if not found:
+        raise ValueError(
+            f"task.target={cfg.task.target} is no type of edges with the attribute {cfg.task.time!r}; give one of "
+            f"{', '.join('__'.join(kind) for kind in timed) or 'a graph that has such edges'}"
+        )
+    return found[0]  # type: ignore[no-any-return]
+
+
+TASKS = {"node": build_node_task, "link": build_link_task, "recommend": build_recommend_task}
+
+
+def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build what ``task.name`` asks for."""
     return TASKS[cfg.task.name](cfg, data)
 
@@ -216,8 +263,18 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
         raise
 
 
-def _module(cfg: DictConfig, data: Data, out_channels: int, **kwargs: Any) -> pl.LightningModule:
-    sizes = dict(zip(_SIZES, (data.num_features, out_channels), strict=True))
+def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwargs: Any) -> pl.LightningModule:
+    sizes = {"in_channels": data.num_features, "out_channels": out_channels}
+    if isinstance(data, HeteroData) != ("metadata" in cfg.model):
+        name = str(cfg.model._target_).rpartition(".")[2]
+        raise ValueError(
+            f"model: {name} is for graphs without types, but this one has {', '.join(data.node_types)}; use "
+            "model=rgcn, hetero_sage, rgat or hgt"
+            if isinstance(data, HeteroData)
+            else f"model: {name} is for graphs with types; use model=sage, gcn, gin or gat"
+        )
+    if isinstance(data, HeteroData):
+        sizes["metadata"] = data.metadata()
     given = {name: cfg.model.get(name) for name in sizes}
     model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
     module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)
@@ -226,10 +283,26 @@ def _module(cfg: DictConfig, data: Data, out_channels: int, **kwargs: Any) -> pl
 
 def _task_settings(cfg: DictConfig) -> DictConfig:
     """Return the arguments of the LightningModule."""
-    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split")])
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split", "time")])
 
 
-def _count_classes(data: Data) -> int:
+def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
+    """Return the type of nodes that is predicted."""
+    target = cfg.task.get("target")
+    if not isinstance(data, HeteroData):
+        if target is not None:
+            raise ValueError(f"task.target={target}, but the graph has no types; leave it out")
+        return None
+    labelled = [name for name in data.node_types if data[name].get("y") is not None]
+    if target is None and len(labelled) == 1:
+        target = labelled[0]
+    if target not in data.node_types:
+        kinds = ", ".join(labelled or data.node_types)
+        raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {kinds}")
+    return str(target)
+
+
+def _count_classes(data: Any) -> int:
     y = data.get("y")
     if y is None:
         raise ValueError("data: the graph has no labels y; classify nodes with labels, or use task=link")

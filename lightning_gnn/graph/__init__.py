@@ -4,8 +4,8 @@ Reading order: ``graph/csc.py`` (the topology), ``graph/hetero.py`` (with types)
 and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what a device keeps of both),
 ``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
 (one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
-``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` (a graph on
-disk).
+``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
+``graph/hetero_folder.py`` (graphs on disk), ``graph/tables.py`` (a database as a graph).
 """
 
 from lightning_gnn.graph.cache import CachedAdjacency, DualCachePlan, RowCache, hottest, plan_dual_cache
@@ -14,7 +14,9 @@ from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.partition import locality_aware_partition
+from lightning_gnn.graph.tables import from_tables
 
 __all__ = [
     "CSCGraph",
@@ -25,7 +27,10 @@ __all__ = [
     "FeatureTable",
     "HeteroCSCGraph",
     "RowCache",
+    "from_tables",
     "hottest",
+    "load_hetero_folder",
     "locality_aware_partition",
     "plan_dual_cache",
+    "save_hetero_folder",
 ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
@@ -374,7 +374,7 @@ class CSCGraph:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
 
 
-def count_edges(data: Data) -> int:
+def count_edges(data: Data | HeteroData) -> int:
     """Return the number of edges; PyG's ``data.num_edges`` is 0 where ``graph``, a :class:`CSCGraph`, holds them."""
     graph = data.get("graph")
     return int(data.num_edges if graph is None else graph.num_edges)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.graph.arrays import check_room, create_array, expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.graph.checks import check_node_data, check_nodes
@@ -22,6 +22,7 @@ from lightning_gnn.graph.csc import (
     sort_by_target,
 )
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.hetero_folder import is_hetero_folder, load_hetero_folder
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 SPLITS = ("train", "val", "test")
@@ -36,10 +37,11 @@ CHECKED_ONCE = 1 << 26
 """Bytes of a topology from which it is remembered that its ids were checked."""
 
 
-def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data:
+def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data | HeteroData:
     """Read a graph from a folder of ``.npy`` files.
 
-    Expected are ``x.npy`` and a topology; labels and splits are optional:
+    A folder with a folder ``nodes`` holds a graph with types (:func:`~lightning_gnn.graph.load_hetero_folder`). Else
+    expected are ``x.npy`` and a topology; labels and splits are optional:
 
     - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``.
     - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
@@ -59,7 +61,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
 
     Returns:
         ``Data`` with ``x``, ``y`` int64 ``[N]``, the splits under the names of their files (``valid_…`` as ``val_…``)
-        and the topology as ``graph``, a :class:`CSCGraph`. There is no ``edge_index``.
+        and the topology as ``graph``, a :class:`CSCGraph`. There is no ``edge_index``. Or ``HeteroData``.
 
     Raises:
         FileNotFoundError: The folder or a file that it needs is missing.
@@ -70,6 +72,8 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder; expected one with {_EXPECTED}")
+    if is_hetero_folder(root):
+        return load_hetero_folder(root, mmap, check)
     x = _features(root, mmap)
     data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
     path = root / "y.npy"

@@ -1,21 +1,28 @@
-"""Models, layers and LightningModules: GCN, GraphSAGE, GIN, GAT, NodeClassifier, LinkPredictor; exact inference.
+"""Models, layers and LightningModules: GCN, GraphSAGE, GIN, GAT and those of graphs with types, and what trains them.
 
 Reading order: ``nn/conv`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
-trimmed exactly), ``nn/classifier.py`` (training), ``nn/link.py``, ``nn/full_batch.py`` (the whole graph as one batch),
-``nn/inference.py`` (outputs for all nodes), ``nn/layer_files.py`` (outputs that do not fit into memory).
+trimmed exactly), ``nn/hetero`` (graphs with types), ``nn/module.py`` and what comes from it (training),
+``nn/full_batch.py`` (the whole graph as one batch), ``nn/inference.py`` (outputs for all nodes),
+``nn/layer_files.py`` (outputs that do not fit into memory).
 """
 
-from lightning_gnn.nn.classifier import GNNModule, NodeClassifier
+from lightning_gnn.nn.classifier import NodeClassifier
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, unfused_layers
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.nn.hetero import HGT, RGAT, RGCN, HeteroGraphSAGE
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.link import LinkPredictor
 from lightning_gnn.nn.models import GAT, GCN, GIN, GraphSAGE
+from lightning_gnn.nn.module import GNNModule
+from lightning_gnn.nn.regressor import NodeRegressor
 
 __all__ = [
     "GAT",
     "GCN",
     "GIN",
+    "HGT",
+    "RGAT",
+    "RGCN",
     "Dropout",
     "FullInference",
     "GATConv",
@@ -24,8 +31,10 @@ __all__ = [
     "GINConv",
     "GNNModule",
     "GraphSAGE",
+    "HeteroGraphSAGE",
     "LinkPredictor",
     "NodeClassifier",
+    "NodeRegressor",
     "SAGEConv",
     "infer",
     "unfused_layers",

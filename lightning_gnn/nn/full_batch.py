@@ -5,6 +5,7 @@ Its compressed graph is made once, and kept on disk where that takes long.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import warnings
@@ -20,11 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.graph.build import Redundancy
 from lightning_gnn.graph.compress import CompressedGraph, read_compressed
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, kept
@@ -68,6 +70,23 @@ class FullBatch(Data):  # type: ignore[misc]
         with torch.inference_mode(False):
             super().to(device, *keys, non_blocking=non_blocking)
         return self
+
+
+def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
+    """Return a graph with types as one batch, which shares the attributes of ``data``.
+
+    Raises:
+        ValueError: The settings ask for layers that go to disk.
+    """
+    if settings.folder is not None or settings.memory_limit != "auto":
+        raise ValueError("FullInference: graphs with types run in memory; leave out folder and memory_limit")
+    batch = copy.copy(data)
+    if missing := [kind for kind in batch.edge_types if batch[kind].get("edge_index") is None]:
+        relations = HeteroCSCGraph.from_data(data).relations
+        for kind in missing:
+            batch[kind].edge_index = relations[kind].to_edge_index()
+            batch[kind].pop("adj_t", None)
+    return batch
 
 
 def inference_settings(inference: str | FullInference | None) -> FullInference | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
+from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalRecall
 
-from lightning_gnn.nn.classifier import GNNModule
+from lightning_gnn.nn.module import GNNModule
+
+_AT = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
+_MOST_QUERIES = 1 << 40
+"""How many queries a rank may ask per epoch: their numbers tell those of different ranks apart."""
 
 
 class LinkPredictor(GNNModule):
@@ -29,7 +36,9 @@ class LinkPredictor(GNNModule):
 
     Logged, each weighted by the number of labelled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
     ``val_loss``, ``val_auc``, ``test_loss``, ``test_auc``; the area under the ROC curve is exact and keeps an epoch's
-    scores in memory. Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
+    scores in memory, and so do the other ``metrics``. Those rank each link among the K non-links that are drawn to its
+    source, so that they need triplets: ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels.
+    Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to node embeddings ``[N, D]``.
@@ -38,6 +47,8 @@ class LinkPredictor(GNNModule):
         optimizer: Takes the parameters and returns an optimizer in place of Adam.
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The type of the edges that are predicted, ``(source, name, target)``, for graphs with types.
+        metrics: What is logged of validation and test: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
+            ``"recall@10"`` with any number; as ``val_auc``, ``val_mrr``, ``val_hits@10``.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of
@@ -52,13 +63,18 @@ class LinkPredictor(GNNModule):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
         target: EdgeType | None = None,
+        metrics: Sequence[str] = ("auc",),
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler)
         self.target = None if target is None else tuple(target)
+        metrics = [metrics] if isinstance(metrics, str) else list(metrics)
         # Objects stay out, so that checkpoints can be read with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
-        self.val_auc = BinaryAUROC(validate_args=False)
-        self.test_auc = BinaryAUROC(validate_args=False)
+        self.metric_names = metrics
+        for stage in ("val", "test"):
+            for name in metrics:
+                setattr(self, f"{stage}_{name}", _metric(name))
+        self._queries = 0
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         """Return the mean binary cross-entropy of the batch's labelled edges."""
@@ -67,11 +83,11 @@ class LinkPredictor(GNNModule):
 
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and area under the ROC curve of the batch's labelled edges."""
-        self._evaluate(batch, "val", self.val_auc)
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         """Log loss and area under the ROC curve of the batch's labelled edges."""
-        self._evaluate(batch, "test", self.test_auc)
+        self._evaluate(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logits ``[P]`` of ``edge_label_index``, or ``[P + P * K]`` of the positive, then negative pairs.
@@ -81,12 +97,32 @@ class LinkPredictor(GNNModule):
         source, target, _ = self._pairs(batch)
         return self._scores(batch, source, target)
 
-    def _evaluate(self, batch: Data | HeteroData, stage: str, auc: BinaryAUROC) -> None:
+    def _evaluate(self, batch: Data | HeteroData, stage: str) -> None:
         losses, scores, labels = self._step(batch, stage)
-        # Any increasing map into [0, 1] leaves the curve as it is; a sigmoid would round high scores to ties at 1.
-        auc.update((F.softsign(scores.detach()) + 1) / 2, labels.long())
         self._log_loss(stage, losses)
-        self.log(f"{stage}_auc", auc, on_step=False, on_epoch=True, prog_bar=True, batch_size=scores.size(0))
+        # Any increasing map into (0, 1), which the metrics need, leaves curves and ranks as they are; a sigmoid would
+        # round high scores to ties at 1.
+        scores, labels = (F.softsign(scores.detach()) + 1) / 2, labels.long()
+        for name in self.metric_names:
+            metric: Metric = getattr(self, f"{stage}_{name}")
+            metric.update(scores, labels, **({} if name == "auc" else {"indexes": self._asked(batch, scores, name)}))
+            size, shown = scores.size(0), stage == "val" or name == "auc"
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=size)
+        self._queries += scores.size(0)
+
+    def _asked(self, batch: Data | HeteroData, scores: Tensor, name: str) -> Tensor:
+        """Return for each score which link it is ranked with, other numbers in each batch and on each rank."""
+        source, *_ = self._parts(batch)[1:]
+        links = source.get("src_index")
+        if links is None:
+            raise ValueError(
+                f"{name} ranks a link among non-links of the same source, but the batch does not say which those are; "
+                'give the DataModule neg_sampling=NegativeSampling("triplet", amount=…), and no labels'
+            )
+        count = links.size(0)
+        own = torch.arange(count, device=scores.device)
+        first = self._queries + _MOST_QUERIES * self.global_rank
+        return first + torch.cat([own, own.repeat_interleave(scores.size(0) // count - 1)])
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, logit and label of each labelled edge, ``[P]``."""
@@ -152,3 +188,20 @@ class LinkPredictor(GNNModule):
         labels = torch.zeros(sources.size(0), device=source.device)
         labels[: source.size(0)] = 1.0
         return sources, torch.cat([positive, negative.flatten()]), labels
+
+
+def _metric(name: str) -> Metric:
+    """Build a metric from its name.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    if name == "auc":
+        return BinaryAUROC(validate_args=False)
+    if name == "mrr":
+        return RetrievalMRR()
+    found = re.fullmatch(r"(hits|recall)@([1-9]\d*)", name)
+    if found is None:
+        raise ValueError(f"metrics: {name!r} is unknown; use auc, mrr, hits@10 or recall@10 with any number")
+    metric: Metric = _AT[found[1]](top_k=int(found[2]))
+    return metric

@@ -12,12 +12,13 @@ from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import with_feature_dtype
-from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch
+from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
@@ -143,7 +144,7 @@ class MiniBatchDataModule(ResumableDataModule):
                 precompute is not None,
                 ("a graph with types", *_OF_SOME_EDGES, "weight_attr", "subgraph_type"),
             ),
-            ("inference='full'", self.inference is not None, ("a graph with types", *_OF_SOME_EDGES)),
+            ("inference='full'", self.inference is not None, _OF_SOME_EDGES),
         ):
             if on and (what := [name for name in asked if name in none_of]):
                 raise ValueError(
@@ -273,13 +274,18 @@ class MiniBatchDataModule(ResumableDataModule):
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
-    def full_loader(self, name: str, **more: Any) -> DataLoader[Any]:
+    def full_loader(self, name: str, kind: NodeType | EdgeType | None = None, **more: Any) -> DataLoader[Any]:
         """Return a loader of the whole graph as one batch, which loaders of the same name share.
 
         Args:
             name: Name of the batch.
+            kind: Of a graph with types, the one to which ``more`` belongs.
             **more: What it holds beside the attributes of ``data``.
         """
+        if name not in self._full and isinstance(self.data, HeteroData):
+            assert self.inference is not None
+            self._full[name] = typed_batch(self.data, self.inference)
+            self._full[name][kind].update(more)
         if name not in self._full:
             if self._graph is None:
                 topology = getattr(self.graph_sampler, "whole_graph", getattr(self.graph_sampler, "graph", None))

@@ -13,9 +13,9 @@ from torch_geometric.data import Data
 
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.aggregated_features import aggregated_features
-from lightning_gnn.nn.classifier import GNNModule
 from lightning_gnn.nn.first_layer import NAMED, StaticAggregation, static_aggregation
 from lightning_gnn.nn.models import _InputDropoutGNN
+from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 FROM_MODEL = "first_layer"

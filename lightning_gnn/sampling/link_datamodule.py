@@ -198,7 +198,7 @@ class LinkDataModule(MiniBatchDataModule):
                 )
             self.check_count(stage, edges.size(1))
             asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
-            return self.full_loader(stage, **asked)
+            return self.full_loader(stage, self._types[stage], **asked)
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
         return ThreadedLinkLoader(

@@ -177,13 +177,18 @@ class NeighborDataModule(MiniBatchDataModule):
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
         self.check_count(stage, self._count(stage))
+        if isinstance(self.data, HeteroData):
+            kind, nodes = self._seeds(stage)
+            if stage == "predict":
+                return self.full_loader(stage, kind, pred_nodes=_ids(nodes))
+            return self.full_loader(stage, kind, **{f"{stage}_mask": mask_of(nodes, self.data[kind].num_nodes)})
         chosen = {
             f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
             for name in ("val", "test")
             if self._nodes[name] is not None
         }
         if (nodes := self._nodes["predict"]) is not None:
-            chosen["pred_nodes"] = nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+            chosen["pred_nodes"] = _ids(nodes)
         return self.full_loader("nodes", **chosen)
 
     def __repr__(self) -> str:
@@ -225,3 +230,7 @@ def _seeds_in(data: Any, stage: str) -> tuple[str, Any]:
             if data.get(name := f"{prefix}_{suffix}") is not None:
                 return f"data.{name}", data[name]
     return "", None
+
+
+def _ids(nodes: Tensor) -> Tensor:
+    return nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_gnn.graph import save_hetero_folder
+from lightning_gnn.graph.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
 from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn
 
@@ -67,6 +69,47 @@ def test_link_prediction(tmp_path, capfd):
     assert 0 <= metrics["test_auc"] <= 1
     assert 0 <= metrics["val_auc"] <= 1
     assert metrics["task"] == "link"
+
+
+TYPED = [
+    "data=hetero_synthetic", "data.num_papers=600", "data.num_authors=300", "data.num_topics=40", "data.num_classes=3",
+    "data.num_features=8", "data.split=[0.4,0.2,0.2]", "model.hidden_channels=16", "model.num_layers=2",
+    "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "datamodule.num_workers=0", "trainer.max_epochs=3",
+    "trainer.enable_progress_bar=false", "task.lr=0.02",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["rgcn", "hetero_sage", "rgat", "hgt"])
+def test_graphs_with_types(tmp_path, model):
+    assert lgnn(tmp_path, f"model={model}", base=TYPED) == 0
+    assert metrics_of(tmp_path)["test_acc"] > 0.5
+
+
+def test_a_folder_with_types_is_trained_and_evaluated(tmp_path):
+    sizes = {"num_papers": 300, "num_authors": 90, "num_topics": 20, "num_classes": 3, "num_features": 8}
+    save_hetero_folder(planted_papers(**sizes, split=(0.4, 0.2, 0.2)), tmp_path / "graph")
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in TYPED if not item.startswith("data"))]
+    base += [item for item in TYPED if item.startswith("datamodule")] + ["model=rgcn"]
+    assert lgnn(tmp_path / "train", "model.num_bases=2", "task.target=paper", base=base) == 0
+    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
+    assert lgnn(tmp_path / "predict", "mode=predict", checkpoint, base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
+
+
+def test_recommendation(tmp_path, capfd):
+    base = [
+        "task=recommend", "data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4",
+        "data.num_features=8", "model.hidden_channels=16", "model.num_layers=2", "datamodule.num_neighbors=[4,4]",
+        "datamodule.batch_size=128", "datamodule.num_workers=0", "trainer.max_epochs=3", "task.lr=0.02",
+        "datamodule.eval_loader_kwargs.neg_sampling.amount=20", "trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+    assert lgnn(tmp_path, base=base) == 0
+    metrics = metrics_of(tmp_path)
+    # By chance the mean reciprocal rank among 21 would be 0.17, and a hit among ten 0.48.
+    assert metrics["test_mrr"] > 0.22
+    assert metrics["test_hits@10"] > 0.55
+    assert "Test MRR" in capfd.readouterr().out
 
 
 def test_full_graph(tmp_path, capfd):
@@ -153,6 +196,10 @@ ERRORS = {
     "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
     "datamodule=link": "datamodule=link makes batches of edges",
+    "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
+    "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
+    "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
+    "data=hetero_synthetic model=rgcn task.target=author": "task.target=author is no type of nodes with labels",
 }
 
 

@@ -135,5 +135,5 @@ def test_checkpoint_reload(tmp_path: Path) -> None:
     run.fit(module, loader(train), loader(val))
     run.save_checkpoint(tmp_path / "a.ckpt")
     again = LinkPredictor.load_from_checkpoint(tmp_path / "a.ckpt", model=GraphSAGE(100, 8, 2, 8), weights_only=True)
-    assert dict(again.hparams) == {"lr": 0.02, "weight_decay": 0.0, "target": None}
+    assert dict(again.hparams) == {"lr": 0.02, "weight_decay": 0.0, "target": None, "metrics": ["auc"]}
     assert torch.equal(again.eval().predict_step(val, 0), module.eval().predict_step(val, 0))

@@ -130,7 +130,7 @@ def test_any_shape_of_heads(storage, heads):
     for channels in (1, 3, 4, 7, 8, 16, 32, 33, 64, 72):
         inputs = [torch.randn(30, heads, channels, requires_grad=True), torch.randn(400, heads, requires_grad=True)]
         got, want = (aggregate(graph, *inputs, backend=backend) for backend in (None, "reference"))
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)  # two orders of float32 sums
         grad = torch.randn_like(got)
         for a, b in zip(torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad), strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)

@@ -1,0 +1,159 @@
+"""A graph with types as a folder of ``.npy`` files, a folder per type, memory-mapped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from lightning_gnn.graph.arrays import load_array, save_arrays
+from lightning_gnn.graph.checks import check_nodes
+from lightning_gnn.graph.csc import check_edge_index, check_ids
+from lightning_gnn.graph.features import FeatureTable
+
+NODES, EDGES, BETWEEN = "nodes", "edges", "__"
+_SPLITS = tuple(f"{split}_{kind}" for split in ("train", "val", "test") for kind in ("mask", "idx"))
+
+
+def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) -> HeteroData:
+    """Read a graph with types from a folder of ``.npy`` files.
+
+    Each array ``nodes/TYPE/NAME.npy`` becomes ``data[TYPE].NAME``, and ``edges/SOURCE__RELATION__TARGET/NAME.npy``
+    becomes ``data[SOURCE, RELATION, TARGET].NAME``:
+
+    - of nodes: ``x.npy`` floating ``[N, F]``, or ``num_nodes.npy``, an integer, for a type without features; optionally
+      ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
+      array with a row per node, such as ``time.npy``;
+    - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
+
+    Args:
+        root: The folder.
+        mmap: Leave the arrays of nodes on disk and let the system page them in; writes never reach the files.
+        check: Look for ids out of range.
+
+    Returns:
+        ``HeteroData``.
+
+    Raises:
+        FileNotFoundError: The folder or a file that it needs is missing.
+        TypeError: An array of another dtype.
+        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, or a folder of edges whose
+            name names no types of nodes.
+    """
+    root = Path(root)
+    types = sorted(path.name for path in (root / NODES).glob("*") if path.is_dir())
+    if not types:
+        raise FileNotFoundError(f"{root / NODES} holds no folder; expected nodes/TYPE/x.npy for each type of nodes")
+    data = HeteroData()
+    for name in types:
+        _read_nodes(data, name, root / NODES / name, mmap, check)
+    for folder in sorted(path for path in (root / EDGES).glob("*") if path.is_dir()):
+        _read_edges(data, folder, mmap, check)
+    if not data.edge_types:
+        raise FileNotFoundError(
+            f"{root / EDGES} holds no folder; expected edges/SOURCE{BETWEEN}RELATION{BETWEEN}TARGET/edge_index.npy"
+        )
+    return data
+
+
+def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
+    """Write a graph with types as a folder that :func:`load_hetero_folder` reads.
+
+    Args:
+        data: Attributes of nodes and edges must be tensors.
+        root: The folder; it must not hold a graph yet.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: The folder holds a graph already.
+        OSError: The disk has no room for it, or cannot be written to.
+        TypeError: An attribute is no tensor.
+        ValueError: A name cannot be that of a folder, or the graph has attributes of its own.
+    """
+    root = Path(root)
+    if (root / NODES).exists() or (root / EDGES).exists():
+        raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
+    folders: dict[str, dict[str, Tensor]] = {}
+    for store in (*data.node_stores, *data.edge_stores):
+        parts = [store._key] if isinstance(store._key, str) else list(store._key)
+        if any(not part or "/" in part or "\\" in part or part.startswith(".") or BETWEEN in part for part in parts):
+            raise ValueError(f"{store._key!r} cannot be the name of a folder; rename the type")
+        arrays = {}
+        for name, value in store.items():
+            if name == "num_nodes":
+                value = torch.tensor(value)
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                raise TypeError(f"data[{store._key!r}].{name} is no dense tensor; a folder has no place for it")
+            arrays[name] = value.detach().cpu()
+        folders[f"{NODES if len(parts) == 1 else EDGES}/{BETWEEN.join(parts)}"] = arrays
+    if own := [key for key, value in data._global_store.items() if value is not None]:
+        raise ValueError(f"a folder has no place for data.{own[0]}; remove it from data first")
+    for folder, arrays in folders.items():
+        (root / folder).mkdir(parents=True)
+        save_arrays(root / folder, arrays)
+    return root
+
+
+def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bool) -> None:
+    store = data[name]
+    arrays = _arrays(folder, mmap)
+    if "num_nodes" in arrays:
+        store.num_nodes = int(arrays.pop("num_nodes"))
+    elif "x" not in arrays:
+        raise FileNotFoundError(f"{folder} has neither x.npy nor num_nodes.npy, which says how many nodes there are")
+    if "x" in arrays:
+        try:
+            store.x = FeatureTable(arrays.pop("x")).values
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{folder / 'x.npy'}: {error}") from None
+    count = store.num_nodes
+    if "x" in store and store.x.size(0) != count:
+        raise ValueError(f"{folder / 'x.npy'} has {store.x.size(0)} rows, but num_nodes.npy says {count}")
+    for key, value in arrays.items():
+        if key in _SPLITS:
+            value = check_nodes(value, count, str(folder / f"{key}.npy")) if check else value
+        elif value.dim() == 0 or value.size(0) != count:
+            raise ValueError(f"{folder / key}.npy has the shape {list(value.shape)}, but {name!r} has {count} nodes")
+        store[key] = value
+
+
+def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None:
+    kind = tuple(folder.name.split(BETWEEN))
+    if len(kind) != 3 or kind[0] not in data.node_types or kind[2] not in data.node_types:
+        raise ValueError(
+            f"{folder} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with types of nodes that there are: "
+            f"{', '.join(data.node_types)}"
+        )
+    arrays = _arrays(folder, mmap)
+    if "edge_index" not in arrays:
+        raise FileNotFoundError(f"{folder / 'edge_index.npy'} does not exist")
+    edge_index = arrays.pop("edge_index")
+    try:
+        check_edge_index(edge_index)
+        for side, end in enumerate((kind[0], kind[2])):
+            if check:
+                check_ids(edge_index[side], data[end].num_nodes, f"edge_index[{side}]")
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{folder / 'edge_index.npy'}: {error}") from None
+    store = data[kind]
+    store.edge_index = edge_index.to(torch.int64)
+    for key, value in arrays.items():
+        if value.dim() == 0 or value.size(0) != edge_index.size(1):
+            raise ValueError(
+                f"{folder / key}.npy has the shape {list(value.shape)}, but there are {edge_index.size(1)} edges"
+            )
+        store[key] = value
+
+
+def _arrays(folder: Path, mmap: bool) -> dict[str, Tensor]:
+    return {path.stem: load_array(path, mmap) for path in sorted(folder.glob("*.npy")) if os.path.lexists(path)}
+
+
+def is_hetero_folder(root: str | Path) -> bool:
+    """Say whether a folder holds a graph with types."""
+    return (Path(root) / NODES).is_dir()

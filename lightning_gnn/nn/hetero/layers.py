@@ -1,0 +1,166 @@
+"""One layer of a graph with types, all its relations in one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import HeteroConv
+from torch_geometric.nn import conv as pyg
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obstacle, runs_here
+from lightning_gnn.nn.conv.sage import SAGEConv
+from lightning_gnn.nn.hetero.rows import Part, TypedRows
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
+from lightning_gnn.ops.relation_update.definition import Relation, relation_update
+
+
+def update_types(
+    rows: TypedRows,
+    part: Part,
+    weights: Mapping[EdgeType, Tensor],
+    self_weights: Mapping[NodeType, Tensor],
+    biases: Mapping[NodeType, Tensor],
+    mean: bool,
+    then: ReluDropout | None,
+) -> TypedRows:
+    """Return ``sum_r mean_r(x) W_r + x S_t + b_t`` for the targets of all types.
+
+    Args:
+        rows: Features of the sources, of the targets first.
+        part: Edges, and numbers of nodes.
+        weights: W of each edge type, ``[in, out]``.
+        self_weights: S of each type that has one, ``[in, out]``.
+        biases: b of each type that has one, ``[out]``.
+        mean: Divide sums by the number of edges of the relation.
+        then: ReLU and dropout.
+    """
+    types = list(dict.fromkeys([*part.targets, *part.sources]))
+    number = {name: at for at, name in enumerate(types)}
+    out: Tensor | None = None
+    for table, counts in zip(rows.tables, rows.counts, strict=True):
+        read = sorted((kind for kind in part.edges if kind[0] in counts), key=lambda kind: number[kind[2]])
+        if not read and not any(name in counts for name in self_weights):
+            continue
+        given = [self_weights.get(name) if name in counts else None for name in types]
+        like = next((w for w in (*given, *weights.values()) if w is not None and w.size(0) == table.size(1)), None)
+        assert like is not None
+        shift = biases if out is None else {}
+        result = relation_update(
+            table,
+            [counts.get(name, 0) for name in types],
+            [part.targets.get(name, 0) for name in types],
+            [Relation(number[kind[0]], number[kind[2]], part.edges[kind]) for kind in read],
+            torch.stack([weights[kind] for kind in read]) if read else like.new_zeros(0, *like.shape),
+            _stacked(given, like),
+            _stacked([shift.get(name) for name in types], like[0]),
+            mean,
+            then if len(rows.tables) == 1 else None,
+        )
+        out = result if out is None else out + result
+    assert out is not None
+    return TypedRows([out if len(rows.tables) == 1 else activated(out, then)], [dict(part.targets)])
+
+
+def _stacked(given: list[Tensor | None], like: Tensor) -> Tensor | None:
+    """Stack weights, with zeros for types that have none; None if none has."""
+    if all(tensor is None for tensor in given):
+        return None
+    return torch.stack([like.new_zeros(like.shape) if tensor is None else tensor for tensor in given])
+
+
+class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
+    """PyG's ``RGCNConv`` (arXiv:1703.06103) on the rows of all types, in one operator.
+
+    Parameters are those of PyG's class; relation i is the i-th of ``edge_types``. Each relation has a mean, or sum, of
+    its own, also where PyG's class, with pyg-lib, would divide by the edges of all relations.
+
+    Args:
+        in_channels: Features of each node.
+        out_channels: Features of the result.
+        edge_types: The relations.
+        kwargs: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``, ``bias`` of PyG's class.
+
+    Raises:
+        ValueError: ``aggr`` is neither ``"mean"`` nor ``"sum"``.
+    """
+
+    fused = Fused(
+        pyg.RGCNConv, "aggregation (sum, mean) and products of all relations", ("sum", "mean"), lambda layer: {}, 0
+    )
+
+    def __init__(self, in_channels: int, out_channels: int, edge_types: list[EdgeType], **kwargs: Any) -> None:
+        if kwargs.get("aggr", "mean") not in ("mean", "sum", "add"):
+            raise ValueError(f"aggr={kwargs['aggr']!r} is unknown; use mean or sum")
+        super().__init__(in_channels, out_channels, len(edge_types), **kwargs)
+        self.edge_types = edge_types
+
+    def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
+        """Return the rows of the targets of all types."""
+        weight = self.weight
+        if self.num_bases is not None:
+            weight = (self.comp @ weight.flatten(1)).view(-1, *weight.shape[1:])
+        elif self.num_blocks is not None:
+            weight = torch.stack([torch.block_diag(*blocks) for blocks in weight])  # type: ignore[no-untyped-call]
+        weights = {kind: weight[self.edge_types.index(kind)] for kind in part.edges}
+        own: dict[NodeType, Any] = {} if self.root is None else dict.fromkeys(part.targets, self.root)
+        shift: dict[NodeType, Any] = {} if self.bias is None else dict.fromkeys(part.targets, self.bias)
+        return update_types(rows, part, weights, own, shift, self.aggr == "mean", then)
+
+
+class TypedConv(HeteroConv):  # type: ignore[misc]
+    """PyG's ``HeteroConv`` that computes no more rows than are asked for.
+
+    With a GraphSAGE layer per relation, those of a layer run as one operator on the CPU, unless something about one of
+    them is out of the ordinary.
+    """
+
+    def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
+        """Return the rows of the targets of all types, and what comes then."""
+        if self._fuses(rows, part):
+            convs = {kind: self.convs[kind] for kind in part.edges}
+            weights = {kind: conv.lin_l.weight.t() for kind, conv in convs.items()}
+            own: dict[NodeType, Any] = {}
+            shift: dict[NodeType, Any] = {}
+            for (_, _, name), conv in convs.items():
+                if conv.root_weight:
+                    own[name] = own.get(name, 0) + conv.lin_r.weight.t()
+                if conv.lin_l.bias is not None:
+                    shift[name] = shift.get(name, 0) + conv.lin_l.bias
+            aggr = next(iter(convs.values())).aggr
+            return update_types(rows, part, weights, own, shift, aggr == "mean", then)
+        x = rows.to_dict()
+        pairs = {kind: (x[kind[0]], x[kind[2]][: part.targets[kind[2]]]) for kind in part.edges}
+        found = super().forward(pairs, part.edges)
+        out = torch.cat([found[name] for name in part.targets])
+        return TypedRows([activated(out, then)], [dict(part.targets)])
+
+    def _fuses(self, rows: TypedRows, part: Part) -> bool:
+        convs = [self.convs[kind] for kind in part.edges]
+        if not runs_here([*rows.tables, *part.edges.values()]) or has_hooks(self):
+            return False
+        if not all(type(conv) is SAGEConv and obstacle(conv) is None and _plain(conv) for conv in convs):
+            return False
+        if len({conv.aggr for conv in convs}) > 1 or any(has_hooks(conv) for conv in convs):
+            return False
+        weights = [lin.weight for conv in convs for lin in conv.fused.products(conv).values()]
+        if any(nn.parameter.is_lazy(weight) for weight in weights):
+            return False
+        dtype = rows.tables[0].dtype
+        dtypes = AUTOCAST_DTYPES if torch.is_autocast_enabled("cpu") else (dtype,)
+        if any(tensor.dtype not in dtypes for tensor in (*rows.tables, *weights)):
+            return False
+        width = {name: table.size(1) for table, names in zip(rows.tables, rows.counts, strict=True) for name in names}
+        # Shapes that do not fit are PyG's to complain about.
+        return all(
+            conv.lin_l.weight.size(1) == width[kind[0]]
+            and (not conv.root_weight or conv.lin_r.weight.size(1) == width[kind[2]])
+            for kind, conv in zip(part.edges, convs, strict=True)
+        )
+
+
+def _plain(conv: SAGEConv) -> bool:
+    return conv.aggr in ("mean", "sum", "add") and not conv.project and not conv.normalize

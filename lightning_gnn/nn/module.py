@@ -1,0 +1,268 @@
+"""What all tasks share: a PyG model as a LightningModule, its optimizer, and the forward pass over any batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+from torchmetrics import MeanMetric
+
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
+from lightning_gnn.nn.conv.fused import FUSED_ON
+from lightning_gnn.nn.inference import infer
+from lightning_gnn.nn.models import num_layers, trims_exactly
+
+
+class GNNModule(pl.LightningModule):
+    """A PyG model, its optimizer, and the forward pass over any batch: what all tasks share.
+
+    Args:
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to one row per node. Any PyG model will do.
+        lr: Learning rate of Adam, for ``optimizer=None``.
+        weight_decay: Weight decay of Adam, for ``optimizer=None``.
+        optimizer: Takes the parameters and returns an optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.1)``.
+        scheduler: Takes the optimizer and returns a scheduler (one step per epoch; a plateau scheduler watches
+            ``val_loss``) or Lightning's ``lr_scheduler`` dictionary.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``lr`` or ``weight_decay`` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not lr > 0:
+            raise ValueError(f"lr must be positive, got {lr}")
+        if not weight_decay >= 0:
+            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        self.model = model
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
+        self._checked: set[str] = set()
+        # "disable" hands a NaN on to EarlyStopping and the user, where the default drops it (and looks for it, which
+        # stalls a device). torchmetrics 1.9 then ignores weights, so update it with a loss per node.
+        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.test_loss = MeanMetric(nan_strategy="disable")
+
+    def forward(self, batch: Data | HeteroData) -> Any:
+        """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
+
+        The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
+        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
+        any, replaces the aggregation of the first layer. A warning tells, once, where mini-batches have another number
+        of hops than the model has layers. Features of 16 bits are widened for a model of float32, except under
+        autocast.
+
+        Raises:
+            TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
+                ``x`` is of a dtype that the model cannot multiply by its weights.
+            ValueError: the batch has no ``x`` or no ``edge_index``.
+        """
+        if isinstance(batch, HeteroData):
+            return self._forward_types(batch)
+        for name in ("x", "edge_index"):
+            if batch.get(name) is None:
+                raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
+        self._compare_hops(batch)
+        x = self._widened(batch.x)
+        self._tell_unfused(batch)
+        extra: dict[str, Any] = {}
+        for name in ("edge_weight", "edge_attr"):
+            takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
+            if takes and batch.get(name) is not None:
+                extra[name] = batch[name]
+        if batch.get("x_aggregated") is not None:
+            if "x_aggregated" not in self._forward_arguments:
+                raise ValueError(
+                    f"the batch has x_aggregated, which {type(self.model).__name__}.forward does not take; use a model "
+                    "of lightning_gnn.nn, or leave precompute out of the DataModule"
+                )
+            extra["x_aggregated"] = batch.x_aggregated
+        if self._trims(batch):
+            extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
+            extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
+        if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
+            shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
+            return infer(self.model, x, batch.edge_index, settings=batch.inference, **shown, **extra)
+        if is_graph(batch.edge_index):
+            check_takes_graph(self.model)
+        try:
+            out: Tensor = self.model(x, batch.edge_index, **extra)
+        except RuntimeError as error:
+            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+            if "dtype" not in str(error) or batch.x.dtype in weights or len(weights) != 1:
+                raise
+            (wanted,) = weights
+            raise TypeError(
+                f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
+            ) from error
+        return out
+
+    def _forward_types(self, batch: HeteroData) -> Any:
+        """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
+        if featureless := [store._key for store in batch.node_stores if store.get("x") is None]:
+            raise ValueError(
+                f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
+                f"data[{featureless[0]!r}].x = torch.nn.Parameter(torch.randn(num_nodes, 64))"
+            )
+        extra = {
+            name: values
+            for name in ("edge_weight_dict", "edge_attr_dict", "num_sampled_nodes_dict", "num_sampled_edges_dict")
+            if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
+        }
+        self._compare_hops(batch)
+        self._tell_unfused(batch)
+        out = self.model({name: self._widened(x) for name, x in batch.x_dict.items()}, batch.edge_index_dict, **extra)
+        if not isinstance(out, Mapping):
+            raise TypeError(
+                f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
+            )
+        return out
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
+        if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+            return x
+        weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+        return x.to(torch.float32) if weights == {torch.float32} else x
+
+    def _compare_hops(self, batch: Data | HeteroData) -> None:
+        """Warn, once, where mini-batches have another number of hops than the model has layers."""
+        if "hops" in self._checked:
+            return
+        self._checked.add("hops")
+        hops, layers = _num_hops(batch), num_layers(self.model)
+        if hops is None or layers is None:
+            return
+        # For want of which there would be a hop more.
+        known = isinstance(batch, Data) and batch.get("x_aggregated") is not None
+        count = hops + known
+        if count == layers or (known and layers == 1):
+            return
+        effect = (
+            "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
+            if count < layers
+            else "what is sampled beyond the layers changes nothing"
+        )
+        rank_zero_warn(
+            f"the model has {layers} layers, but its mini-batches have {count} "
+            f"hop{'s' if count != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
+        )
+
+    def _tell_unfused(self, batch: Data | HeteroData) -> None:
+        """Say, once, which layers run as PyG's operators on mini-batches on the CPU, and why."""
+        if "fused" in self._checked or not self.training or self._trainer is None:
+            return
+        self._checked.add("fused")
+        devices = {edges.device.type for edges in _edge_tensors(batch)}
+        if _num_hops(batch) is None or not devices:
+            return
+        if devices <= set(FUSED_ON) and (reasons := unfused_layers(self.model)):
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {told}")
+
+    def _progress_shown(self) -> Any:
+        """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.
+
+        False says that no bars are wanted, None that others may be shown.
+        """
+        if self._trainer is None:
+            return None
+        callback: Any = self._trainer.progress_bar_callback
+        if callback is None or callback.is_disabled:
+            return False
+        bar = getattr(callback, "progress", None)
+        return bar if hasattr(bar, "add_task") else None
+
+    def _stop_if_told(self) -> None:
+        """Answer a signal that a callback waits to answer after the batch, which here may take hours.
+
+        In training it must wait: the callback writes a checkpoint then.
+        """
+        trainer = self._trainer
+        if trainer is None or trainer.world_size > 1 or trainer.state.fn == "fit":
+            return
+        if any(getattr(callback, "signal", None) is not None for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    def _trims(self, batch: Data) -> bool:
+        if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:
+            return False
+        if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
+            return False
+        hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
+        return trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.
+
+        Raises:
+            ValueError: the model has parameters without a size yet (``in_channels=-1``).
+        """
+        for name, parameter in self.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise ValueError(f"{name} has no size yet: give in_channels, or run the model on one batch first")
+        if self._optimizer is None:
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(
+                self.parameters(), lr=self.lr, weight_decay=self.weight_decay
+            )
+        else:
+            optimizer = self._optimizer(self.parameters())
+        if self._scheduler is None:
+            return optimizer
+        scheduler = self._scheduler(optimizer)
+        if not isinstance(scheduler, dict):
+            scheduler = {"scheduler": scheduler, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _must_check(self, stage: str, values: Tensor) -> bool:
+        """Say whether to look at ``values``: a look stalls a device, which gets one only at a stage's first batch."""
+        must = stage not in self._checked or values.device.type == "cpu"
+        self._checked.add(stage)
+        return must
+
+    def _log_loss(self, stage: str, losses: Tensor) -> Tensor:
+        """Log ``losses``, one per node or edge, and return their mean."""
+        loss, size = losses.mean(), losses.size(0)
+        if stage == "train":
+            self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
+            return loss
+        # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
+        mean: MeanMetric = getattr(self, f"{stage}_loss")
+        mean.update(losses.detach())
+        self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
+        return loss
+
+
+def _num_hops(batch: Data | HeteroData) -> int | None:
+    """Return how many hops were sampled; None for a whole graph."""
+    if isinstance(batch, HeteroData):
+        by_type = batch.collect("num_sampled_edges", True)
+        return max((len(numbers) for numbers in by_type.values()), default=None)
+    hops = batch.get("num_sampled_edges")
+    return len(hops) if isinstance(hops, (list, tuple)) else None
+
+
+def _edge_tensors(batch: Data | HeteroData) -> list[Tensor]:
+    found = batch.collect("edge_index", True).values() if isinstance(batch, HeteroData) else [batch.edge_index]
+    return [edges for edges in found if isinstance(edges, Tensor)]

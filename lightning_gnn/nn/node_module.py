@@ -1,0 +1,124 @@
+"""Prediction for nodes as a LightningModule, on neighbour-sampled mini-batches and on full graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
+from torchmetrics import Metric
+
+from lightning_gnn.nn.module import GNNModule
+
+
+class NodeModule(GNNModule):
+    """What all predictions for nodes share: which nodes have labels in a batch, loss and metric of a stage.
+
+    A class derived from it has ``metric_name``, a metric per stage as its attribute ``{stage}_{metric_name}``,
+    :meth:`_labels`, :meth:`_losses` and ``target``, the node type in question, or None.
+    """
+
+    metric_name: str
+    target: NodeType | None
+
+    def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Any]:
+        """Return the mean loss of the batch's training nodes, ``loss``, and their number, ``weight``."""
+        loss, weight = self._step(batch, "train")
+        return {"loss": loss, "weight": weight}
+
+    def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
+        """Log loss and metric of the batch's validation nodes."""
+        self._step(batch, "val")
+
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
+        """Log loss and metric of the batch's test nodes."""
+        self._step(batch, "test")
+
+    def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return the model's rows ``[batch_size, outputs]`` of the seeds, of all nodes for a full graph.
+
+        A full graph may name the nodes in question, ``pred_nodes`` int64 ``[n]``. Of a classifier they are logits.
+        """
+        part, rows = self._predicted(batch), self._rows(batch)
+        if "batch_size" in part:
+            return rows[: part.batch_size]
+        nodes = part.get("pred_nodes")
+        return rows if nodes is None else rows[nodes.to(rows.device)]
+
+    def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
+        """Return checked labels of the nodes in question.
+
+        Args:
+            y: Labels of all nodes of the batch.
+            nodes: The nodes in question.
+            stage: For which stage.
+        """
+        raise NotImplementedError
+
+    def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Return a loss per node."""
+        raise NotImplementedError
+
+    def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
+        """Refuse outputs that do not fit the labels."""
+        raise NotImplementedError
+
+    def _predicted(self, batch: Data | HeteroData) -> Any:
+        """Return what is predicted: the batch, or its part of the type that is."""
+        if isinstance(batch, HeteroData) == (self.target is None):
+            raise ValueError(
+                f"the batch has the types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
+                if isinstance(batch, HeteroData)
+                else f"target={self.target!r} needs batches with types, as of NeighborDataModule with a HeteroData"
+            )
+        if self.target is not None and self.target not in batch.node_types:
+            raise ValueError(f"the batch has no type {self.target!r}, only {', '.join(batch.node_types)}")
+        return batch if self.target is None else batch[self.target]
+
+    def _rows(self, batch: Data | HeteroData) -> Tensor:
+        out = self(batch)
+        if self.target is not None and self.target not in out:
+            raise ValueError(f"the model returns no rows of {self.target!r}, only of {', '.join(out)}")
+        rows: Tensor = out if self.target is None else out[self.target]
+        return rows
+
+    def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int]:
+        part = self._predicted(batch)
+        nodes = _labelled_nodes(part, stage)
+        y = part.get("y")
+        if y is None:
+            raise ValueError(f"the batch has no labels 'y', only {sorted(part.keys())}")
+        labels = self._labels(y, nodes, stage)
+        rows = self._rows(batch)
+        # Outputs that are memory-mapped stay so; the rows in question go to where the labels are.
+        rows = rows[nodes if isinstance(nodes, slice) else nodes.to(rows.device)].to(labels.device)
+        self._check_rows(rows, labels)
+        metric: Metric = getattr(self, f"{stage}_{self.metric_name}")
+        metric.update(rows.detach(), labels)
+        name, size = f"{stage}_{self.metric_name}", labels.size(0)
+        self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
+        return self._log_loss(stage, self._losses(rows, labels)), size
+
+
+def _labelled_nodes(batch: Any, stage: str) -> slice | Tensor:
+    if "batch_size" in batch:
+        if batch.batch_size < 1:
+            raise ValueError(f"the {stage} batch has batch_size={batch.batch_size}: it has no seeds")
+        return slice(0, batch.batch_size)
+    mask = batch.get(f"{stage}_mask")
+    if mask is None:
+        raise ValueError(
+            f"the batch has neither 'batch_size' (mini-batch) nor '{stage}_mask' (full graph), "
+            f"only {sorted(batch.keys())}"
+        )
+    if mask.dtype != torch.bool or mask.dim() != 1 or mask.size(0) != batch.num_nodes:
+        raise ValueError(
+            f"{stage}_mask must be a bool tensor [{batch.num_nodes}], got {mask.dtype} {list(mask.shape)}; "
+            f"of several splits choose one column"
+        )
+    nodes: Tensor = mask.nonzero().view(-1)
+    if nodes.numel() == 0:
+        raise ValueError(f"{stage}_mask marks none of the {batch.num_nodes} nodes")
+    return nodes

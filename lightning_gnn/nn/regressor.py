@@ -1,0 +1,73 @@
+"""Regression: numbers for nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.typing import NodeType
+from torchmetrics import MeanAbsoluteError
+
+from lightning_gnn.nn.classifier import STAGES
+from lightning_gnn.nn.node_module import NodeModule
+
+
+class NodeRegressor(NodeModule):
+    """Trains a PyG model to predict one or more numbers per node, by the mean squared error.
+
+    Batches are those of :class:`~lightning_gnn.nn.NodeClassifier`; ``y`` is floating, ``[N]`` or ``[N, T]``, and the
+    model has as many outputs. Logged, each weighted by the number of labelled nodes: ``train_loss``, ``val_loss``,
+    ``test_loss``, and the mean absolute error: ``train_mae``, ``val_mae``, ``test_mae``. Checkpoints keep no objects:
+    ``NodeRegressor.load_from_checkpoint(path, model=model)``.
+
+    Args:
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to numbers ``[N, T]``.
+        lr: Learning rate of Adam.
+        weight_decay: Weight decay of Adam.
+        optimizer: Takes the parameters and returns an optimizer in place of Adam.
+        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
+        target: The node type in question, for graphs with types.
+
+    Raises:
+        ValueError: an argument is out of range; at the first batch: features, numbers or the stage's mask are missing,
+            empty, of a wrong shape or type, a number is NaN or infinite, or the model has another number of outputs.
+    """
+
+    metric_name = "mae"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        target: NodeType | None = None,
+    ) -> None:
+        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        self.target = target
+        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        for stage in STAGES:
+            setattr(self, f"{stage}_mae", MeanAbsoluteError())
+
+    def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
+        if y.dim() not in (1, 2) or not y.is_floating_point():
+            raise ValueError(
+                f"y must hold numbers, floating [N] or [N, T], got {y.dtype} {list(y.shape)}; for classes use "
+                "NodeClassifier"
+            )
+        numbers = y[nodes].view(-1, 1 if y.dim() == 1 else y.size(1))
+        if self._must_check(stage, numbers) and not numbers.isfinite().all():
+            raise ValueError("y holds NaN or infinity among the labelled nodes")
+        return numbers
+
+    def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
+        if rows.shape != labels.shape:
+            raise ValueError(f"the model has {rows.size(-1)} outputs, but y holds {labels.size(1)} numbers per node")
+
+    def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(rows, labels.to(rows.dtype), reduction="none").mean(1)
