@@ -296,7 +296,7 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
     labelled = [name for name in data.node_types if data[name].get("y") is not None]
     if target is None and len(labelled) == 1:
         target = labelled[0]
-    if target not in data.node_types:
+    if target not in (labelled or data.node_types):
         kinds = ", ".join(labelled or data.node_types)
         raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {kinds}")
     return str(target)

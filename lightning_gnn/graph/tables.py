@@ -70,7 +70,7 @@ def from_tables(
             raise ValueError(f"primary key {name}.{column} is missing in row {int(_missing(values).argmax())}")
         order = np.argsort(values, kind="stable")
         if (same := np.flatnonzero(values[order][1:] == values[order][:-1])).size:
-            raise ValueError(f"primary key {name}.{column} holds {values[order][same[0]]!r} more than once")
+            raise ValueError(f"primary key {name}.{column} holds {_plain(values[order][same[0]])!r} more than once")
         keys[name] = values[order], order
     used: dict[str, set[str]] = {name: set() for name in frames}
     for given in (primary_keys, time_columns, labels):
@@ -122,6 +122,11 @@ def _missing(values: Array) -> npt.NDArray[np.bool_]:
     return np.zeros(values.shape, dtype=bool)
 
 
+def _plain(value: Any) -> Any:
+    """Return NumPy's numbers and strings as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _edges(values: Array, keys: Array, order: Array, name: str, other: str) -> Tensor:
     """Look up each key that is there."""
     rows = np.flatnonzero(~_missing(values))
@@ -131,7 +136,7 @@ def _edges(values: Array, keys: Array, order: Array, name: str, other: str) -> T
     at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
     unknown = np.flatnonzero(keys[at] != wanted) if len(keys) else np.arange(len(wanted))
     if unknown.size:
-        raise ValueError(f"{name} refers to {wanted[unknown[0]]!r}, which is no row of {other!r}")
+        raise ValueError(f"{name} refers to {_plain(wanted[unknown[0]])!r}, which is no row of {other!r}")
     return torch.from_numpy(np.stack([rows, order[at] if len(keys) else at]))
 
 

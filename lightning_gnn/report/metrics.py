@@ -15,7 +15,7 @@ from lightning_gnn.runtime.files import write_whole
 if TYPE_CHECKING:  # which the command alone needs
     from rich.console import Console
 
-NAMES = {"acc": "accuracy", "auc": "AUC", "loss": "loss"}
+NAMES = {"acc": "accuracy", "auc": "AUC", "mrr": "MRR", "loss": "loss"}
 STAGES = {"test": "Test", "val": "Validation"}
 
 

@@ -156,6 +156,8 @@ class NeighborDataModule(MiniBatchDataModule):
     def _seeds(self, stage: str) -> Any:
         """Return the seeds of a stage as PyG's loaders take them."""
         nodes, chosen = self._nodes[stage], self._types[stage]
+        if stage == "predict" and nodes is None:
+            chosen = self._types["train"]  # all nodes of the type that is trained
         if chosen is None and isinstance(self.data, HeteroData):
             raise ValueError(f"there are no nodes for {stage}ing; give input_{stage.removesuffix('ict')}_nodes")
         return nodes if chosen is None else (chosen, nodes)
@@ -180,7 +182,7 @@ class NeighborDataModule(MiniBatchDataModule):
         if isinstance(self.data, HeteroData):
             kind, nodes = self._seeds(stage)
             if stage == "predict":
-                return self.full_loader(stage, kind, pred_nodes=_ids(nodes))
+                return self.full_loader(stage, kind, **({} if nodes is None else {"pred_nodes": _ids(nodes)}))
             return self.full_loader(stage, kind, **{f"{stage}_mask": mask_of(nodes, self.data[kind].num_nodes)})
         chosen = {
             f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)

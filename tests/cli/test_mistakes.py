@@ -12,7 +12,7 @@ from tests.cli.test_plan import plan
 BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
 COMPOSED = {
     "strategy=hyscal": "strategy=hyscal is unknown (did you mean hyscale?): there are ascend_hybrid, auto, ddp, ",
-    "-m model=gcn,gcnn": "model=gcnn is unknown (did you mean gcn?): there are gat, gcn, gin, sage",
+    "-m model=gcn,gcnn": "model=gcnn is unknown (did you mean gcn?): there are gat, gcn, gin, hetero_sage",
     "modle=gcn": "modle is unknown: did you mean mode or model?",
     "-m modle=gcn,gat": "modle is unknown: did you mean mode or model?",
     "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",

@@ -278,7 +278,12 @@ def test_two_processes(tmp_path):
 def test_help_and_relative_paths_from_another_directory(tmp_path, monkeypatch, capfd):
     shown = spawn("--help", cwd=tmp_path)
     assert shown.returncode == 0
-    for text in ("usage: lgnn", "model: gat, gcn, gin, sage", "datamodule.num_neighbors", "Examples"):
+    for text in (
+        "usage: lgnn",
+        "model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage",
+        "datamodule.num_neighbors",
+        "Examples",
+    ):
         assert text in shown.stdout
     monkeypatch.chdir(tmp_path)
     assert lgnn(tmp_path / "out", "data=custom", "data.root=here", base=[]) == 2

@@ -27,6 +27,7 @@ from lightning_gnn import (
     sample_neighbors,
 )
 from lightning_gnn.hyscale.accelerator_sampling import can_sample_on
+from lightning_gnn.nn import FullInference, HeteroGraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.ops import batch_key
 from lightning_gnn.sampling import ThreadedNodeLoader
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
@@ -380,7 +381,6 @@ def test_embeddings_of_a_type_without_features(tmp_path):
         ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
         ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
         ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
-        ({"inference": "full"}, ValueError, "inference='full' goes over all edges at once, .* a graph with types"),
         ({"precompute": "first_layer"}, ValueError, "precompute goes over all edges at once, .* a graph with types"),
         ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
     ],
@@ -574,3 +574,48 @@ def test_endless_windows():
         seed_time = torch.tensor([now])
         out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=seed_time, time_window=window)
         assert out.edge.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["node", "link"])
+def test_full_inference_is_the_model_on_the_whole_graph(kind, tmp_path):
+    data = typed_data()
+    data["venue"].x = torch.randn(SIZES["venue"], 4)
+    data["paper"].test_mask = data["paper"].val_mask
+    widths = {name: data[name].num_features for name in data.node_types}
+    torch.manual_seed(0)
+    model = HeteroGraphSAGE(data.metadata(), widths, 8, 2, 3)
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with torch.no_grad():
+        rows = model(data.x_dict, data.edge_index_dict)
+    if kind == "node":
+        datamodule = NeighborDataModule(data, num_neighbors=[2, 2], batch_size=64, inference="full")
+        module = NodeClassifier(model, 3, target="paper")
+        (found,) = trainer.test(module, datamodule, verbose=False)
+        mask = data["paper"].test_mask
+        want = torch.nn.functional.cross_entropy(rows["paper"][mask], data["paper"].y[mask])
+        torch.testing.assert_close(found["test_loss"], want.item(), rtol=1e-5, atol=1e-6)
+        (logits,) = trainer.predict(module, datamodule)
+        torch.testing.assert_close(logits, rows["paper"])
+        trainer.fit(module, datamodule)
+    else:
+        edges, labels = data[WRITES].edge_index[:, :40], torch.arange(40) % 2
+        datamodule = LinkDataModule(
+            data, (WRITES, edges), input_pred_edges=(WRITES, edges), input_test_edges=(WRITES, edges),
+            input_test_labels=labels, num_neighbors=[2, 2], batch_size=64, inference="full", neg_sampling="binary",
+        )  # fmt: skip
+        module = LinkPredictor(model, target=WRITES)
+        (scores,) = trainer.predict(module, datamodule)
+        torch.testing.assert_close(scores, (rows["author"][edges[0]] * rows["paper"][edges[1]]).sum(1))
+        assert trainer.test(module, datamodule, verbose=False)[0]["test_loss"] > 0
+    assert "val_mask" in data["paper"]
+    assert "pred_nodes" not in data["paper"]
+
+
+def test_full_inference_of_types_stays_in_memory():
+    data = typed_data()
+    datamodule = NeighborDataModule(data, num_neighbors=[2], inference=FullInference(memory_limit=0))
+    with pytest.raises(ValueError, match="graphs with types run in memory; leave out folder and memory_limit"):
+        datamodule.val_dataloader()

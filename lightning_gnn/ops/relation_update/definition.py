@@ -160,8 +160,10 @@ class _RelationUpdate(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
             given: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, self_weight, bias)]
-            x, weight, self_weight, bias = given
-            out, _ = reference.relation_update(edges, x, weight, self_weight, bias, *ctx.layout, ctx.mean)
+            targets, relations, own = ctx.layout
+            out, _ = reference.relation_update(
+                edges, given[0], given[1], given[2], given[3], targets, relations, own, ctx.mean
+            )
             some = [tensor for tensor, want in zip(given, wanted, strict=True) if want]
             grads = iter(torch.autograd.grad(activated(out, ctx.then), some, grad, create_graph=True))
             return *(next(grads) if want else None for want in wanted), None, None, None, None
