@@ -39,6 +39,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.typed_sampling $(ARGS)
 	$(BIN)/python -m benchmarks.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.epoch $(ARGS)
+	$(BIN)/python -m benchmarks.typed_epoch $(ARGS)
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.plan_cpu $(ARGS)
 	$(BIN)/python -m benchmarks.collective $(ARGS)
