@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from datetime import date
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,7 @@ def from_tables(
         values = frames[name][column]
         if _missing(values).any():
             raise ValueError(f"primary key {name}.{column} is missing in row {int(_missing(values).argmax())}")
+        values = _of_one_kind(values)
         order = np.argsort(values, kind="stable")
         if (same := np.flatnonzero(values[order][1:] == values[order][:-1])).size:
             raise ValueError(f"primary key {name}.{column} holds {_plain(values[order][same[0]])!r} more than once")
@@ -118,8 +121,20 @@ def _missing(values: Array) -> npt.NDArray[np.bool_]:
     if values.dtype.kind in "mM":
         return np.isnat(values)
     if values.dtype.kind == "O":
-        return np.array([value is None or value != value for value in values], dtype=bool)  # NaN is not itself
+        return np.array([_is_missing(value) for value in values], dtype=bool)
     return np.zeros(values.shape, dtype=bool)
+
+
+def _is_missing(value: Any) -> bool:
+    try:
+        return value is None or bool(value != value)  # NaN is not itself
+    except TypeError:  # pandas.NA is neither itself nor not
+        return True
+
+
+def _of_one_kind(values: Array) -> Array:
+    """Return objects, none of which is missing, as an array of numbers or strings, none of which is cut."""
+    return np.array(values.tolist()) if values.dtype.kind == "O" else values
 
 
 def _plain(value: Any) -> Any:
@@ -130,9 +145,16 @@ def _plain(value: Any) -> Any:
 def _edges(values: Array, keys: Array, order: Array, name: str, other: str) -> Tensor:
     """Look up each key that is there."""
     rows = np.flatnonzero(~_missing(values))
-    wanted = values[rows]
-    if wanted.dtype.kind != keys.dtype.kind and wanted.size:
-        wanted = np.array(wanted.tolist(), dtype=keys.dtype)  # floats for integers with gaps, objects for strings
+    wanted = _of_one_kind(values[rows])
+    if not wanted.size:
+        return torch.empty(2, 0, dtype=torch.int64)
+    if wanted.dtype.kind == "f" and keys.dtype.kind in "iu":  # integers with gaps
+        whole = wanted.astype(np.int64)
+        if (broken := np.flatnonzero(whole != wanted)).size:
+            raise ValueError(f"{name} refers to {_plain(wanted[broken[0]])!r}, which is no row of {other!r}")
+        wanted = whole
+    if keys.size and (wanted.dtype.kind in "US") != (keys.dtype.kind in "US"):
+        raise ValueError(f"{name} holds {wanted.dtype}, but the keys of {other!r} are {keys.dtype}")
     at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
     unknown = np.flatnonzero(keys[at] != wanted) if len(keys) else np.arange(len(wanted))
     if unknown.size:
@@ -146,6 +168,8 @@ def _features(name: str, columns: Mapping[str, Array], used: set[str]) -> tuple[
     for column, values in columns.items():
         if column in used:
             continue
+        if values.dtype.kind == "O" and all(isinstance(v, Number) or _is_missing(v) for v in values):
+            values = np.array([np.nan if _is_missing(v) else float(v) for v in values])
         if values.dtype.kind in "biuf":
             parts.append(_scaled(values.astype(np.float64)))
             names.append(column)
@@ -184,6 +208,8 @@ def _scaled(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _times(values: Array, name: str) -> Tensor:
     if _missing(values).any():
         raise ValueError(f"{name} is a time, but is missing in row {int(_missing(values).argmax())}")
+    if values.dtype.kind == "O" and all(isinstance(value, date) for value in values):
+        values = values.astype("M8[s]")
     if values.dtype.kind == "M":
         return torch.from_numpy(values.astype("M8[s]").astype(np.int64))
     if values.dtype.kind in "iu":

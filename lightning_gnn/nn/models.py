@@ -44,13 +44,16 @@ def trims_exactly(model: nn.Module, num_hops: int) -> bool:
 def num_layers(model: nn.Module) -> int | None:
     """Return how often a model passes messages; None where that cannot be told.
 
-    A model of the user's tells by its attribute ``num_layers``, if it has as many modules that pass messages.
+    A model of the user's tells by its attribute ``num_layers``, if it has as many modules that pass messages, or, where
+    a layer is made of several, as many ``convs``.
     """
     model = getattr(model, "_orig_mod", model)
     layers = getattr(model, "num_layers", None)
     if not isinstance(layers, int) or isinstance(model, BasicGNN):
         return layers if isinstance(layers, int) else None
-    return layers if sum(isinstance(module, MessagePassing) for module in model.modules()) == layers else None
+    passing = sum(isinstance(module, MessagePassing) for module in model.modules())
+    convs = getattr(model, "convs", None)
+    return layers if layers in (passing, len(convs) if isinstance(convs, nn.ModuleList) else None) else None
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """From tables to a graph with types and times."""
 
+import datetime
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,45 @@ def test_mistakes_are_named(change, error, message):
     arguments = KEYS | {name: value for name, value in change.items() if name not in tables}
     with pytest.raises(error, match=message):
         from_tables(tables, **arguments)
+
+
+class Unknown:
+    """Stands for pandas.NA, of which nothing can be told."""
+
+    def __ne__(self, other):
+        return self
+
+    def __bool__(self):
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+def test_columns_of_objects_are_what_they_hold():
+    """Data frames keep strings, integers with gaps and dates of Python as objects."""
+    gap = Unknown()
+    users = {"id": np.array([3, 10**17 + 1, 10**17], object), "age": np.array([1, gap, 3], object)}
+    orders = {
+        "user": np.array([10**17, gap, 10**17 + 1], object),
+        "day": np.array([datetime.date(2020, 1, day) for day in (1, 2, 5)], object),
+    }
+    data = from_tables({"user": users, "order": orders}, {"user": "id"}, {("order", "user"): "user"},
+                       time_columns={"order": "day"})  # fmt: skip
+    assert data["order", "f2p_user", "user"].edge_index.tolist() == [[0, 2], [2, 1]]
+    assert data["user"].x.tolist() == [[-1.0], [0.0], [1.0]]
+    assert (data["order"].time - data["order"].time[0]).tolist() == [0, 86_400, 4 * 86_400]
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted", "message"),
+    [
+        (["bob"], np.array(["bobby"], object), "order.user refers to 'bobby', which is no row of 'user'"),
+        ([5], [5.5], "order.user refers to 5.5, which is no row of 'user'"),
+        (["5"], [5], "order.user holds int64, but the keys of 'user' are <U1"),
+        ([], [5], "order.user refers to 5, which is no row of 'user'"),
+    ],
+)
+def test_keys_that_nearly_fit_do_not(keys, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        from_tables({"user": {"id": keys}, "order": {"user": wanted}}, {"user": "id"}, {("order", "user"): "user"})
 
 
 def test_long_texts_are_no_features():

@@ -223,6 +223,17 @@ def test_it_trains_with_one_line(kind, precision, tmp_path):
     assert trainer.callback_metrics["val_acc"] > 0.85
 
 
+def test_too_few_hops_are_told():
+    data = graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
+    data["a"].y = torch.zeros(60, dtype=torch.long)
+    module = NodeClassifier(RGCN(data.metadata(), 5, 8, 2, 2), 2, target="a")
+    loader = NeighborDataModule(data, ("a", torch.arange(20)), num_neighbors=[3], batch_size=5).train_dataloader()
+    with pytest.warns(
+        UserWarning, match="the model has 2 layers, but its mini-batches have 1 hop: nodes of the last hop"
+    ):
+        module(next(iter(loader)))
+
+
 def test_which_layers_are_fused():
     data = graph()
     for kind, unfused in ((HeteroGraphSAGE, 0), (RGCN, 0), (RGAT, 0), (HGT, 2)):
