@@ -84,7 +84,7 @@ def test_the_reference_agrees(storage, backend, reduce, heads):
         got = aggregate(graph, *inputs, reduce=reduce, backend=backend)
         want = aggregate(graph, *(tensor.double() for tensor in inputs), reduce=reduce, backend="reference")
         eps = torch.finfo(got.dtype).eps
-        torch.testing.assert_close(got.double(), want, atol=100 * torch.finfo(torch.float32).eps, rtol=eps)
+        torch.testing.assert_close(got.double(), want, atol=1000 * torch.finfo(torch.float32).eps, rtol=eps)
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
