@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,6 +19,8 @@ from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.inference import infer
 from lightning_gnn.nn.models import num_layers, trims_exactly
+
+_COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
 
 class GNNModule(pl.LightningModule):
@@ -127,7 +130,7 @@ class GNNModule(pl.LightningModule):
             )
         extra = {
             name: values
-            for name in ("edge_weight_dict", "edge_attr_dict", "num_sampled_nodes_dict", "num_sampled_edges_dict")
+            for name in ("edge_weight_dict", "edge_attr_dict", *(_COUNTS_BY_TYPE if _counts_hold(batch) else ()))
             if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
         }
         self._compare_hops(batch)
@@ -210,6 +213,8 @@ class GNNModule(pl.LightningModule):
             return False
         if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
             return False
+        if not _counts_hold(batch):
+            return False
         hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
         return trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
 
@@ -252,6 +257,29 @@ class GNNModule(pl.LightningModule):
         mean.update(losses.detach())
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
+
+
+def _counts_hold(batch: Data | HeteroData) -> bool:
+    """Say whether the edges are those that were sampled: a transform may have added, dropped or moved some since.
+
+    Where they would have to be waited for, on a device, their number alone tells.
+    """
+    for store in batch.edge_stores:
+        edges, counts = store.get("edge_index"), store.get("num_sampled_edges")
+        if counts is None or not isinstance(edges, Tensor):
+            continue
+        counts = [int(count) for count in counts]
+        if sum(counts) != edges.size(1):
+            return False
+        nodes = (batch[store._key[2]] if isinstance(batch, HeteroData) else store).get("num_sampled_nodes")
+        if not edges.is_cpu or nodes is None:
+            continue
+        # What is sampled in a hop leads to nodes that were found before it.
+        found = accumulate(int(count) for count in nodes)
+        for hop, num_targets in zip(torch.split(edges[1], counts), found, strict=False):
+            if hop.numel() and int(hop.max()) >= num_targets:
+                return False
+    return True
 
 
 def _num_hops(batch: Data | HeteroData) -> int | None:

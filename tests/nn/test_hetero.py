@@ -5,11 +5,12 @@ import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATConv, HeteroConv, HGTConv, RGCNConv, SAGEConv
+from torch_geometric.transforms import AddSelfLoops, RemoveDuplicatedEdges, ToUndirected
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier, unfused_layers
+from lightning_gnn.nn import HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, NodeClassifier, unfused_layers
 from lightning_gnn.nn.hetero import layers as typed_layers
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -221,6 +222,25 @@ def test_it_trains_with_one_line(kind, precision, tmp_path):
     )  # fmt: skip
     trainer.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5, 5], batch_size=50))
     assert trainer.callback_metrics["val_acc"] > 0.85
+
+
+@pytest.mark.parametrize("transform", [AddSelfLoops(), ToUndirected(merge=False), RemoveDuplicatedEdges()])
+@pytest.mark.parametrize("typed", [True, False])
+def test_edges_that_a_transform_changes_are_all_read(typed, transform):
+    data = graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
+    data["a"].y = torch.zeros(60, dtype=torch.long)
+    seeds = ("a", torch.arange(20))
+    if typed:
+        model, target = RGCN(data.metadata(), 5, 8, 2, 2), "a"
+    else:
+        edges = data["a", "x", "a"].edge_index
+        data, seeds = Data(x=data["a"].x, y=data["a"].y, edge_index=edges), seeds[1]
+        model, target = GraphSAGE(5, 8, 2, 2), None
+    options = {"num_neighbors": [3, 3], "batch_size": 5, "transform": transform, "replace": True}
+    for batch in NeighborDataModule(data, seeds, **options).train_dataloader():
+        logits = NodeClassifier(model, 2, target=target).predict_step(batch, 0)
+        whole = model(batch.x_dict, batch.edge_index_dict)["a"] if typed else model(batch.x, batch.edge_index)
+        torch.testing.assert_close(logits, whole[:5])
 
 
 def test_too_few_hops_are_told():
