@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, pu
 from benchmarks.machine import MISSING, machine
 from benchmarks.minibatch import make_data
 from benchmarks.roofline import roofline
-from benchmarks.timed_epochs import TimedEpochs
+from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import MachineLimits, measure_limits, num_cores
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
@@ -135,7 +134,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
     """Return seconds per mini-batch, infinite where it does not run."""
     torch.set_num_threads(spec["torch_threads"])
-    clock = _Batches()
+    clock = TimedBatches()
     try:
         model, datamodule = make(data, seeds, spec)
         trainer(spec, max_epochs=1, limit_train_batches=TRIAL_BATCHES, callbacks=[clock]).fit(model, datamodule)
@@ -143,19 +142,6 @@ def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
         print(f"{spec['library']}, {spec['model']}, {_named(spec)}: {type(error).__name__}: {error}")
         return math.inf
     return clock.seconds()
-
-
-class _Batches(pl.Callback):
-    """Times mini-batches after the first."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self._ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else math.inf
 
 
 class Chosen:

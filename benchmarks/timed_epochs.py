@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -37,3 +39,18 @@ class TimedEpochs(pl.Callback):
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize()
             self._gate.report((time.perf_counter() - self._start) / self._epochs * self._unit)
+
+
+class TimedBatches(pl.Callback):
+    """Times mini-batches after the first."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Note the time."""
+        self._ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Return seconds per mini-batch, infinite where there was only one."""
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else math.inf

@@ -11,8 +11,6 @@ workers and of torch's threads is the best of those tried. The figure is seconds
 from __future__ import annotations
 
 import logging
-import math
-import time
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +27,7 @@ from torch_geometric.utils import trim_to_layer
 from benchmarks import peers
 from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, publish
 from benchmarks.machine import MISSING, machine
-from benchmarks.timed_epochs import TimedEpochs
+from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from benchmarks.typed_sampling import mag
 from lightning_gnn.nn import RGCN, HeteroGraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import num_cores
@@ -147,7 +145,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
     papers = data["paper"].num_nodes
     seeds = torch.randperm(papers, generator=torch.Generator().manual_seed(0))[: spec["train_nodes"]]
     while "rounds" not in (message := gate.wait()):
-        clock = _Batches()
+        clock = TimedBatches()
         _train(data, seeds, {**spec, **message}, 1, clock, limit_train_batches=TRIAL_BATCHES)
         gate.report(clock.seconds())
     gate.report(0.0)
@@ -163,19 +161,6 @@ def _train(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=epochs, callbacks=[callback], **more,
     ).fit(model, datamodule=datamodule)  # fmt: skip
-
-
-class _Batches(pl.Callback):
-    """Times mini-batches after the first."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self._ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else math.inf
 
 
 def run(sizes: dict[str, int], runs: int, only: str = "") -> Rows:

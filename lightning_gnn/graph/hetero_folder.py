@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -151,7 +150,7 @@ def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None
 
 
 def _arrays(folder: Path, mmap: bool) -> dict[str, Tensor]:
-    return {path.stem: load_array(path, mmap) for path in sorted(folder.glob("*.npy")) if os.path.lexists(path)}
+    return {path.stem: load_array(path, mmap) for path in sorted(folder.glob("*.npy"))}
 
 
 def is_hetero_folder(root: str | Path) -> bool:
