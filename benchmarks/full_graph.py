@@ -4,6 +4,7 @@ Two-layer GCN and GAT with 256 hidden channels, as in NeutronAscend's evaluation
 and the skew of its table 1. The figure is milliseconds per epoch (forward, backward, Adam). The contestants on a graph
 have a process each and take turns. Every one runs on the number of torch's threads that suits it best, of one and all,
 by an epoch on each; for an epoch of seconds that is all of them. ``benchmarks/full_graph_peers.py`` lists the peers.
+The JSON also holds what the machine's copies and products allow.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import psutil
 import pytorch_lightning as pl
 import torch
 
-from benchmarks.full_graph_peers import PEERS, SHAPES, installed, make_graph, make_peer
+from benchmarks.full_graph_peers import PEERS, SHAPES, installed, make_graph, make_peer, shape
 from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
 from benchmarks.machine import machine
+from benchmarks.roofline import full_graph_roofline
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
+from lightning_gnn.planning.limits import measure_limits, num_cores
 
 SIZES = {"hidden": (256, 16), "heads": (4, 2), "shrink": (1, 40)}
 OURS = {"GCN": GCN, "GAT": GAT}
@@ -135,6 +138,22 @@ def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def bounds(hidden: int, heads: int, shrink: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the machine allows each of our epochs, and which part of that it reaches."""
+    limits = measure_limits(num_cores())
+    found = {}
+    for graph in SHAPES:
+        nodes, edges, features, classes = shape(graph, shrink)
+        for model in OURS:
+            ours = next((row for row in rows if row["name"] == f"ours, {model}, {graph}" and "median" in row), None)
+            if ours is not None:
+                widths = (features, hidden, classes)
+                bound = full_graph_roofline(nodes, edges, widths, model, heads, limits)
+                over = round(ours["median"] / bound["bound ms"], 2)
+                found[f"{model}, {graph}"] = {**bound, "measured over bound": over}
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("full_graph", __doc__, SIZES, argv)
     described = machine()
@@ -159,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "comparisons": comparisons(rows),
     }
+    if device == "cpu":
+        result["roofline"] = bounds(args.hidden, args.heads, args.shrink, rows)
     return publish(result, args.out)
 
 

@@ -39,16 +39,22 @@ def make_graph(name: str, shrink: int = 1) -> Data:
         name: One of ``SHAPES``.
         shrink: Divide nodes, edges and features by this.
     """
-    nodes, edges, features, classes, exponent = SHAPES[name]
+    nodes, edges, features, classes = shape(name, shrink)
     return planted_power_law(
-        max(nodes // shrink, 4 * classes),
-        edges // shrink,
+        nodes,
+        edges,
         classes,
-        max(features // shrink, 4),
-        exponent=exponent,
+        features,
+        exponent=SHAPES[name][-1],
         homophily=0.6 if shrink == 1 else 0.0,
         seed=0,
     )
+
+
+def shape(name: str, shrink: int = 1) -> tuple[int, int, int, int]:
+    """Return nodes, edges, features and classes of the graph."""
+    nodes, edges, features, classes, _ = SHAPES[name]
+    return max(nodes // shrink, 4 * classes), edges // shrink, max(features // shrink, 4), classes
 
 
 def sparse_pair(edge_index: Tensor, weight: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:

@@ -310,6 +310,21 @@ def float64():
     torch.set_default_dtype(previous)
 
 
+@pytest.mark.parametrize(
+    ("model", "moved", "flops"),
+    [
+        # 1,000 edges and 100 nodes pass twice through 4 columns; outputs of 16 and 4 columns.
+        ("GCN", 2 * 1100 * (4 * 4 + 8) + 4 * 100 * 4 * (16 + 4), 2 * 100 * (8 * 16 * 2 + 16 * 4 * 3)),
+        # Three times through 16 columns, and again for two heads of 4; outputs of 16 and 8.
+        ("GAT", 3 * 1100 * (16 * 4 + 8 + 8 * 4 + 8) + 4 * 100 * 4 * (16 + 8), 2 * 100 * (8 * 16 * 2 + 16 * 8 * 3)),
+    ],
+)
+def test_full_graph_roofline_counts_by_hand(model, moved, flops, load):
+    limits = MachineLimits(2, copy_bandwidth=1e6, gather_bandwidth=1.0, random_read_s=1.0, flops=2e6, flops_bf16=1.0)
+    found = load("roofline").full_graph_roofline(100, 1000, (8, 16, 4), model, 2, limits)
+    assert found["bound ms"] == round((moved + flops / 2) / 1e3, 1)
+
+
 @pytest.mark.parametrize("model", ["GCN", "GAT"])
 def test_peers_of_full_graph_training_compute_the_same(model, load, float64):
     peers = load("full_graph_peers")
