@@ -89,14 +89,16 @@ def test_accuracies_of_features_in_fewer_bits_are_compared_seed_by_seed(load):
         assert lost[name] == pytest.approx(accuracies["float32, synthetic"] - accuracies[name], abs=0.01)
 
 
-def test_accuracies_of_bfloat16_are_compared_seed_by_seed(load):
+@pytest.mark.parametrize(("model", "ways"), [("GCN", 3), ("GraphSAGE", 5)])
+def test_accuracies_are_compared_seed_by_seed(model, ways, load):
     sizes = ["--nodes", "300", "--edges", "2000", "--epochs", "1", "--full-epochs", "2"]
-    result = load("bf16_accuracy").main(["--quick", "--runs", "2", "--only", "GCN", *sizes])
+    result = load("accuracy").main(["--quick", "--runs", "2", "--only", model, *sizes])
     accuracies = {row["name"]: sum(row["values"]) / 2 for row in result["rows"]}
-    assert len(accuracies) == 3
+    assert len(accuracies) == ways
     lost = result["extra"]["mean points of accuracy lost against float32"]
-    for name in ("bfloat16 features, GCN, synthetic", "bfloat16, GCN, synthetic"):
-        assert lost[name] == pytest.approx(accuracies["float32, GCN, synthetic"] - accuracies[name], abs=0.01)
+    assert len(lost) == ways - 1
+    for name, points in lost.items():
+        assert points == pytest.approx(accuracies[f"float32, {model}, synthetic"] - accuracies[name], abs=0.01)
 
 
 def test_sampling_reports_what_a_thread_keeps(load):

@@ -221,6 +221,12 @@ class Attentive(Packaged):
         super().__init__(GAT)
 
 
+class Precomputed(Packaged):
+    """On mini-batches of a hop less, whose first layer has been aggregated before."""
+
+    loading: ClassVar = {"precompute": "first_layer"}
+
+
 class Adam(Plain):
     """Schedules, with a plateau one on a logged value."""
 
@@ -246,6 +252,7 @@ KINDS = {
 } | {
     "Packaged": options(Packaged, limit_val_batches=1.0),
     "Attentive": Attentive,
+    "Precomputed": Precomputed,
     "Sometimes": Sometimes,
     "OwnBackward": options(OwnBackward, gradient_clip_val=1.0),
     "Adam": options(Adam, max_epochs=4),
@@ -265,7 +272,9 @@ def trained(name, strategy="auto", data=None):
     """Train one of them, and return what is in it."""
     module = KINDS[name]()
     more = {"callbacks": AVERAGED["callbacks"]()} if name == "averaged" else {}
-    fit(module, strategy, data=datamodule(getattr(module, "fanouts", (-1,))) if data is None else data, **more)
+    if data is None:
+        data = datamodule(getattr(module, "fanouts", (-1,)), **getattr(module, "loading", {}))
+    fit(module, strategy, data=data, **more)
     return state(module)
 
 

@@ -11,6 +11,7 @@ from lightning_gnn.ops.sample.relation import most_draws
 
 _AHEAD = 8
 """How many rows ahead the sums are asked for; ``indptr`` twice as many."""
+_SUMS_PER_LINE = 8
 _CHUNK = 16
 """How many draws are looked up side by side."""
 _SHORT = 64
@@ -47,11 +48,14 @@ def pick_weighted(
         if t + 2 * _AHEAD < high:
             prefetch(indptr, node[t + 2 * _AHEAD])
         if t + _AHEAD < high:
-            # The last sum is read first, for the total, and the middle one after it.
             begin, end = indptr[node[t + _AHEAD]], indptr[node[t + _AHEAD] + 1]
-            if end > begin:
+            if end - begin > fanout or replace:
+                # The draws of a node fall all over a short list; of a long one the last sum and the middle are read
+                # first, and what follows is in the cache more often than not, as hubs are met often.
+                step = _SUMS_PER_LINE if end - begin <= _SHORT else max((end - begin) >> 2, 1)
+                for at in range(begin, end, step):
+                    prefetch(prefix, at)
                 prefetch(prefix, end - 1)
-                prefetch(prefix, (begin + end) >> 1)
         v = node[t]
         begin = indptr[v]
         degree = indptr[v + 1] - begin

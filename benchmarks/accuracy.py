@@ -1,8 +1,9 @@
-"""What it costs in accuracy to keep features in bfloat16 and to train in it.
+"""What it costs in accuracy to train in bfloat16, or with a first layer that is aggregated once.
 
 Test accuracy after as many epochs, with the same seeds: in float32, with features kept in bfloat16
 (``feature_dtype="bfloat16"``), and trained in bfloat16 besides (``Trainer(precision="bf16-mixed")``); GraphSAGE on
-mini-batches, and GCN on the whole graph.
+mini-batches, and GCN on the whole graph; GraphSAGE also with ``precompute="first_layer"``, which takes all neighbours
+there in place of sampled ones, alone and together with bfloat16.
 """
 
 from __future__ import annotations
@@ -28,32 +29,38 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16 features": {"feature_dtype": "bfloat16", "precision": "32-true"},
     "bfloat16": {"feature_dtype": "bfloat16", "precision": "bf16-mixed"},
 }
-MODELS = ("GraphSAGE", "GCN")
+STATIC = {
+    f"{name}static first layer": {**WAYS[way], "precompute": "first_layer"}
+    for way, name in (("float32", ""), ("bfloat16", "bfloat16 and "))
+}
+MODELS = {"GraphSAGE": {**WAYS, **STATIC}, "GCN": WAYS}
+FANOUTS = [25, 10]
 
 
 class Contestant:
     """Trains with one more seed at each call, and returns the test accuracy in percent."""
 
     def __init__(self, data: Data, model: str, way: str, epochs: int) -> None:
-        self.data, self.model, self.way, self.epochs = data, model, WAYS[way], epochs
-        self.seed = 0
+        self.data, self.model, self.epochs, self.seed = data, model, epochs, 0
+        self.way = dict(MODELS[model][way])
+        self.precision = self.way.pop("precision")
 
     def __call__(self) -> float:
         """Train and test once."""
         self.seed += 1
         pl.seed_everything(self.seed, verbose=False)
-        dtype, num_classes = self.way["feature_dtype"], int(self.data.y.max()) + 1
+        num_classes = int(self.data.y.max()) + 1
         kind: Any = GraphSAGE if self.model == "GraphSAGE" else GCN
         datamodule: Any = (
-            NeighborDataModule(self.data, num_neighbors=[10, 10], batch_size=128, seed=self.seed, feature_dtype=dtype)
+            NeighborDataModule(self.data, num_neighbors=FANOUTS, batch_size=128, seed=self.seed, **self.way)
             if self.model == "GraphSAGE"
-            else FullGraphDataModule(self.data, feature_dtype=dtype)
+            else FullGraphDataModule(self.data, **self.way)
         )
         model = kind(self.data.num_features, 64, num_layers=2, out_channels=num_classes, dropout=0.5)
         module = NodeClassifier(model, num_classes=num_classes)
         trainer = pl.Trainer(
             accelerator="cpu",
-            precision=self.way["precision"],
+            precision=self.precision,
             max_epochs=self.epochs,
             limit_val_batches=0,
             logger=False,
@@ -67,7 +74,7 @@ class Contestant:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     paths = {"planetoid": "folder of PyG's Planetoid files, to measure Cora and CiteSeer too"}
-    args = parse("bf16_accuracy", __doc__, SIZES, argv, runs=5, paths=paths)
+    args = parse("accuracy", __doc__, SIZES, argv, runs=5, paths=paths)
     warnings.filterwarnings("ignore")
     for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -79,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     contestants: dict[str, Callable[[], float] | None] = {
         f"{way}, {model}, {name}": Contestant(data, model, way, epochs[model])
         for name, data in graphs.items()
-        for model in MODELS
-        for way in WAYS
+        for model, ways in MODELS.items()
+        for way in ways
     }
     rows = measure({n: c for n, c in contestants.items() if args.only in n}, args.runs, warmup=0)
     mean = {row["name"]: sum(row["values"]) / len(row["values"]) for row in rows}
@@ -90,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if way != "float32" and f"float32, {rest}" in mean:
             lost[name] = round(mean[f"float32, {rest}"] - accuracy, 2)
     result = {
-        "benchmark": "bf16_accuracy",
+        "benchmark": "accuracy",
         "title": f"Test accuracy, GraphSAGE after {args.epochs} epochs and GCN after {args.full_epochs}",
         "unit": "%",
-        "settings": {**args.sizes, "runs": args.runs},
+        "settings": {**args.sizes, "fanouts": FANOUTS, "runs": args.runs},
         "machine": described,
         "rows": rows,
         "comparisons": [],
