@@ -76,6 +76,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in slugs(there), f"{target}: no such heading"
 
 
+@every_page
+def test_files_that_are_named_exist(page):
+    for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
+        assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
+    for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
+        assert any((ROOT / "tests").rglob(name)), name
+
+
 def test_the_readme_is_short():
     lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
