@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
 ARGS ?=
 
-.PHONY: train lint check test test-all bench bench-gpu clean
+.PHONY: train lint check test test-all bench bench-gpu docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
@@ -51,8 +51,14 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 
+# The documentation, as a site that can be read from its folder, without a network.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo "open site/index.html"
+
 bench-gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -1,6 +1,7 @@
-"""Turn the JSON files of the benchmarks into the README's table: ``python -m benchmarks.report``.
+"""Turn the JSON files of the benchmarks into tables: ``python -m benchmarks.report``.
 
-The table stands between two markers in README.md; everything else there stays as it is.
+All comparisons stand in docs/results.md, those that tell most in README.md: between two markers, outside of which
+everything stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from benchmarks.harness import RESULTS
 from benchmarks.machine import MISSING
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 ORDER = (
     *(
@@ -31,6 +33,20 @@ ORDER = (
     *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale"),
     "gpu_full_graph",
 )
+HEADLINES = (
+    "Sampling, one core, against pyg-lib",
+    "Typed sampling, graph like OGB-MAG, against pyg-lib, one core",
+    "Temporal sampling, against pyg-lib, one core",
+    "Weighted sampling, against pyg-lib, one core",
+    "Mini-batches, 2 workers each, against PyG's NeighborLoader",
+    "Training epoch, SAGE, against the same with trim_to_layer",
+    "Training epoch, GAT, against the same with trim_to_layer",
+    "Full-graph epoch, GCN on Reddit, against PyG, sparse",
+    "Full-graph epoch, GAT on Reddit, against PyG, edge_index",
+    "Hybrid training, accelerator 4x the CPU trainer, against it alone",
+)
+"""The comparisons that the README shows: ten, and not all of them flattering."""
+_HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -44,20 +60,35 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
     Behind a ratio stands its 95 % confidence interval, if the result has one.
     """
-    lines = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
-    for result in results:
-        for comparison in result["comparisons"]:
-            if "missing" in comparison:
-                lines.append(f"| {comparison['what']} | | {comparison['missing']} | |")
-                continue
-            ours, peer = (
-                f"{median:.3g} {result['unit']} ({comparison[side]})"
-                for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
-            )
-            sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
-            lines.append(f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x**{sure} |")
+    lines = [_line(result, comparison) for result in results for comparison in result["comparisons"]]
     notes = [f"- {result['title']}: {_machine(result)}" for result in results]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*_HEAD, *lines, "", *notes])
+
+
+def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLINES) -> str:
+    """Return the lines of :func:`table` that the README shows, and the machines they were measured on.
+
+    Raises:
+        KeyError: A comparison that no result has.
+    """
+    found = {comparison["what"]: (result, comparison) for result in results for comparison in result["comparisons"]}
+    if missing := [what for what in chosen if what not in found]:
+        raise KeyError(f"no result has {missing[0]!r}; choose other HEADLINES")
+    lines = [_line(*found[what]) for what in chosen]
+    machines = dict.fromkeys(_machine(found[what][0]) for what in chosen)
+    return "\n".join([*_HEAD, *lines, "", *(f"- {machine[0].upper()}{machine[1:]}" for machine in machines)])
+
+
+def _line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    if "missing" in comparison:
+        return f"| {comparison['what']} | | {comparison['missing']} | |"
+    ours, peer = (
+        f"{median:.3g} {result['unit']} ({comparison[side]})"
+        for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
+    )
+    sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
+    return f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x**{sure} |"
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -84,19 +115,26 @@ def replaced(text: str, content: str) -> str:
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"README.md has no {START} … {END}; put both lines where the table belongs")
+        raise ValueError(f"there is no {START} … {END}; put both lines where the table belongs")
     return f"{before}{START}\n{content}\n{END}{after}"
+
+
+def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
+    """Return the files that show results, with what stands between their markers."""
+    return {PAGE: table(results), README: headlines(results)}
 
 
 def main(argv: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser("python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--print", action="store_true", help="print the table and leave README.md alone")
+    parser.add_argument("--print", action="store_true", help="print the whole table and leave the files alone")
     args = parser.parse_args(argv)
-    content = table(load())
+    results = load()
+    content = table(results)
     if args.print:
         print(content)
-    else:
-        README.write_text(replaced(README.read_text(encoding="utf-8"), content), encoding="utf-8")
+        return content
+    for path, part in pages(results).items():
+        path.write_text(replaced(path.read_text(encoding="utf-8"), part), encoding="utf-8")
     return content
 
 

@@ -261,13 +261,11 @@ def test_gpu_benchmark_knows_all_sizes_of_its_contestants(load):
     assert set(load("epoch").SIZES) <= set(sizes)
 
 
-def test_readme_table_is_made_from_the_results(load):
-    report, readme = load("report"), ROOT / "README.md"
-    results = report.load()
-    if not results or not readme.exists() or report.START not in readme.read_text(encoding="utf-8"):
-        pytest.skip("no results, or no README with a table")
-    text = readme.read_text(encoding="utf-8")
-    assert report.replaced(text, report.table(results)) == text, "run python -m benchmarks.report"
+def test_tables_in_readme_and_docs_are_made_from_the_results(load):
+    report = load("report")
+    for path, content in report.pages(report.load()).items():
+        text = path.read_text(encoding="utf-8")
+        assert report.replaced(text, content) == text, "run python -m benchmarks.report"
 
 
 def test_table_has_a_line_per_comparison(load):
@@ -284,8 +282,13 @@ def test_table_has_a_line_per_comparison(load):
     assert "| 5 M/s (pyg-lib) | **6x** (5.4 to 6.6) |" in sure
     text = f"before\n{report.START}\nold\n{report.END}\nafter"
     assert report.replaced(text, content) == f"before\n{report.START}\n{content}\n{report.END}\nafter"
-    with pytest.raises(ValueError, match="README"):
+    with pytest.raises(ValueError, match="both lines"):
         report.replaced("no markers", content)
+    short = report.headlines([{**result, "comparisons": [compared, {**compared, "what": "Third"}]}], ["Third"])
+    assert [line.split(" |")[0] for line in short.splitlines()[2:3]] == ["| Third"]
+    assert short.splitlines()[3:] == ["", f"- M{report._machine(result)[1:]}"]
+    with pytest.raises(KeyError, match="Fourth"):
+        report.headlines([result], ["Fourth"])
 
 
 def test_the_aggregation_benchmark_reports_loads_and_the_cost_of_the_partition(load, tmp_path):

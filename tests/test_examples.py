@@ -14,19 +14,53 @@ from tests.patience import PATIENCE
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_and_learns():
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+def outputs_of(name):
+    """Run a notebook; return what it printed, the values that its cells end with, and the outputs themselves."""
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
+    values = [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+    return printed, values, outputs
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_learns():
+    printed, values, outputs = outputs_of("quickstart")
     accuracy = float(re.search(r"test accuracy (\d\.\d+)", printed).group(1))
     assert accuracy > 0.75
     assert "trainers: 0 (CPU)" in printed
     assert float(re.search(r"validation accuracy (\d\.\d+)", printed).group(1)) > 0.5
-    values = [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
     assert "True" in values
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_notebook_about_loaders_measures_them():
+    printed, values, outputs = outputs_of("choosing_a_loader")
+    assert len(re.findall(r"s per epoch\. Largest part: \w+, \d+% of an epoch", printed)) == 5
+    assert values[-1] == "True"  # the same weights with and without workers
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_notebook_about_full_graphs_evaluates_both_alike():
+    printed, values, outputs = outputs_of("full_graph_or_mini_batches")
+    found = re.findall(r"(\d+) steps, \S+ s, validation accuracy (\d\.\d+)", printed)
+    assert [int(steps) for steps, _ in found] == [30, 40]
+    assert all(float(accuracy) > 0.7 for _, accuracy in found)
+    assert values[-1] == "True"
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_notebook_about_types_learns_and_sees_no_future():
+    printed, _, _ = outputs_of("typed_and_temporal")
+    assert float(re.search(r"test accuracy (\d\.\d+)", printed).group(1)) > 0.5
+    assert float(re.search(r"mean reciprocal rank (\d\.\d+)", printed).group(1)) > 0.25
+    seen, late = re.search(r"(\d+) edges, of which (\d+) are later", printed).groups()
+    assert int(seen) > 1000
+    assert late == "0"
 
 
 def run(name, *arguments):

@@ -1,0 +1,241 @@
+"""Draws the pictures of the documentation: ``python docs/charts.py`` writes docs/images/*.svg.
+
+They are SVG files, and no diagrams that a script draws in the browser, so that pages need no network and show the same
+in a repository's viewer. Colours are legible on a light and on a dark page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+IMAGES = Path(__file__).parent / "images"
+FILL = {"ours": "#3949ab", "other": "#607d8b", "question": "#00796b", "warm": "#bf5b17", "train": "#2e7d32"}
+"""Colours by what a box stands for: a part of this package, what the user has, a question, a copy, training."""
+_GREY = "#808080"
+_LINE = 16
+
+
+def box(x: float, y: float, width: float, height: float, text: str, kind: str = "other") -> str:
+    """Return a filled box with centred lines of text; the first of several is bold."""
+    lines = text.split("\n")
+    top = y + height / 2 - (len(lines) - 1) * _LINE / 2 + 4.5
+    rounded = height / 2 if kind == "question" else 5
+    drawn = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{rounded}" fill="{FILL[kind]}"/>']
+    for number, line in enumerate(lines):
+        bold = ' font-weight="bold"' if len(lines) > 1 and not number else ""
+        place = f'x="{x + width / 2}" y="{top + number * _LINE}"'
+        drawn.append(f'<text {place} fill="#fff" text-anchor="middle"{bold}>{escape(line)}</text>')
+    return "\n".join(drawn)
+
+
+def label(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    """Return a line of text beside the boxes."""
+    return f'<text x="{x}" y="{y}" fill="{_GREY}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def arrow(*points: tuple[float, float], text: str = "", both: bool = False) -> str:
+    """Return a line through points with a head at its end; the text stands beside its first part."""
+    path = " ".join(f"{x},{y}" for x, y in points)
+    start = ' marker-start="url(#head)"' if both else ""
+    drawn = (
+        f'<polyline points="{path}" fill="none" stroke="{_GREY}" stroke-width="1.5" marker-end="url(#head)"{start}/>'
+    )
+    (x, y), (to_x, to_y) = points[:2]
+    if not text:
+        return drawn
+    if x == to_x:
+        return f"{drawn}\n{label(x + 6, (y + to_y) / 2 + 4, text, 'start')}"
+    return f"{drawn}\n{label((x + to_x) / 2, y - 6, text)}"
+
+
+def lanes(x: float, y: float, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]]) -> list[str]:
+    """Return a timeline: rows of bars (start, width, text, kind), each behind the name of its row."""
+    drawn = []
+    for number, (name, bars) in enumerate(rows):
+        top = y + number * 32
+        drawn.append(label(x - 8, top + 17, name, "end"))
+        drawn += [box(x + start, top, width, 26, text, kind) for start, width, text, kind in bars]
+    return drawn
+
+
+def picture(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    """Return the SVG file."""
+    head = (
+        '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0,0 L8,4 L0,8 z" fill="{_GREY}"/></marker>'
+    )
+    opened = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="12.5" role="img">'
+    )
+    return "\n".join([opened, f"<title>{escape(title)}</title>", f"<defs>{head}</defs>", *parts, "</svg>", ""])
+
+
+def suite() -> str:
+    """Return what changes in a user's script, and what stays."""
+    modules = ("NeighborDataModule\nCPU threads", "PersistentSamplerDataModule\nthe GPU samples",
+               "CollectiveDataModule\nCPU and GPU, by plan", "FullGraphDataModule\nno sampling")  # fmt: skip
+    strategies = (
+        "auto, ddp\nLightning's own",
+        "hyscale\nCPU and accelerators train",
+        "ascend_hybrid\nfull graph, shared",
+    )
+    parts = [box(10, 92, 120, 52, "your graph\nPyG Data")]
+    for number, text in enumerate(modules):
+        parts += [box(180, 30 + number * 54, 205, 44, text, "ours"), arrow((130, 118), (180, 52 + number * 54))]
+    parts += [box(435, 92, 130, 52, "pl.Trainer\nLightning"), box(435, 190, 130, 52, "your model\nLightningModule")]
+    parts += [arrow((385, 52 + number * 54), (435, 118)) for number in range(4)]
+    parts.append(arrow((500, 190), (500, 144)))
+    for number, text in enumerate(strategies):
+        kind = "ours" if number else "other"
+        parts += [box(615, 38 + number * 58, 195, 46, text, kind), arrow((565, 118), (615, 61 + number * 58))]
+    parts += [label(282, 18, "datamodule: one of these"), label(712, 18, "strategy=: one of these")]
+    return picture(820, 250, "The parts of lightning-gnn around a Lightning Trainer", parts)
+
+
+def which_module() -> str:
+    """Return the decision chart."""
+    parts = [
+        box(20, 16, 250, 44, "Is the model sampled,\nor the whole graph at once?", "question"),
+        arrow((270, 38), (400, 38), text="whole graph"),
+        box(400, 16, 230, 44, "FullGraphDataModule\nseveral devices: ascend_hybrid", "ours"),
+        arrow((145, 60), (145, 100), text="mini-batches"),
+        box(20, 100, 250, 44, "Do you predict\nedges?", "question"),
+        arrow((270, 122), (400, 122), text="yes"),
+        box(400, 100, 230, 44, "LinkDataModule\nalso with types and times", "ours"),
+        arrow((145, 144), (145, 184), text="nodes"),
+        box(20, 184, 250, 44, "Types, times, weights\nor LABOR?", "question"),
+        arrow((270, 206), (400, 206), text="yes"),
+        box(400, 184, 230, 44, "NeighborDataModule\nthe CPU samples", "ours"),
+        arrow((145, 228), (145, 268), text="no"),
+        box(20, 268, 250, 44, "A CUDA GPU\nin the machine?", "question"),
+        arrow((270, 290), (400, 290), text="no"),
+        box(400, 268, 230, 44, "NeighborDataModule\nthen: lgnn plan", "ours"),
+        arrow((145, 312), (145, 352), text="yes"),
+        box(20, 352, 250, 44, "Does the training step wait\nfor mini-batches?", "question"),
+        arrow((270, 374), (400, 374), text="no"),
+        box(400, 352, 230, 44, "NeighborDataModule\nnothing to gain", "ours"),
+        arrow((145, 396), (145, 436), text="yes"),
+        box(20, 436, 250, 44, "Are CPU cores\nfree to help?", "question"),
+        arrow((270, 458), (400, 458), text="no"),
+        box(400, 436, 230, 44, "PersistentSamplerDataModule\nthe GPU prepares all", "ours"),
+        arrow((145, 480), (145, 520), text="yes"),
+        box(20, 520, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours"),
+    ]
+    return picture(650, 580, "Which DataModule to use", parts)
+
+
+def sampling() -> str:
+    """Return threads that prepare mini-batches beside the training thread."""
+    stages = [(0, 60, "sample 1", "ours"), (62, 50, "load 1", "ours"), (114, 60, "sample 3", "ours"),
+              (176, 50, "load 3", "ours"), (228, 60, "sample 5", "ours"), (290, 50, "load 5", "ours")]  # fmt: skip
+    second = [(30 + start, width, f"{text[:-1]}{int(text[-1]) + 1}", kind) for start, width, text, kind in stages]
+    steps = [(114 + 56 * number, 52, f"train {number + 1}", "train") for number in range(5)]
+    rows = lanes(130, 20, [("worker thread 1", stages), ("worker thread 2", second), ("training thread", steps)])
+    return picture(530, 130, "Two worker threads prepare mini-batches while the model trains", rows)
+
+
+def pgsampler() -> str:
+    """Return hop by hop with synchronisations against one launch."""
+    apart = []
+    for number in range(3):
+        apart += [(number * 124, 24, "go", "other"), (number * 124 + 26, 50, f"hop {number + 1}", "ours"),
+                  (number * 124 + 78, 42, "wait", "warm")]  # fmt: skip
+    once = [(0, 24, "go", "other"), (26, 50, "hop 1", "ours"), (76, 50, "hop 2", "ours"), (126, 50, "hop 3", "ours"),
+            (178, 42, "sizes", "warm")]  # fmt: skip
+    rows = lanes(150, 20, [("a launch per hop", apart), ("one launch for all hops", once)])
+    return picture(540, 100, "A launch and a wait per hop, against one launch with one wait for the sizes", rows)
+
+
+def morphgl() -> str:
+    """Return a schedule of the dual buffer: three mini-batches by the GPU for one by the CPU, twice."""
+    cpu = [(0, 190, "CPU batch 4", "ours"), (192, 190, "CPU batch 8", "ours"), (384, 130, "CPU batch 12", "ours")]
+    gpu, pcie = [], []
+    for begin, first in ((0, 1), (252, 5)):
+        gpu += [(begin + 36 * number, 34, f"G{first + number}", "ours") for number in range(3)]
+        gpu += [(begin + 108 + 36 * number, 34, f"T{first + number}", "train") for number in range(4)]
+        pcie += [(begin + 36 * number, 34, "UVA", "other") for number in range(3)]
+        pcie.append((begin + 196, 48, "copy", "warm"))
+    rows = lanes(80, 20, [("CPU", cpu), ("PCIe", pcie), ("GPU", gpu)])
+    rows.append(
+        label(80, 140, "G: the GPU prepares a mini-batch, reading host memory (UVA).  T: it trains on one.", "start")
+    )
+    return picture(620, 152, "A plan of three mini-batches by the GPU for each one by the CPU", rows)
+
+
+def hyscale() -> str:
+    """Return how an iteration is shared out."""
+    parts = [box(10, 74, 110, 48, "seeds of an\niteration")]
+    for number, (name, share) in enumerate((("rank 0: accelerator", "70 %"), ("rank 1: CPU trainer", "30 %"))):
+        y = 30 + number * 92
+        parts += [arrow((120, 98), (165, y + 22)), label(142, y + 22 + (-14 if not number else 24), share)]
+        stages = (
+            ("Sampling", "ours"),
+            ("Feature\nLoading", "ours"),
+            ("Data\nTransfer", "warm"),
+            ("Propagation", "train"),
+        )
+        for place, (stage, kind) in enumerate(stages):
+            if number and place == 2:
+                parts.append(label(165 + place * 92 + 42, y + 26, "none"))
+            else:
+                parts.append(box(165 + place * 92, y, 84, 44, stage, kind))
+        parts += [label(165, y - 8, name, "start"), arrow((525, y + 22), (570, 98))]
+    parts.append(box(570, 70, 120, 56, "sum of gradients\none step", "train"))
+    return picture(700, 185, "Accelerators and CPU trainers share out the seeds and add their gradients", parts)
+
+
+def full_graph() -> str:
+    """Return an aggregation over ranks: rows, slices, rows."""
+    parts = []
+    for x, title in ((20, "rows of each rank"), (260, "columns of each rank"), (500, "rows of each rank")):
+        parts.append(label(x + 60, 18, title))
+        for number in range(3):
+            kind = ("ours", "train", "question")[number]
+            place = (x + number * 40, 30, 38, 114) if x == 260 else (x, 30 + number * 39, 120, 36)
+            drawn = FILL[kind]
+            parts.append('<rect x="{}" y="{}" width="{}" height="{}" rx="3" fill="{}"/>'.format(*place, drawn))
+    parts += [arrow((146, 87), (254, 87), text="all-to-all"), arrow((386, 87), (494, 87), text="all-to-all")]
+    parts += [label(320, 168, "each rank aggregates its columns over the whole graph")]
+    parts += [label(80, 168, "dense layers"), label(560, 168, "dense layers")]
+    return picture(640, 180, "Rows become feature slices for the aggregation, and rows again", parts)
+
+
+def rooms() -> str:
+    """Return the packages and who stands on whom."""
+    parts = []
+    for number, (name, what) in enumerate((
+        ("runtime", "files, threads, clocks, ranks, resuming"), ("graph", "topology, features, data sets"),
+        ("ops", "one operator per hot path"), ("nn", "layers, models, exact inference"),
+        ("sampling", "CPU sampling, loaders, DataModules"), ("persistent", "PGSampler"),
+    )):  # fmt: skip
+        y = 330 - number * 56
+        parts.append(box(190, y, 250, 42, f"{name}\n{what}", "ours"))
+        if number:
+            parts.append(arrow((315, y + 56), (315, y + 42)))
+    parts += [box(10, 218, 130, 42, "triton_kernels\nTriton", "other"), arrow((140, 239), (190, 239))]
+    parts += [box(10, 162, 130, 42, "ascend_ops\nAscend C", "other"), arrow((140, 190), (190, 232))]
+    parts += [box(490, 78, 130, 42, "collective\nMorphGL", "ours"), arrow((440, 66), (490, 92))]
+    parts += [box(490, 22, 130, 42, "hyscale\nHyScale-GNN", "ours"), arrow((440, 62), (490, 46))]
+    parts += [box(490, 162, 130, 42, "full_graph\nNeutronAscend", "ours"), arrow((440, 183), (490, 183))]
+    parts += [label(555, 236, "on top: pyg, planning,"), label(555, 252, "callbacks, report, cli")]
+    return picture(640, 385, "The rooms of the package; each imports those below it", parts)
+
+
+PICTURES = {
+    "suite": suite, "which-module": which_module, "sampling": sampling, "pgsampler": pgsampler, "morphgl": morphgl,
+    "hyscale": hyscale, "full-graph": full_graph, "rooms": rooms,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Write all pictures."""
+    IMAGES.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (IMAGES / f"{name}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

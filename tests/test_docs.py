@@ -1,0 +1,324 @@
+"""The documentation keeps its word: links lead somewhere, options exist, commands compose, and its Python runs."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch_geometric.datasets
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from pytorch_lightning.callbacks import ProgressBar
+from torch.utils.data import DataLoader
+from torch_geometric.data import HeteroData
+from torch_geometric.loader import LinkLoader, NodeLoader
+
+import lightning_gnn
+from lightning_gnn.cli import cache_command, doctor
+from lightning_gnn.cli.assemble import check_arguments_of
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.runtime.messages import keywords_of
+from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+CONF = ROOT / "conf"
+FENCE = re.compile(r"^(?P<before>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+
+every_page = pytest.mark.parametrize("page", PAGES)
+
+
+def blocks(page, language):
+    """Return (line before the block, number of its first line, its text) of each block of a page."""
+    text = "\n" + PAGES[page].read_text(encoding="utf-8")
+    return [
+        (found["before"], text[: found.start("code")].count("\n"), found["code"])
+        for found in FENCE.finditer(text)
+        if found["language"] == language
+    ]
+
+
+def prose(page):
+    """Return a page without its blocks of code."""
+    return FENCE.sub("", "\n" + PAGES[page].read_text(encoding="utf-8"))
+
+
+def slugs(path):
+    """Return the anchors of a page's headings, as MkDocs names them."""
+    text = FENCE.sub("", "\n" + path.read_text(encoding="utf-8"))
+    plain = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[-\s]+", "-", title) for title in plain}
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    here = PAGES[page]
+    for target in LINK.findall(re.sub(r"`[^`\n]+`", "code", prose(page))):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = here if not name else (here.parent / name).resolve()
+        assert there.is_file(), f"{target} leads nowhere"
+        assert there.is_relative_to(ROOT), f"{target} leaves the repository"
+        assert not anchor or anchor in slugs(there), f"{target}: no such heading"
+
+
+@every_page
+def test_files_that_are_named_exist(page):
+    for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
+        assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
+    for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
+        assert any((ROOT / "tests").rglob(name)), name
+
+
+def test_the_readme_is_short():
+    lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    figures = lines[lines.index("<!-- benchmarks:start -->") : lines.index("<!-- benchmarks:end -->")]
+    assert 1 <= sum(line.startswith("| ") for line in figures) - 1 <= 10
+    assert sum(line.startswith("![") for line in lines) == 1
+
+
+def test_every_page_has_its_place_in_the_site():
+    def listed(entry):
+        return [entry] if isinstance(entry, str) else [name for value in entry.values() for name in below(value)]
+
+    def below(value):
+        return [value] if isinstance(value, str) else [name for entry in value for name in listed(entry)]
+
+    nav = below(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(nav) == sorted(page.removeprefix("docs/") for page in PAGES if page != "README.md")
+
+
+def test_pictures_are_those_that_the_script_draws():
+    spec = importlib.util.spec_from_file_location("charts", DOCS / "charts.py")
+    charts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(charts)
+    assert {path.stem for path in charts.IMAGES.iterdir()} == {*charts.PICTURES}
+    for name, draw in charts.PICTURES.items():
+        assert (charts.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw(), "run python docs/charts.py"
+
+
+# -- what pages say of options
+
+
+def options_of(kind):
+    """Return the keywords that a class takes, and those that it hands on."""
+    names = keywords_of(kind)
+    if issubclass(kind, MiniBatchDataModule):
+        for further in (lightning_gnn.NeighborSampler, NodeLoader, LinkLoader, DataLoader,
+                        lightning_gnn.sampling.ThreadedNodeLoader):  # fmt: skip
+            names |= keywords_of(further)
+    return names
+
+
+@every_page
+def test_tables_of_options_name_options(page):
+    kind = None
+    for line in prose(page).splitlines():
+        if found := re.match(r"\| option of `(\w+)`", line):
+            kind = getattr(lightning_gnn, found[1])
+        elif not line.startswith("|"):
+            kind = None
+        elif kind is not None and not line.startswith("|-"):
+            for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
+                assert name in options_of(kind), f"{kind.__name__} has no option {name}"
+
+
+def test_the_table_of_groups_is_complete():
+    rows = re.findall(r"^\| `(\w+)=` \| (.+) \|$", prose("docs/command-line.md"), re.MULTILINE)
+    groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in CONF.iterdir() if path.is_dir()}
+    for inner in ("hydra", "recipe", "__pycache__"):
+        groups.pop(inner, None)
+    assert {group: set(re.findall(r"`(\w+)`", options)) for group, options in rows} == groups
+
+
+# -- commands
+
+
+def commands(page):
+    """Return the ``lgnn`` commands of a page as words."""
+    lines = [line for *_, code in blocks(page, "bash") for line in code.splitlines()]
+    lines += re.findall(r"`(lgnn(?: [^`]+)?)`", prose(page).replace("\n", " "))
+    found = (shlex.split(line.replace("…", "x"), comments=True) for line in lines if re.match(r"lgnn\b", line))
+    return [words[1:] for words in found]
+
+
+def accepts(command, words):
+    """Say whether a command with options of its own takes them; those in brackets are optional."""
+    try:
+        command(["--help", *(word.strip("[]") for word in words)])
+    except SystemExit as ended:
+        return ended.code == 0
+    return False
+
+
+ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
+
+
+@pytest.mark.slow  # a composition reads some twenty files
+@pytest.mark.parametrize("part", range(4))
+def test_commands_compose(part, capsys):
+    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+        for words in ALL_COMMANDS[part::4]:
+            try:
+                check_command(list(words))
+            except Exception as error:
+                raise AssertionError(f"lgnn {shlex.join(words)}: {error}") from error
+
+
+def check_command(words):
+    """Compose what a command asks for, with every group that it sweeps over, and check the arguments of its classes."""
+    if words[:1] == ["cache"]:
+        assert accepts(cache_command.main, words[1:])
+        return
+    if words[:1] == ["doctor"]:
+        assert accepts(doctor.main, words[1:])
+        return
+    config = "plan" if words[:1] == ["plan"] else "train"
+    flags = [word for word in words if word.startswith("-")]
+    assert {*flags} <= {"-m", "--help", "--cfg", "--version"}
+    words = [word for word in words[config == "plan" :] if word not in (*flags, "job")]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("ckpt_path=")])
+    swept = {item.input_line: item for item in parsed if item.is_sweep_override()}
+    assert bool(swept) == ("-m" in flags)
+    values = {
+        line: [f"{item.key_or_group}={value}" for value in item.sweep_string_iterator()] for line, item in swept.items()
+    }
+    first = {item.input_line: values.get(item.input_line, [item.input_line])[0] for item in parsed}
+    others = [
+        {**first, line: value}
+        for line, item in swept.items()
+        if (CONF / item.key_or_group).is_dir()
+        for value in values[line][1:]
+    ]
+    for chosen in [first, *others]:
+        launched = any(item.key_or_group.startswith("hydra") for item in parsed)
+        check_arguments_of(compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched))
+
+
+# -- Python
+
+
+@every_page
+def test_python_names_what_exists(page):
+    """Imports, and the named arguments of what is imported; of blocks that are not run, too."""
+    known = {"pl": pl, "torch": torch}
+    for before, line, code in blocks(page, "python"):
+        assert not before.startswith("<!--") or NOT_RUN.fullmatch(before), before
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    module = importlib.import_module(alias.name)
+                    known[alias.asname or alias.name.partition(".")[0]] = (
+                        module if alias.asname else sys.modules[alias.name.partition(".")[0]]
+                    )
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    known[alias.asname or alias.name] = getattr(module, alias.name)
+        for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+            target = resolved(call.func, known)
+            if not callable(target):
+                continue
+            names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            parameters = inspect.signature(target).parameters if names else {}
+            if isinstance(target, type) and target.__module__.startswith("lightning_gnn"):
+                taken = options_of(target) | keywords_of(target)
+            elif any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                continue
+            else:
+                taken = {*parameters}
+            assert names <= taken, f"block at line {line}: {ast.unparse(call.func)} takes no {sorted(names - taken)}"
+
+
+def resolved(node, known):
+    """Return what a name or a chain of attributes stands for; None where only a run would tell."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := resolved(node.value, known)) is not None:
+        return getattr(owner, node.attr, None) if inspect.ismodule(owner) or isinstance(owner, type) else None
+    return None
+
+
+class ShortTrainer(pl.Trainer):
+    """Trains for two mini-batches, and shows nothing."""
+
+    def __init__(self, **kwargs):
+        kwargs |= {"max_epochs": min(2, kwargs.get("max_epochs") or 1), "limit_train_batches": 2}
+        kwargs["enable_model_summary"] = False
+        kwargs["enable_progress_bar"] = any(isinstance(item, ProgressBar) for item in kwargs.get("callbacks") or ())
+        super().__init__(**{"logger": False, **kwargs})
+
+
+def small_graphs():
+    """Return what blocks find on their pages: graphs, seeds, a model and a DataModule."""
+    data = planted_power_law(400, 4000, num_features=8, split=(0.5, 0.2, 0.2))
+    hetero = HeteroData()
+    hetero["paper"].x, hetero["paper"].y = data.x, data.y
+    hetero["paper"].train_mask = data.train_mask
+    hetero["paper", "cites", "paper"].edge_index = data.edge_index
+    hetero["user"].x, hetero["item"].x = torch.rand(50, 4), torch.rand(60, 5)
+    edges = torch.stack([torch.arange(300) % 50, torch.arange(300) % 60])
+    hetero["user", "rates", "item"].edge_index = edges
+    hetero["item", "rev_rates", "user"].edge_index = edges.flip(0)
+    model = NodeClassifier(GraphSAGE(8, 16, num_layers=2, out_channels=16), num_classes=16)
+    datamodule = lightning_gnn.NeighborDataModule(data, num_neighbors=[4, 4], batch_size=64)
+    return {"data": data, "hetero_data": hetero, "mask": data.train_mask, "edges": edges[:, :100], "model": model,
+            "datamodule": datamodule, "pl": pl, "NeighborDataModule": lightning_gnn.NeighborDataModule}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    pl.seed_everything(0, verbose=False)
+    names = {"__name__": "__main__", **small_graphs()}
+    data = names["data"]
+    monkeypatch.setattr(torch_geometric.datasets, "Reddit", lambda root: [data])
+    if page.endswith("typed-and-temporal.md"):
+        data.time, data.edge_weight = torch.arange(400), torch.rand(data.num_edges)
+    for before, line, code in blocks(page, "python"):
+        if not NOT_RUN.fullmatch(before):
+            source = "\n" * line + code  # so that an error shows the line of the page
+            exec(compile(source, page, "exec"), names)
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_needs_no_network(tmp_path):
+    for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            pytest.skip(f"{name} is not installed: pip install 'lightning-gnn[docs]'")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(PAGES) - 1
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"', text)
+        loaded += re.findall(r'<link\b[^>]*\brel="(?:stylesheet|preconnect|preload)"[^>]*', text)
+        assert not [item for item in loaded if "//" in item], f"{page.name} loads something from elsewhere"
+        assert "mermaid" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    for name in lightning_gnn.__all__:
+        assert f'id="lightning_gnn.{name}"' in reference, f"{name} is not in the reference"
+    assert ":class:" not in reference
