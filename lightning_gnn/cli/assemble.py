@@ -26,6 +26,8 @@ from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
 _SIZES = ("in_channels", "out_channels", "metadata")
+_NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time")
+"""Keys of a task that are no arguments of its LightningModule."""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -148,13 +150,14 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
 
 
 def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """Build what classifies nodes."""
+    """Build what predicts classes, labels or numbers of nodes."""
     target = _target(cfg, data)
-    num_classes = _count_classes(data if target is None else data[target])
+    num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
     datamodule = build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
-    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes, target=target)
+    sizes = {} if cfg.task.name == "regression" else {"num_classes": num_outputs}
+    return datamodule, _module(cfg, data, num_outputs, target=target, **sizes)
 
 
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
@@ -219,9 +222,6 @@ def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
     return found[0]  # type: ignore[no-any-return]
 
 
-TASKS = {"node": build_node_task, "link": build_link_task, "recommend": build_recommend_task}
-
-
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build what ``task.name`` asks for."""
     return TASKS[cfg.task.name](cfg, data)
@@ -283,7 +283,7 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
 
 def _task_settings(cfg: DictConfig) -> DictConfig:
     """Return the arguments of the LightningModule."""
-    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split", "time")])
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in _NOT_OF_THE_MODULE])
 
 
 def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
@@ -303,12 +303,49 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
 
 
 def _count_classes(data: Any) -> int:
-    y = data.get("y")
-    if y is None:
-        raise ValueError("data: the graph has no labels y; classify nodes with labels, or use task=link")
+    y = _labels(data)
     if y.is_floating_point() or (y.dim() > 1 and y.size(1) > 1):
-        raise ValueError(f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}")
+        raise ValueError(
+            f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}; for several labels per "
+            "node use task=multilabel, for numbers task=regression"
+        )
     return int(y.max()) + 1
+
+
+def _count_labels(data: Any) -> int:
+    y = _labels(data)
+    if y.dim() != 2 or y.size(1) < 1:
+        raise ValueError(
+            f"data: y must hold 0 or 1 for each label of each node, [N, L], but is {y.dtype} {list(y.shape)}; for one "
+            "class per node use task=node, for numbers task=regression"
+        )
+    return int(y.size(1))
+
+
+def _count_numbers(data: Any) -> int:
+    y = _labels(data)
+    if not y.is_floating_point() or y.dim() not in (1, 2):
+        raise ValueError(
+            f"data: y must hold numbers, floating [N] or [N, T], but is {y.dtype} {list(y.shape)}; for one class per "
+            "node use task=node, for several labels task=multilabel"
+        )
+    return 1 if y.dim() == 1 else int(y.size(1))
+
+
+def _labels(data: Any) -> torch.Tensor:
+    y: torch.Tensor | None = data.get("y")
+    if y is None:
+        raise ValueError("data: the graph has no labels y; use one with labels, or task=link")
+    return y
+
+
+_OUTPUTS = {"node": _count_classes, "multilabel": _count_labels, "regression": _count_numbers}
+"""How many outputs a model needs, by the task and the labels."""
+TASKS = {
+    **dict.fromkeys(_OUTPUTS, build_node_task),
+    "link": build_link_task,
+    "recommend": build_recommend_task,
+}
 
 
 def _split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:

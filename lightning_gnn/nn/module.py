@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
@@ -63,8 +63,8 @@ class GNNModule(pl.LightningModule):
         self._checked: set[str] = set()
         # "disable" hands a NaN on to EarlyStopping and the user, where the default drops it (and looks for it, which
         # stalls a device). torchmetrics 1.9 then ignores weights, so update it with a loss per node.
-        self.val_loss = MeanMetric(nan_strategy="disable")
-        self.test_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss: Metric = MeanMetric(nan_strategy="disable")
+        self.test_loss: Metric = MeanMetric(nan_strategy="disable")
 
     def forward(self, batch: Data | HeteroData) -> Any:
         """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
@@ -246,15 +246,21 @@ class GNNModule(pl.LightningModule):
         self._checked.add(stage)
         return must
 
-    def _log_loss(self, stage: str, losses: Tensor) -> Tensor:
-        """Log ``losses``, one per node or edge, and return their mean."""
-        loss, size = losses.mean(), losses.size(0)
+    def _log_loss(self, stage: str, losses: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Log ``losses``, one per node or edge, and return their mean.
+
+        Args:
+            stage: For which stage.
+            losses: ``[n]``, times their weights where they have some.
+            weights: ``[n]``, by whose sum they are divided; None divides by their number.
+        """
+        loss, size = losses.mean() if weights is None else losses.sum() / weights.sum(), losses.size(0)
         if stage == "train":
             self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
             return loss
         # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
-        mean: MeanMetric = getattr(self, f"{stage}_loss")
-        mean.update(losses.detach())
+        mean: Metric = getattr(self, f"{stage}_loss")
+        mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
 

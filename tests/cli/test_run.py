@@ -112,6 +112,60 @@ def test_recommendation(tmp_path, capfd):
     assert "Test MRR" in capfd.readouterr().out
 
 
+def scores_of(directory, name):
+    with (directory / "logs/metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def test_several_labels_per_node(tmp_path, capfd):
+    overrides = ["task=multilabel", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
+    assert lgnn(tmp_path, *overrides, "task.class_weights=[1,1.5,2]") == 0
+    assert "Test F1 score" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    assert metrics["test_f1"] > 0.8
+    assert metrics["val_f1"] == pytest.approx(max(scores_of(tmp_path, "val_f1")))
+    (tmp_path / "predict").mkdir()
+    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 3)
+
+
+def test_numbers_of_nodes(tmp_path, capfd):
+    overrides = ["task=regression", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
+    assert lgnn(tmp_path, *overrides) == 0
+    assert "Test mean absolute error" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    errors = scores_of(tmp_path, "val_mae")
+    assert metrics["test_mae"] < 0.5 * errors[0]
+    # The best checkpoint is the one with the least error.
+    assert metrics["val_mae"] == pytest.approx(min(errors))
+    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 1)
+
+
+@pytest.mark.parametrize(("task", "labels"), [("multilabel", "several"), ("regression", "numbers")])
+def test_labels_and_numbers_of_a_type(tmp_path, task, labels):
+    overrides = [f"task={task}", f"data.labels={labels}", "model=rgcn", "trainer.max_epochs=4"]
+    assert lgnn(tmp_path, *overrides, base=TYPED) == 0
+    metrics = metrics_of(tmp_path)
+    assert metrics.get("test_f1", 1.0) > 0.5
+    assert metrics.get("test_mae", 0.0) < 1.0
+
+
+def test_numbers_of_a_folder(tmp_path):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((200, 8), dtype=np.float32)
+    arrays = {
+        "x": x, "edge_index": generator.integers(200, size=(2, 900)), "y": generator.integers(50, size=(200, 2)),
+        **{f"{name}_mask": np.arange(200) % 3 == part for part, name in enumerate(("train", "val", "test"))},
+    }  # fmt: skip
+    (tmp_path / "graph").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / f"graph/{name}.npy", array)
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in NODE if not item.startswith("data."))]
+    assert lgnn(tmp_path / "out", "task=regression", "data.labels=numbers", base=base) == 0
+    assert metrics_of(tmp_path / "out")["test_mae"] > 0
+
+
 def test_full_graph(tmp_path, capfd):
     overrides = ["datamodule=full", "model=gcn", "model.num_layers=2", "trainer.max_epochs=3"]
     assert lgnn(tmp_path, *overrides, base=FULL) == 0
