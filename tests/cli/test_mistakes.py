@@ -61,14 +61,14 @@ BUILT = {
     "task.class_weights=5": "task.class_weights=5 must be a list of numbers or null",
     "task.label_smoothing=1": "task: label_smoothing is a part of a label, in [0, 1), got 1",
     "data.labels=some": "data.labels='some' must be 'classes' or 'several' or 'numbers'",
-    "data.num_nodes=2000 data.num_edges=20000 data.labels=several": "y must hold one integer "
-    "class per node, but is torch.int64 [2000, 16]; for several labels per node use task=multilabel, for numbers task=regression",
-    "data.num_nodes=2000 data.num_edges=20000 data.labels=numbers": "y must hold one integer "
-    "class per node, but is torch.float32 [2000]; for several labels per node use task=multilabel, for numbers task=regression",
-    "task=multilabel data=synthetic data.num_nodes=2000 data.num_edges=20000": "data: y must hold 0 or 1 for each label "
-    "of each node, [N, L], but is torch.int64 [2000]; for one class per node use task=node, for numbers task=regression",
-    "task=regression data=synthetic data.num_nodes=2000 data.num_edges=20000": "data: y must hold numbers, floating [N] "
-    "or [N, T], but is torch.int64 [2000]; for one class per node use task=node, for several labels task=multilabel",
+    "data.num_nodes=2000 data.num_edges=20000 data.labels=several": "y must hold one integer class per node, but is "
+    "torch.int64 [2000, 16]; for several labels per node use task=multilabel, for numbers task=regression",
+    "data.num_nodes=2000 data.num_edges=20000 data.labels=numbers": "y must hold one integer class per node, but is "
+    "torch.float32 [2000]; for several labels per node use task=multilabel, for numbers task=regression",
+    "task=multilabel data.labels=classes data.num_nodes=2000 data.num_edges=20000": "data: y must hold 0 or 1 for "
+    "each label of each node, [N, L], but is torch.int64 [2000]; for one class per node use task=node, for numbers",
+    "task=regression data.labels=classes data.num_nodes=2000 data.num_edges=20000": "data: y must hold numbers, "
+    "floating [N] or [N, T], but is torch.int64 [2000]; for one class per node use task=node, for several labels ",
     "task=multilabel task.class_weights=[1]": "task: class_weights must be 16 positive numbers, got [1.0]",
     "model.dropout=abc": "model.dropout='abc' must be a number",
     "task.lr=nan": "task: lr must be positive, got nan",
