@@ -20,13 +20,14 @@ from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.saved_run import KeepConfig
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.runtime.messages import closest
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
 _SIZES = ("in_channels", "out_channels", "metadata")
-_NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time")
+_NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
 """Keys of a task that are no arguments of its LightningModule."""
 
 
@@ -94,6 +95,9 @@ def check_arguments_of(cfg: DictConfig) -> None:
     for name, value in (cfg.task.get("split") or {}).items():
         if not fits(value, float) or value < 0:
             raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
+    width = cfg.task.get("embeddings")
+    if width is not None and not (fits(width, int) and width >= 1):
+        raise ValueError(f"task.embeddings={shown(width)} must be a whole number of at least 1, or null")
     for name in ("check_val_every_n_epoch", "accumulate_grad_batches"):
         if (value := cfg.trainer.get(name)) is not None and value < 1:
             raise ValueError(f"trainer.{name}={value} must be at least 1")
@@ -135,13 +139,14 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
     data: Data | HeteroData = build(node, "data")
     features = [(store._key, store.get("x")) for store in data.node_stores]
     for name, x in features:
-        if x is None:
+        if x is None and (name is None or cfg.task.get("embeddings") is None):
             of = "" if name is None else f" of {name!r}"
-            raise ValueError(f"data: the graph has no node features x{of}, which the models need")
+            fix = "" if name is None or cfg.task.name == "link" else "; task.embeddings=64 trains some"
+            raise ValueError(f"data: the graph has no node features x{of}, which the models need{fix}")
     precision = str(cfg.trainer.get("precision"))
     wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
     for _, x in features:
-        if wanted is not None and wanted != str(x.dtype).rpartition(".")[2]:
+        if wanted is not None and x is not None and wanted != str(x.dtype).rpartition(".")[2]:
             raise ValueError(
                 f"trainer.precision={precision} makes the weights {wanted}, but features stay {x.dtype}; use 32-true, "
                 "16-mixed or bf16-mixed"
@@ -275,6 +280,9 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
         )
     if isinstance(data, HeteroData):
         sizes["metadata"] = data.metadata()
+        if any(store.get("x") is None for store in data.node_stores):
+            kwargs["embeddings"] = embeddings = TypeEmbeddings(data, cfg.task.embeddings)
+            sizes["in_channels"] = data.num_features | embeddings.num_features
     given = {name: cfg.model.get(name) for name in sizes}
     model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
     module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)

@@ -13,6 +13,7 @@ from torch_geometric.typing import NodeType
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.node_module import NodeModule
 
 STAGES = ("train", "val", "test")
@@ -54,6 +55,7 @@ class NodeClassifier(NodeModule):
             it, torch's ``pos_weight``.
         label_smoothing: That of torch's ``cross_entropy``, in [0, 1): the part of a label that is spread over all
             classes.
+        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
@@ -75,8 +77,9 @@ class NodeClassifier(NodeModule):
         kind: Literal["multiclass", "multilabel"] = "multiclass",
         class_weights: Sequence[float] | None = None,
         label_smoothing: float = 0.0,
+        embeddings: TypeEmbeddings | None = None,
     ) -> None:
-        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = target
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
@@ -93,7 +96,7 @@ class NodeClassifier(NodeModule):
             if kind == "multiclass":
                 self.val_loss, self.test_loss = _WeightedMean(), _WeightedMean()
         # Objects stay out, so that checkpoints can be read with weights_only=True.
-        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.num_classes = num_classes
         self.kind = kind
         self.label_smoothing = label_smoothing

@@ -60,6 +60,7 @@ BUILT = {
     "data.split=0.5": "data.split=0.5 must be a list of numbers",
     "task.class_weights=5": "task.class_weights=5 must be a list of numbers or null",
     "task.label_smoothing=1": "task: label_smoothing is a part of a label, in [0, 1), got 1",
+    "task.embeddings=wide": "task.embeddings='wide' must be a whole number of at least 1, or null",
     "data.labels=some": "data.labels='some' must be 'classes' or 'several' or 'numbers'",
     "data.num_nodes=2000 data.num_edges=20000 data.labels=several": "y must hold one integer class per node, but is "
     "torch.int64 [2000, 16]; for several labels per node use task=multilabel, for numbers task=regression",

@@ -10,7 +10,7 @@ import torch
 from lightning_gnn.graph import save_hetero_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
-from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn
+from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn, weights_of
 
 LINK = [
     *TINY, "task=link", "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=256",
@@ -95,6 +95,28 @@ def test_a_folder_with_types_is_trained_and_evaluated(tmp_path):
     checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
     assert lgnn(tmp_path / "predict", "mode=predict", checkpoint, base=[]) == 0
     assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
+
+
+@pytest.mark.parametrize("model", ["rgcn", "hetero_sage"])
+def test_types_without_features_get_embeddings(tmp_path, capfd, model):
+    data = planted_papers(300, 90, 20, 3, 8, split=(0.4, 0.2, 0.2))
+    for name in ("author", "topic"):
+        data[name].num_nodes = data[name].num_nodes
+        del data[name].x
+    save_hetero_folder(data, tmp_path / "graph")
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in TYPED if not item.startswith("data"))]
+    base += [item for item in TYPED if item.startswith("datamodule")] + [f"model={model}"]
+    assert lgnn(tmp_path / "train", "task.embeddings=5", "trainer.gradient_clip_val=1", base=base) == 0
+    assert metrics_of(tmp_path / "train")["test_acc"] > 0.5
+    checkpoint = tmp_path / "train/checkpoints/best.ckpt"
+    assert weights_of(checkpoint)["embeddings.tables.author.weight"].shape == (90, 5)
+    for inference in ("sampled", "full"):
+        given = ["mode=test", f"inference={inference}", f"ckpt_path={checkpoint}"]
+        assert lgnn(tmp_path / inference, *given, base=[]) == 0
+        assert metrics_of(tmp_path / inference)["test_acc"] > 0.5
+    capfd.readouterr()
+    assert lgnn(tmp_path / "none", "task.embeddings=null", base=base) == 2
+    assert "no node features x of 'author', which the models need; task.embeddings=64 trains" in capfd.readouterr().err
 
 
 def test_recommendation(tmp_path, capfd):
