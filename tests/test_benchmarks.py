@@ -24,6 +24,7 @@ from lightning_gnn.planning import MachineLimits
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "typed_sampling": ["--edges", "4000", "--batch-size", "16", "--batches", "2"],
+    "labor": ["--nodes", "200", "--edges", "3000", "--only", "uniform"],
     "sampling": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3"],
     "minibatch": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "3", "--only", "ours, 1"],
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
@@ -99,6 +100,39 @@ def test_accuracies_are_compared_seed_by_seed(model, ways, load):
     assert len(lost) == ways - 1
     for name, points in lost.items():
         assert points == pytest.approx(accuracies[f"float32, {model}, synthetic"] - accuracies[name], abs=0.01)
+
+
+def test_variances_of_sampled_means_are_those_of_drawing_without_replacement(load):
+    labor = load("labor")
+    data = labor.planted_power_law(120, 2400, 4, 3, split=(0.9, 0.05, 0.05))
+    sizes = {"batch_size": 36, "fanout": 4}
+    degree = torch.bincount(data.edge_index[1], minlength=120)
+    mean = labor.means(data.x, data.edge_index, 120)
+    spread = torch.zeros(120, 3).index_add_(
+        0, data.edge_index[1], (data.x[data.edge_index[0]] - mean[data.edge_index[1]]) ** 2
+    )
+    # Of a mean of k of d without replacement: (1 - k / d) S^2 / k.
+    variance = (1 - 4 / degree).clamp(min=0) / 4 * spread.mean(1) / (degree - 1).clamp(min=1)
+    expected = float(variance[data.train_mask].mean())
+    for name, sampling in labor.ways(2).items():
+        of_target, of_batch = labor.Contestant(data, sizes, sampling).squared_errors(rounds=200)
+        # LABOR's targets pick as many, each by itself as uniformly.
+        assert of_target == pytest.approx(expected, rel=0.1), name
+        if name == "ours, uniform":  # targets' errors are independent
+            assert of_batch == pytest.approx(expected, rel=0.15)
+        else:
+            assert of_batch > 1.2 * expected, name
+
+
+def test_labor_has_fewer_nodes_per_batch(load):
+    labor = load("labor")
+    data = labor.planted_power_law(400, 16_000, 4, 3, split=(0.5, 0.2, 0.2))
+    found = {
+        name: labor.Contestant(data, {"batch_size": 32, "fanout": 4}, sampling).nodes()
+        for name, sampling in labor.ways(4).items()
+    }
+    assert found["ours, LABOR"] < 0.95 * found["ours, uniform"]
+    assert found["ours, LABOR, layers depend"] < found["ours, LABOR"]
 
 
 def test_sampling_reports_what_a_thread_keeps(load):

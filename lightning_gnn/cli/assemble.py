@@ -20,12 +20,15 @@ from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.saved_run import KeepConfig
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.runtime.messages import closest
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
 _SIZES = ("in_channels", "out_channels", "metadata")
+_NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
+"""Keys of a task that are no arguments of its LightningModule."""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -92,6 +95,9 @@ def check_arguments_of(cfg: DictConfig) -> None:
     for name, value in (cfg.task.get("split") or {}).items():
         if not fits(value, float) or value < 0:
             raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
+    width = cfg.task.get("embeddings")
+    if width is not None and not (fits(width, int) and width >= 1):
+        raise ValueError(f"task.embeddings={shown(width)} must be a whole number of at least 1, or null")
     for name in ("check_val_every_n_epoch", "accumulate_grad_batches"):
         if (value := cfg.trainer.get(name)) is not None and value < 1:
             raise ValueError(f"trainer.{name}={value} must be at least 1")
@@ -133,13 +139,14 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
     data: Data | HeteroData = build(node, "data")
     features = [(store._key, store.get("x")) for store in data.node_stores]
     for name, x in features:
-        if x is None:
+        if x is None and (name is None or cfg.task.get("embeddings") is None):
             of = "" if name is None else f" of {name!r}"
-            raise ValueError(f"data: the graph has no node features x{of}, which the models need")
+            fix = "" if name is None or cfg.task.name == "link" else "; task.embeddings=64 trains some"
+            raise ValueError(f"data: the graph has no node features x{of}, which the models need{fix}")
     precision = str(cfg.trainer.get("precision"))
     wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
     for _, x in features:
-        if wanted is not None and wanted != str(x.dtype).rpartition(".")[2]:
+        if wanted is not None and x is not None and wanted != str(x.dtype).rpartition(".")[2]:
             raise ValueError(
                 f"trainer.precision={precision} makes the weights {wanted}, but features stay {x.dtype}; use 32-true, "
                 "16-mixed or bf16-mixed"
@@ -148,13 +155,14 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
 
 
 def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """Build what classifies nodes."""
+    """Build what predicts classes, labels or numbers of nodes."""
     target = _target(cfg, data)
-    num_classes = _count_classes(data if target is None else data[target])
+    num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
     datamodule = build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
-    return datamodule, _module(cfg, data, num_classes, num_classes=num_classes, target=target)
+    sizes = {} if cfg.task.name == "regression" else {"num_classes": num_outputs}
+    return datamodule, _module(cfg, data, num_outputs, target=target, **sizes)
 
 
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
@@ -219,9 +227,6 @@ def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
     return found[0]  # type: ignore[no-any-return]
 
 
-TASKS = {"node": build_node_task, "link": build_link_task, "recommend": build_recommend_task}
-
-
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build what ``task.name`` asks for."""
     return TASKS[cfg.task.name](cfg, data)
@@ -275,6 +280,9 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
         )
     if isinstance(data, HeteroData):
         sizes["metadata"] = data.metadata()
+        if any(store.get("x") is None for store in data.node_stores):
+            kwargs["embeddings"] = embeddings = TypeEmbeddings(data, cfg.task.embeddings)
+            sizes["in_channels"] = data.num_features | embeddings.num_features
     given = {name: cfg.model.get(name) for name in sizes}
     model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
     module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)
@@ -283,7 +291,7 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
 
 def _task_settings(cfg: DictConfig) -> DictConfig:
     """Return the arguments of the LightningModule."""
-    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in ("name", "metric", "split", "time")])
+    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in _NOT_OF_THE_MODULE])
 
 
 def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
@@ -303,12 +311,49 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
 
 
 def _count_classes(data: Any) -> int:
-    y = data.get("y")
-    if y is None:
-        raise ValueError("data: the graph has no labels y; classify nodes with labels, or use task=link")
+    y = _labels(data)
     if y.is_floating_point() or (y.dim() > 1 and y.size(1) > 1):
-        raise ValueError(f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}")
+        raise ValueError(
+            f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}; for several labels per "
+            "node use task=multilabel, for numbers task=regression"
+        )
     return int(y.max()) + 1
+
+
+def _count_labels(data: Any) -> int:
+    y = _labels(data)
+    if y.dim() != 2 or y.size(1) < 1:
+        raise ValueError(
+            f"data: y must hold 0 or 1 for each label of each node, [N, L], but is {y.dtype} {list(y.shape)}; for one "
+            "class per node use task=node, for numbers task=regression"
+        )
+    return int(y.size(1))
+
+
+def _count_numbers(data: Any) -> int:
+    y = _labels(data)
+    if not y.is_floating_point() or y.dim() not in (1, 2):
+        raise ValueError(
+            f"data: y must hold numbers, floating [N] or [N, T], but is {y.dtype} {list(y.shape)}; for one class per "
+            "node use task=node, for several labels task=multilabel"
+        )
+    return 1 if y.dim() == 1 else int(y.size(1))
+
+
+def _labels(data: Any) -> torch.Tensor:
+    y: torch.Tensor | None = data.get("y")
+    if y is None:
+        raise ValueError("data: the graph has no labels y; use one with labels, or task=link")
+    return y
+
+
+_OUTPUTS = {"node": _count_classes, "multilabel": _count_labels, "regression": _count_numbers}
+"""How many outputs a model needs, by the task and the labels."""
+TASKS = {
+    **dict.fromkeys(_OUTPUTS, build_node_task),
+    "link": build_link_task,
+    "recommend": build_recommend_task,
+}
 
 
 def _split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:

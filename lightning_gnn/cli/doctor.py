@@ -115,9 +115,10 @@ def _layers() -> Table:
     """Return which layers run as one operator on mini-batches; why one of a model does not, its run says."""
     from lightning_gnn.nn.conv.fused import FUSED_ON
     from lightning_gnn.nn.conv.table import fused_layers
+    from lightning_gnn.nn.hetero.table import fused_models
 
-    table = Table("layer of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
-    for name, what in fused_layers():
+    table = Table("layer or model of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
+    for name, what in (*fused_layers(), *fused_models()):
         table.add_row(name, what)
     table.add_row("all others", "nothing: PyG's own operators run")
     return table

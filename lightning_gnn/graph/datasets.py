@@ -1,4 +1,4 @@
-"""Published datasets, each as one homogeneous ``Data`` with features, labels and the three masks."""
+"""Published datasets, each as one ``Data``, or ``HeteroData``, with features, labels and the three masks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch_geometric
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
-from torch_geometric.datasets import Flickr, Planetoid, Reddit
-from torch_geometric.transforms import NormalizeFeatures
+from torch_geometric.datasets import OGB_MAG, Flickr, Planetoid, Reddit
+from torch_geometric.transforms import NormalizeFeatures, ToUndirected
 from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.graph.arrays import check_file, load_array, new_file, save_arrays
@@ -35,9 +36,22 @@ from lightning_gnn.graph.folder import class_numbers, load_folder, write_csc
 from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, kept, locked
 
-__all__ = ["convert_papers100m", "flickr", "ogbn", "planetoid", "reddit"]
+__all__ = ["convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit"]
 
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
+_MAG_FILES = (
+    "num-node-dict.csv.gz",
+    "node-feat/paper/node-feat.csv.gz",
+    "node-feat/paper/node_year.csv.gz",
+    "node-label/paper/node-label.csv.gz",
+    "relations/author___affiliated_with___institution/edge.csv.gz",
+    "relations/author___writes___paper/edge.csv.gz",
+    "relations/paper___cites___paper/edge.csv.gz",
+    "relations/paper___has_topic___field_of_study/edge.csv.gz",
+    "split/time/paper/train.csv.gz",
+    "split/time/paper/valid.csv.gz",
+    "split/time/paper/test.csv.gz",
+)
 _OGBN = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M")
 _DISTRUST, _TRUST = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _unpickling_lock = threading.Lock()
@@ -49,6 +63,7 @@ _PAPERS_FILES = (
     "split/time/valid.csv.gz",
     "split/time/test.csv.gz",
 )
+_PROCESSED = "data.pt"
 _PROMPT = "ogb asks a question on the terminal, and there is none; load it once in a terminal"
 
 
@@ -193,6 +208,42 @@ def ogbn(
     return data
 
 
+def ogb_mag(
+    root: str | Path = "data/ogb", preprocess: str | None = None, undirected: bool = True, trust: bool = False
+) -> HeteroData:
+    """Load the papers, authors, institutions and fields of OGB's MAG (1.9M nodes, 21M edges) through PyG's ``OGB_MAG``.
+
+    Args:
+        root: Folder with ``mag/raw``; what is missing is downloaded.
+        preprocess: Features of all types but papers: ``"metapath2vec"`` or ``"TransE"``; None leaves them without
+            features, in whose place :class:`~lightning_gnn.nn.TypeEmbeddings` can be trained.
+        undirected: Add the reverse of each edge type, ``rev_…``, and of each citation.
+        trust: Open a file ``*.pt`` even if it holds more than data, and run the code in it.
+
+    Returns:
+        ``HeteroData``; of ``paper`` ``x`` float32 ``[N, 128]``, ``y`` int64 ``[N]`` in ``[0, 349)``, ``year`` int64
+        ``[N]`` and ``train_mask``, ``val_mask``, ``test_mask`` bool ``[N]``.
+
+    Raises:
+        FileNotFoundError: Files are missing, and the folder is read-only.
+        ImportError: pandas is missing, which reads the raw files.
+        RuntimeError: Files are missing, and the download failed.
+        ValueError: Another ``preprocess``, or a file is damaged or asks for code to be run.
+    """
+    kinds = {None: None, "metapath2vec": "metapath2vec", "transe": "transe"}
+    if (kind := preprocess if preprocess is None else preprocess.lower()) not in kinds:
+        raise ValueError(f"preprocess={preprocess!r} is unknown; use 'metapath2vec', 'TransE' or None")
+    processed = "data.pt" if kind is None else f"data_{kind}.pt"
+    if not (Path(root) / "mag" / "processed" / processed).exists():
+        try:
+            import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore] # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"PyG reads the files of OGB's MAG with pandas ({error}): pip install pandas") from None
+    files = [*_MAG_FILES, *([] if kind is None else [f"mag_{kind}_emb.pt"])]
+    data = _from_pyg(partial(OGB_MAG, preprocess=kind), Path(root), "mag", files, trust, processed)
+    return ToUndirected()(data) if undirected else data
+
+
 def convert_papers100m(source: str | Path, folder: str | Path) -> None:
     """Convert the raw files of ogbn-papers100M to a folder for ``load_folder``, without the graph ever in memory.
 
@@ -246,23 +297,39 @@ def convert_papers100m(source: str | Path, folder: str | Path) -> None:
 
 
 def _from_pyg(
-    make: Callable[[str], InMemoryDataset], root: Path, folder: str, files: Sequence[str], trust: bool
-) -> Data:
-    """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only."""
+    make: Callable[[str], InMemoryDataset],
+    root: Path,
+    folder: str,
+    files: Sequence[str],
+    trust: bool,
+    processed: str = _PROCESSED,
+) -> Any:
+    """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only.
+
+    Args:
+        make: Makes the dataset in a root.
+        root: The root.
+        folder: What PyG calls the dataset's folder below it.
+        files: The raw files, the first one directly in ``raw``.
+        trust: Open files that hold more than data.
+        processed: What PyG makes of them.
+    """
     base = root / folder
     raw = [base / "raw" / file for file in files]
     with _one_process(base):
-        elsewhere = not (base / "processed" / "data.pt").exists() and not is_writable(base)
+        elsewhere = not (base / "processed" / processed).exists() and not is_writable(base)
         if elsewhere and (missing := _missing(raw)):
             raise FileNotFoundError(
                 f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
                 "written to"
             )
-        with _unpickling(trust), _explain(f"the dataset in {base}", base, raw):
-            return _processed_elsewhere(make, base, folder, raw) if elsewhere else make(str(root))[0]
+        with _unpickling(trust), _explain(f"the dataset in {base}", base, raw, processed):
+            return _processed_elsewhere(make, base, folder, raw, processed) if elsewhere else make(str(root))[0]
 
 
-def _processed_elsewhere(make: Callable[[str], InMemoryDataset], base: Path, folder: str, raw: Sequence[Path]) -> Data:
+def _processed_elsewhere(
+    make: Callable[[str], InMemoryDataset], base: Path, folder: str, raw: Sequence[Path], processed: str
+) -> Any:
     """Make a PyG dataset from raw files in a read-only folder.
 
     Args:
@@ -270,19 +337,26 @@ def _processed_elsewhere(make: Callable[[str], InMemoryDataset], base: Path, fol
         base: The folder, with ``raw``.
         folder: What PyG calls it below the root.
         raw: The raw files.
+        processed: What PyG makes of them.
     """
 
     def process(target: Path) -> None:
         with _mirror(folder, raw, target) as root:
             make(root)
 
-    def read(source: Path, fresh: bool) -> Data:
+    def read(source: Path, fresh: bool) -> Any:
         with _mirror(folder, raw, source) as root:
             return make(root)[0]
 
     found = kept(
         "datasets",
-        checksum("processed 1", str(base.resolve()), folder, torch_geometric.__version__),
+        checksum(
+            "processed 1",
+            str(base.resolve()),
+            folder,
+            torch_geometric.__version__,
+            *(() if processed == _PROCESSED else (processed,)),
+        ),
         process,
         read,
         title=str(base),
@@ -312,7 +386,9 @@ def _mirror(folder: str, raw: Sequence[Path], processed: Path) -> Iterator[str]:
         # Windows lets not every user make links.
         (base / "raw").mkdir(exist_ok=True)
         for path in raw:
-            shutil.copyfile(path, base / "raw" / path.name)
+            copy = base / "raw" / path.relative_to(raw[0].parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
         shutil.copytree(processed, base / "processed")
         yield root
         if not any(processed.iterdir()):
@@ -324,11 +400,11 @@ def _missing(paths: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _explain(name: str, base: Path, raw: Sequence[Path]) -> Iterator[None]:
+def _explain(name: str, base: Path, raw: Sequence[Path], made: str = _PROCESSED) -> Iterator[None]:
     """Turn what goes wrong while a dataset is downloaded and processed into one message that says what to do."""
-    processed = base / "processed" / "data.pt"
+    processed = base / "processed" / made
     had_processed = processed.exists()
-    stored = sorted([*base.glob("processed/*.pt"), *base.glob("split/*/*.pt")])
+    stored = sorted([*base.glob("processed/*.pt"), *base.glob("split/*/*.pt"), *base.glob("raw/*.pt")])
     for path in (*raw, *stored):
         if os.path.lexists(path):  # a FIFO would be waited for
             check_file(path)

@@ -23,6 +23,7 @@ from lightning_gnn.graph.csc import (
 )
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero_folder import is_hetero_folder, load_hetero_folder
+from lightning_gnn.graph.synthetic_labels import Labels
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 SPLITS = ("train", "val", "test")
@@ -37,7 +38,9 @@ CHECKED_ONCE = 1 << 26
 """Bytes of a topology from which it is remembered that its ids were checked."""
 
 
-def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data | HeteroData:
+def load_folder(
+    root: str | Path, mmap: bool = True, check: bool = True, labels: Labels = "classes"
+) -> Data | HeteroData:
     """Read a graph from a folder of ``.npy`` files.
 
     A folder with a folder ``nodes`` holds a graph with types (:func:`~lightning_gnn.graph.load_hetero_folder`). Else
@@ -48,7 +51,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
       million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
     - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``. Floats are taken where they are whole numbers; NaN,
-      which stands for an unlabelled node, becomes -1.
+      which stands for an unlabelled node, becomes -1. Or what ``labels`` says.
     - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and likewise ``val_…`` (or ``valid_…``) and
       ``test_…``.
 
@@ -58,10 +61,13 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
         check: Look for ids out of range, one pass over the topology and the splits; a large topology that passed is
             not read again until its files change. Features are not read. Without the check, an id out of range crashes
             the sampler.
+        labels: What ``y.npy`` holds: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or ``"numbers"``,
+            ``[N]`` or ``[N, T]``. Of a graph with types, arrays are as they are.
 
     Returns:
-        ``Data`` with ``x``, ``y`` int64 ``[N]``, the splits under the names of their files (``valid_…`` as ``val_…``)
-        and the topology as ``graph``, a :class:`CSCGraph`. There is no ``edge_index``. Or ``HeteroData``.
+        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: as it is; numbers: floating), the splits under the names of
+        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`. There is no
+        ``edge_index``. Or ``HeteroData``.
 
     Raises:
         FileNotFoundError: The folder or a file that it needs is missing.
@@ -78,7 +84,7 @@ def load_folder(root: str | Path, mmap: bool = True, check: bool = True) -> Data
     data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
     path = root / "y.npy"
     if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
-        data.y = class_numbers(load_array(path, mmap), x.size(0), str(path))
+        data.y = _read_labels(path, labels, x.size(0), mmap)
     for split in SPLITS:
         found = [
             path
@@ -260,6 +266,21 @@ def _sorted_edges(path: Path, num_nodes: int, mmap: bool) -> CSCGraph:
         return CSCGraph.from_edge_index(edge_index, num_nodes) if graph is None else graph
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}; x.npy has {num_nodes} rows, one per node") from None
+
+
+def _read_labels(path: Path, labels: Labels, num_nodes: int, mmap: bool) -> Tensor:
+    y = load_array(path, mmap)
+    if labels == "classes":
+        return class_numbers(y, num_nodes, str(path))
+    dims = {"several": (2,), "numbers": (1, 2)}.get(labels)
+    if dims is None:
+        raise ValueError(f"labels={labels!r} is unknown; use classes, several or numbers")
+    if y.dim() not in dims or y.size(0) != num_nodes or y.is_complex():
+        shape = "[N, L]" if labels == "several" else "[N] or [N, T]"
+        raise ValueError(
+            f"{path} is {y.dtype} {list(y.shape)}, but labels={labels!r} needs {shape}, and x has {num_nodes} rows"
+        )
+    return y.float() if labels == "numbers" and not y.is_floating_point() else y
 
 
 def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch_geometric.data import Data
 
+from lightning_gnn.graph.synthetic_labels import Labels, planted_labels
+
 __all__ = ["planted_power_law", "power_law_graph"]
 
 _MAX_ROUNDS = 64
@@ -26,6 +28,7 @@ def planted_power_law(
     label_noise: float = 0.07,
     exponent: float = 2.5,
     split: tuple[float, float, float] = (0.1, 0.05, 0.25),
+    labels: Labels = "classes",
 ) -> Data:
     """Draw an undirected graph with power-law degrees whose planted communities give features and labels.
 
@@ -41,14 +44,17 @@ def planted_power_law(
         seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
         homophily: Probability that an edge is drawn inside one community; the others ignore communities.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        label_noise: Probability that a label is redrawn uniformly instead of naming the node's community.
+        label_noise: Probability that a label is redrawn uniformly instead of naming the node's community; of numbers
+            the standard deviation of what is added.
         exponent: Power-law exponent of the expected degrees, above 2.
         split: Fractions of the nodes in the train, validation and test masks; they sum to at most 1.
+        labels: ``"classes"``; ``"several"``, for classification with several labels per node; or ``"numbers"``, for
+            regression. Graph and features are the same.
 
     Returns:
         ``Data`` with ``x`` float32 ``[V, F]``, ``edge_index`` int64 ``[2, E]`` (sorted, no self loops, no duplicates),
-        ``y`` int64 ``[V]`` in ``[0, C)`` and disjoint ``train_mask``, ``val_mask``, ``test_mask`` bool ``[V]``. A few
-        nodes may have no edge.
+        ``y`` int64 ``[V]`` in ``[0, C)`` (several: int64 ``[V, C]`` of 0 and 1; numbers: float32 ``[V]``) and disjoint
+        ``train_mask``, ``val_mask``, ``test_mask`` bool ``[V]``. A few nodes may have no edge.
 
     Raises:
         ValueError: If an argument is out of range, or if so many distinct edges do not fit the communities.
@@ -79,13 +85,12 @@ def planted_power_law(
     x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
     x *= np.float32(feature_noise)
     x += means[community]
-    redrawn = rng.random(num_nodes) < label_noise
-    y = np.where(redrawn, rng.integers(num_classes, size=num_nodes), community)
+    y = planted_labels(rng, community, num_classes, labels, label_noise)
 
     data = Data(
         x=torch.from_numpy(x),
         edge_index=torch.from_numpy(np.stack(np.divmod(keys, num_nodes))),
-        y=torch.from_numpy(y),
+        y=y,
     )
     order = torch.from_numpy(rng.permutation(num_nodes))
     start = 0

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
+from lightning_gnn.graph.synthetic_labels import Labels, planted_labels
+
 __all__ = ["planted_papers", "planted_ratings"]
 
 
@@ -27,6 +29,7 @@ def planted_papers(
     feature_noise: float = 0.8,
     label_noise: float = 0.05,
     split: tuple[float, float, float] = (0.1, 0.05, 0.25),
+    labels: Labels = "classes",
     seed: int = 0,
 ) -> HeteroData:
     """Draw papers that cite papers, have authors and topics, with planted communities; papers are to be classified.
@@ -45,14 +48,17 @@ def planted_papers(
         topics: Topics of a paper.
         homophily: Probability that the other end of an edge is drawn from the same community, else from all nodes.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        label_noise: Probability that a label is redrawn uniformly.
+        label_noise: Probability that a label is redrawn uniformly; of numbers the standard deviation of what is added.
         split: Fractions of the papers in the train, validation and test masks; they sum to at most 1.
+        labels: ``"classes"``; ``"several"``, for classification with several labels per paper; or ``"numbers"``, for
+            regression. Graph and features are the same.
         seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
 
     Returns:
         ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``paper``, ``author`` and ``topic``, the papers'
-        ``y`` int64 and masks bool, and the edge types ``(paper, cites, paper)``, ``(author, writes, paper)``, ``(topic,
-        describes, paper)`` and their reverses, ``rev_…``, each ``edge_index`` int64 sorted by target.
+        ``y`` (as of :func:`~lightning_gnn.graph.synthetic.planted_power_law`) and masks bool, and the edge types
+        ``(paper, cites, paper)``, ``(author, writes, paper)``, ``(topic, describes, paper)`` and their reverses,
+        ``rev_…``, each ``edge_index`` int64 sorted by target.
 
     Raises:
         ValueError: An argument is out of range.
@@ -81,9 +87,7 @@ def planted_papers(
         data[source, relation, "paper"].edge_index = _sorted(*ends)
         data["paper", f"rev_{relation}", source].edge_index = _sorted(*ends[::-1])
 
-    redrawn = rng.random(num_papers) < label_noise
-    y = np.where(redrawn, rng.integers(num_classes, size=num_papers), community["paper"])
-    data["paper"].y = torch.from_numpy(y)
+    data["paper"].y = planted_labels(rng, community["paper"], num_classes, labels, label_noise)
     order, start = torch.from_numpy(rng.permutation(num_papers)), 0
     for name, fraction in zip(("train_mask", "val_mask", "test_mask"), split, strict=True):
         stop = start + round(num_papers * fraction)

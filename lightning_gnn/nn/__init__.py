@@ -9,6 +9,7 @@ trimmed exactly), ``nn/hetero`` (graphs with types), ``nn/module.py`` and what c
 from lightning_gnn.nn.classifier import NodeClassifier
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, unfused_layers
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero import HGT, RGAT, RGCN, HeteroGraphSAGE
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.link import LinkPredictor
@@ -36,6 +37,7 @@ __all__ = [
     "NodeClassifier",
     "NodeRegressor",
     "SAGEConv",
+    "TypeEmbeddings",
     "infer",
     "unfused_layers",
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.typing import NodeType
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.node_module import NodeModule
 
 STAGES = ("train", "val", "test")
@@ -47,12 +50,20 @@ class NodeClassifier(NodeModule):
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The node type that is classified, for graphs with types.
         kind: ``"multiclass"`` (cross-entropy), or ``"multilabel"`` (binary cross-entropy, the mean over labels).
+        class_weights: Of each class, positive: ``weight`` of torch's ``cross_entropy``, so that losses are divided by
+            the sum of the nodes' weights; with several labels, of each label what having it counts beside not having
+            it, torch's ``pos_weight``.
+        label_smoothing: That of torch's ``cross_entropy``, in [0, 1): the part of a label that is spread over all
+            classes.
+        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
             empty, of a wrong shape or type, a label is not in ``[0, num_classes)``, or the model has another number of
             outputs.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -64,17 +75,34 @@ class NodeClassifier(NodeModule):
         scheduler: Callable[..., Any] | None = None,
         target: NodeType | None = None,
         kind: Literal["multiclass", "multilabel"] = "multiclass",
+        class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
+        embeddings: TypeEmbeddings | None = None,
     ) -> None:
-        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = target
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
         if num_classes < (2 if kind == "multiclass" else 1):
             raise ValueError(f"num_classes must be at least {2 if kind == 'multiclass' else 1}, got {num_classes}")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is a part of a label, in [0, 1), got {label_smoothing}")
+        if label_smoothing and kind == "multilabel":
+            raise ValueError("label_smoothing is for one class per node: leave it out for kind='multilabel'")
+        if class_weights is not None:
+            class_weights = [float(weight) for weight in class_weights]
+            if len(class_weights) != num_classes or not all(0 < weight < math.inf for weight in class_weights):
+                raise ValueError(f"class_weights must be {num_classes} positive numbers, got {class_weights}")
+            if kind == "multiclass":
+                self.val_loss, self.test_loss = _WeightedMean(), _WeightedMean()
         # Objects stay out, so that checkpoints can be read with weights_only=True.
-        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.num_classes = num_classes
         self.kind = kind
+        self.label_smoothing = label_smoothing
+        # Not in the checkpoint's weights: it is among its hyperparameters.
+        weights = None if class_weights is None else torch.tensor(class_weights)
+        self.register_buffer("class_weights", weights, persistent=False)
         self.metric_name = "acc" if kind == "multiclass" else "f1"
         for stage in STAGES:
             # Labels are checked here, once; torchmetrics would check them on the device at every batch.
@@ -87,9 +115,20 @@ class NodeClassifier(NodeModule):
             )
 
     def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        weights = self.class_weights
+        if weights is not None:  # of 16 bits they would be others than those that the mean is divided by
+            dtype = torch.promote_types(rows.dtype, weights.dtype)
+            rows, weights = rows.to(dtype), weights.to(rows.device, dtype)
         if self.kind == "multiclass":
-            return F.cross_entropy(rows, labels, reduction="none")
-        return F.binary_cross_entropy_with_logits(rows, labels.to(rows.dtype), reduction="none").mean(1)
+            smoothing = self.label_smoothing
+            return F.cross_entropy(rows, labels, weight=weights, reduction="none", label_smoothing=smoothing)
+        targets = labels.to(rows.dtype)
+        return F.binary_cross_entropy_with_logits(rows, targets, reduction="none", pos_weight=weights).mean(1)
+
+    def _weights(self, labels: Tensor) -> Tensor | None:
+        if self.class_weights is None or self.kind == "multilabel":
+            return None
+        return self.class_weights.to(labels.device)[labels]
 
     def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
         if rows.size(-1) != self.num_classes:
@@ -118,3 +157,22 @@ class NodeClassifier(NodeModule):
                         f"y holds label {value}, but num_classes={self.num_classes} allows 0 to {self.num_classes - 1}"
                     )
         return labels
+
+
+class _WeightedMean(Metric):
+    """Sum of losses over that of their weights; torchmetrics' own mean ignores weights where it lets NaN pass."""
+
+    losses: Tensor
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("losses", torch.tensor(0.0), "sum")
+        self.add_state("weights", torch.tensor(0.0), "sum")
+
+    def update(self, losses: Tensor, weights: Tensor) -> None:
+        self.losses += losses.sum()
+        self.weights += weights.sum()
+
+    def compute(self) -> Tensor:
+        return self.losses / self.weights

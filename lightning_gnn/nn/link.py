@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalRecall
 
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.module import GNNModule
 
 _AT = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
@@ -49,6 +50,7 @@ class LinkPredictor(GNNModule):
         target: The type of the edges that are predicted, ``(source, name, target)``, for graphs with types.
         metrics: What is logged of validation and test: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
             ``"recall@10"`` with any number; as ``val_auc``, ``val_mrr``, ``val_hits@10``.
+        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of
@@ -64,12 +66,13 @@ class LinkPredictor(GNNModule):
         scheduler: Callable[..., Any] | None = None,
         target: EdgeType | None = None,
         metrics: Sequence[str] = ("auc",),
+        embeddings: TypeEmbeddings | None = None,
     ) -> None:
-        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = None if target is None else tuple(target)
         metrics = [metrics] if isinstance(metrics, str) else list(metrics)
         # Objects stay out, so that checkpoints can be read with weights_only=True.
-        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.metric_names = metrics
         for stage in ("val", "test"):
             for name in metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import infer
 from lightning_gnn.nn.models import num_layers, trims_exactly
+from lightning_gnn.nn.sparse_gradients import with_values
+from lightning_gnn.nn.split_optimizer import SplitOptimizer
 
 _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
@@ -33,9 +37,10 @@ class GNNModule(pl.LightningModule):
         optimizer: Takes the parameters and returns an optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.1)``.
         scheduler: Takes the optimizer and returns a scheduler (one step per epoch; a plateau scheduler watches
             ``val_loss``) or Lightning's ``lr_scheduler`` dictionary.
+        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``embeddings`` are no ``TypeEmbeddings``.
         ValueError: ``lr`` or ``weight_decay`` is out of range.
     """
 
@@ -46,15 +51,19 @@ class GNNModule(pl.LightningModule):
         weight_decay: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        embeddings: TypeEmbeddings | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(embeddings, (TypeEmbeddings, type(None))):
+            raise TypeError(f"embeddings must be TypeEmbeddings, got {type(embeddings).__name__}")
         if not lr > 0:
             raise ValueError(f"lr must be positive, got {lr}")
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
         self.model = model
+        self.embeddings = embeddings
         self.lr = lr
         self.weight_decay = weight_decay
         self._optimizer = optimizer
@@ -63,8 +72,8 @@ class GNNModule(pl.LightningModule):
         self._checked: set[str] = set()
         # "disable" hands a NaN on to EarlyStopping and the user, where the default drops it (and looks for it, which
         # stalls a device). torchmetrics 1.9 then ignores weights, so update it with a loss per node.
-        self.val_loss = MeanMetric(nan_strategy="disable")
-        self.test_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss: Metric = MeanMetric(nan_strategy="disable")
+        self.test_loss: Metric = MeanMetric(nan_strategy="disable")
 
     def forward(self, batch: Data | HeteroData) -> Any:
         """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
@@ -123,10 +132,11 @@ class GNNModule(pl.LightningModule):
 
     def _forward_types(self, batch: HeteroData) -> Any:
         """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
-        if featureless := [store._key for store in batch.node_stores if store.get("x") is None]:
+        found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
+        if featureless := [name for name in batch.node_types if name not in found]:
             raise ValueError(
                 f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
-                f"data[{featureless[0]!r}].x = torch.nn.Parameter(torch.randn(num_nodes, 64))"
+                f"{type(self).__name__}(…, embeddings=TypeEmbeddings(data, 64))"
             )
         extra = {
             name: values
@@ -135,7 +145,8 @@ class GNNModule(pl.LightningModule):
         }
         self._compare_hops(batch)
         self._tell_unfused(batch)
-        out = self.model({name: self._widened(x) for name, x in batch.x_dict.items()}, batch.edge_index_dict, **extra)
+        x_dict = {name: self._widened(found[name]) for name in batch.node_types}
+        out = self.model(x_dict, batch.edge_index_dict, **extra)
         if not isinstance(out, Mapping):
             raise TypeError(
                 f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
@@ -221,18 +232,24 @@ class GNNModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.
 
+        Embeddings with sparse gradients have an optimizer of their own in it.
+
         Raises:
             ValueError: the model has parameters without a size yet (``in_channels=-1``).
         """
         for name, parameter in self.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(f"{name} has no size yet: give in_channels, or run the model on one batch first")
+        tables = [] if self.embeddings is None or not self.embeddings.sparse else list(self.embeddings.parameters())
+        apart = {id(table) for table in tables}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in apart]
         if self._optimizer is None:
-            optimizer: torch.optim.Optimizer = torch.optim.Adam(
-                self.parameters(), lr=self.lr, weight_decay=self.weight_decay
-            )
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(others, lr=self.lr, weight_decay=self.weight_decay)
         else:
-            optimizer = self._optimizer(self.parameters())
+            optimizer = self._optimizer(others)
+        if self.embeddings is not None and tables:
+            sparse = self.embeddings.optimizer or partial(torch.optim.SparseAdam, lr=self.lr)
+            optimizer = SplitOptimizer(optimizer, sparse(tables))
         if self._scheduler is None:
             return optimizer
         scheduler = self._scheduler(optimizer)
@@ -240,21 +257,37 @@ class GNNModule(pl.LightningModule):
             scheduler = {"scheduler": scheduler, "monitor": "val_loss"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients as Lightning does, sparse ones by the values that they have."""
+        clipped = with_values(optimizer) if gradient_clip_val else optimizer
+        super().configure_gradient_clipping(clipped, gradient_clip_val, gradient_clip_algorithm)
+
     def _must_check(self, stage: str, values: Tensor) -> bool:
         """Say whether to look at ``values``: a look stalls a device, which gets one only at a stage's first batch."""
         must = stage not in self._checked or values.device.type == "cpu"
         self._checked.add(stage)
         return must
 
-    def _log_loss(self, stage: str, losses: Tensor) -> Tensor:
-        """Log ``losses``, one per node or edge, and return their mean."""
-        loss, size = losses.mean(), losses.size(0)
+    def _log_loss(self, stage: str, losses: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Log ``losses``, one per node or edge, and return their mean.
+
+        Args:
+            stage: For which stage.
+            losses: ``[n]``, times their weights where they have some.
+            weights: ``[n]``, by whose sum they are divided; None divides by their number.
+        """
+        loss, size = losses.mean() if weights is None else losses.sum() / weights.sum(), losses.size(0)
         if stage == "train":
             self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
             return loss
         # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
-        mean: MeanMetric = getattr(self, f"{stage}_loss")
-        mean.update(losses.detach())
+        mean: Metric = getattr(self, f"{stage}_loss")
+        mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
 

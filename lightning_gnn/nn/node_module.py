@@ -24,7 +24,7 @@ class NodeModule(GNNModule):
     target: NodeType | None
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Any]:
-        """Return the mean loss of the batch's training nodes, ``loss``, and their number, ``weight``."""
+        """Return the mean loss of the batch's training nodes, ``loss``, and what they weigh together, ``weight``."""
         loss, weight = self._step(batch, "train")
         return {"loss": loss, "weight": weight}
 
@@ -58,8 +58,12 @@ class NodeModule(GNNModule):
         raise NotImplementedError
 
     def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return a loss per node."""
+        """Return a loss per node, times its weight where nodes have one."""
         raise NotImplementedError
+
+    def _weights(self, labels: Tensor) -> Tensor | None:
+        """Return what each node weighs in the mean, None where all weigh 1."""
+        return None
 
     def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
         """Refuse outputs that do not fit the labels."""
@@ -84,7 +88,7 @@ class NodeModule(GNNModule):
         rows: Tensor = out if self.target is None else out[self.target]
         return rows
 
-    def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int]:
+    def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int | Tensor]:
         part = self._predicted(batch)
         nodes = _labelled_nodes(part, stage)
         y = part.get("y")
@@ -99,7 +103,9 @@ class NodeModule(GNNModule):
         metric.update(rows.detach(), labels)
         name, size = f"{stage}_{self.metric_name}", labels.size(0)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
-        return self._log_loss(stage, self._losses(rows, labels)), size
+        weights = self._weights(labels)
+        loss = self._log_loss(stage, self._losses(rows, labels), weights)
+        return loss, size if weights is None else weights.sum()
 
 
 def _labelled_nodes(batch: Any, stage: str) -> slice | Tensor:

@@ -12,6 +12,7 @@ from torch_geometric.typing import NodeType
 from torchmetrics import MeanAbsoluteError
 
 from lightning_gnn.nn.classifier import STAGES
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.node_module import NodeModule
 
 
@@ -30,6 +31,7 @@ class NodeRegressor(NodeModule):
         optimizer: Takes the parameters and returns an optimizer in place of Adam.
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The node type in question, for graphs with types.
+        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, numbers or the stage's mask are missing,
@@ -46,11 +48,12 @@ class NodeRegressor(NodeModule):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
         target: NodeType | None = None,
+        embeddings: TypeEmbeddings | None = None,
     ) -> None:
-        super().__init__(model, lr, weight_decay, optimizer, scheduler)
+        super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = target
         # Objects stay out, so that checkpoints can be read with weights_only=True.
-        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler"])
+        self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         for stage in STAGES:
             setattr(self, f"{stage}_mae", MeanAbsoluteError())
 

@@ -23,8 +23,14 @@ from lightning_gnn.report.console import warn
 from lightning_gnn.report.metrics import reporting
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, write_whole
 
-FIGURES = ("test_acc", "val_acc", "test_auc", "val_auc", "epoch_time_s", "sampled_edges_per_s", "mteps")
-SCORES = ("test_acc", "test_auc", "val_acc", "val_auc")
+_SCORES = ("acc", "auc", "f1", "mae", "mrr")
+SCORES = tuple(f"{stage}_{score}" for stage in ("test", "val") for score in _SCORES)
+FIGURES = (
+    *(f"{stage}_{score}" for score in _SCORES for stage in ("test", "val")),
+    "epoch_time_s",
+    "sampled_edges_per_s",
+    "mteps",
+)
 
 
 class ComparisonTable(Callback):
@@ -182,7 +188,7 @@ def _shown(name: str, value: float | None) -> str:
         return ""
     if name.endswith("_acc"):
         return f"{value:.2%}"
-    return f"{value:.4f}" if name.endswith("_auc") else f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
+    return f"{value:.4f}" if name in SCORES else f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
 
 
 def _spread(row: dict[str, Any], score: str) -> str:

@@ -57,6 +57,13 @@ STAGE_NAMES = {
     "model": "model",
     "wait": "waiting",
 }
+_SCORES = {
+    "acc": "Accuracy",
+    "auc": "Area under the ROC curve",
+    "f1": "F1 score",
+    "mae": "Mean absolute error",
+    "mrr": "Mean reciprocal rank",
+}
 _SHOWN = 40
 _WIDTH = 13.0
 _DIGIT = 0.065
@@ -71,7 +78,7 @@ def save_figure(
     Args:
         metrics: As :func:`~lightning_gnn.report.collect_metrics` returns them.
         epochs: One dictionary per epoch, as :class:`~lightning_gnn.callbacks.LearningCurves` keeps them.
-        metric: ``"acc"`` or ``"auc"``.
+        metric: ``"acc"``, ``"auc"``, ``"f1"``, ``"mae"`` or ``"mrr"``; others are drawn under their own name.
         title: Heads the figure.
         path: The file to write.
     """
@@ -80,7 +87,7 @@ def save_figure(
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         timed = metrics.get("epoch_time_s") is not None
         grid = figure.add_gridspec(2 if timed else 1, 2, height_ratios=[3.2, 1] if timed else [1])
-        name = {"acc": "Accuracy", "auc": "Area under the ROC curve"}.get(metric, metric)
+        name = _SCORES.get(metric, metric)
         _curves(
             figure.add_subplot(grid[0, 0]), epochs, "Loss", {"train_loss_epoch": "training", "val_loss": "validation"}
         )

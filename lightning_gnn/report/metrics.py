@@ -15,7 +15,14 @@ from lightning_gnn.runtime.files import write_whole
 if TYPE_CHECKING:  # which the command alone needs
     from rich.console import Console
 
-NAMES = {"acc": "accuracy", "auc": "AUC", "mrr": "MRR", "loss": "loss"}
+NAMES = {
+    "acc": "accuracy",
+    "auc": "AUC",
+    "f1": "F1 score",
+    "mae": "mean absolute error",
+    "mrr": "MRR",
+    "loss": "loss",
+}
 STAGES = {"test": "Test", "val": "Validation"}
 
 

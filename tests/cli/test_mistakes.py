@@ -17,7 +17,7 @@ COMPOSED = {
     "-m modle=gcn,gat": "modle is unknown: did you mean mode or model?",
     "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",
     "batch_size=3": "batch_size is unknown: did you mean datamodule.batch_size?",
-    "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root; +data.num_nodes=VALUE",
+    "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root, labels; +data.num_nodes=VALUE",
     "datamodule.num_neighbors=4,4": "write 'datamodule.num_neighbors=[4,4]' for a list, or put -m in front for a sweep",
     "datamodule.num_neighbors=[4,": "num_neighbors=[4, cannot be read (no viable alternative at input '[4,')",
     "hyscale": "hyscale is neither a command nor KEY=VALUE; did you mean strategy=hyscale?",
@@ -58,6 +58,19 @@ BUILT = {
     "datamodule.num_workers=abc": "datamodule.num_workers='abc' must be a whole number",
     "data.num_nodes=1e3": "data.num_nodes=1000.0 must be a whole number",
     "data.split=0.5": "data.split=0.5 must be a list of numbers",
+    "task.class_weights=5": "task.class_weights=5 must be a list of numbers or null",
+    "task.label_smoothing=1": "task: label_smoothing is a part of a label, in [0, 1), got 1",
+    "task.embeddings=wide": "task.embeddings='wide' must be a whole number of at least 1, or null",
+    "data.labels=some": "data.labels='some' must be 'classes' or 'several' or 'numbers'",
+    "data.num_nodes=2000 data.num_edges=20000 data.labels=several": "y must hold one integer class per node, but is "
+    "torch.int64 [2000, 16]; for several labels per node use task=multilabel, for numbers task=regression",
+    "data.num_nodes=2000 data.num_edges=20000 data.labels=numbers": "y must hold one integer class per node, but is "
+    "torch.float32 [2000]; for several labels per node use task=multilabel, for numbers task=regression",
+    "task=multilabel data.labels=classes data.num_nodes=2000 data.num_edges=20000": "data: y must hold 0 or 1 for "
+    "each label of each node, [N, L], but is torch.int64 [2000]; for one class per node use task=node, for numbers",
+    "task=regression data.labels=classes data.num_nodes=2000 data.num_edges=20000": "data: y must hold numbers, "
+    "floating [N] or [N, T], but is torch.int64 [2000]; for one class per node use task=node, for several labels ",
+    "task=multilabel task.class_weights=[1]": "task: class_weights must be 16 positive numbers, got [1.0]",
     "model.dropout=abc": "model.dropout='abc' must be a number",
     "task.lr=nan": "task: lr must be positive, got nan",
     "task.optimizer=adam": "task.optimizer='adam' must be an object, as {_target_: …} or null",

@@ -10,7 +10,7 @@ import torch
 from lightning_gnn.graph import save_hetero_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
-from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn
+from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn, weights_of
 
 LINK = [
     *TINY, "task=link", "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=256",
@@ -97,6 +97,28 @@ def test_a_folder_with_types_is_trained_and_evaluated(tmp_path):
     assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
 
 
+@pytest.mark.parametrize("model", ["rgcn", "hetero_sage"])
+def test_types_without_features_get_embeddings(tmp_path, capfd, model):
+    data = planted_papers(300, 90, 20, 3, 8, split=(0.4, 0.2, 0.2))
+    for name in ("author", "topic"):
+        data[name].num_nodes = data[name].num_nodes
+        del data[name].x
+    save_hetero_folder(data, tmp_path / "graph")
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in TYPED if not item.startswith("data"))]
+    base += [item for item in TYPED if item.startswith("datamodule")] + [f"model={model}"]
+    assert lgnn(tmp_path / "train", "task.embeddings=5", "trainer.gradient_clip_val=1", base=base) == 0
+    assert metrics_of(tmp_path / "train")["test_acc"] > 0.5
+    checkpoint = tmp_path / "train/checkpoints/best.ckpt"
+    assert weights_of(checkpoint)["embeddings.tables.author.weight"].shape == (90, 5)
+    for inference in ("sampled", "full"):
+        given = ["mode=test", f"inference={inference}", f"ckpt_path={checkpoint}"]
+        assert lgnn(tmp_path / inference, *given, base=[]) == 0
+        assert metrics_of(tmp_path / inference)["test_acc"] > 0.5
+    capfd.readouterr()
+    assert lgnn(tmp_path / "none", "task.embeddings=null", base=base) == 2
+    assert "no node features x of 'author', which the models need; task.embeddings=64 trains" in capfd.readouterr().err
+
+
 def test_recommendation(tmp_path, capfd):
     base = [
         "task=recommend", "data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4",
@@ -110,6 +132,60 @@ def test_recommendation(tmp_path, capfd):
     assert metrics["test_mrr"] > 0.22
     assert metrics["test_hits@10"] > 0.55
     assert "Test MRR" in capfd.readouterr().out
+
+
+def scores_of(directory, name):
+    with (directory / "logs/metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def test_several_labels_per_node(tmp_path, capfd):
+    overrides = ["task=multilabel", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
+    assert lgnn(tmp_path, *overrides, "task.class_weights=[1,1.5,2]") == 0
+    assert "Test F1 score" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    assert metrics["test_f1"] > 0.8
+    assert metrics["val_f1"] == pytest.approx(max(scores_of(tmp_path, "val_f1")))
+    (tmp_path / "predict").mkdir()
+    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 3)
+
+
+def test_numbers_of_nodes(tmp_path, capfd):
+    overrides = ["task=regression", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
+    assert lgnn(tmp_path, *overrides) == 0
+    assert "Test mean absolute error" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    errors = scores_of(tmp_path, "val_mae")
+    assert metrics["test_mae"] < 0.5 * errors[0]
+    # The best checkpoint is the one with the least error.
+    assert metrics["val_mae"] == pytest.approx(min(errors))
+    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 1)
+
+
+@pytest.mark.parametrize(("task", "labels"), [("multilabel", "several"), ("regression", "numbers")])
+def test_labels_and_numbers_of_a_type(tmp_path, task, labels):
+    overrides = [f"task={task}", f"data.labels={labels}", "model=rgcn", "trainer.max_epochs=4"]
+    assert lgnn(tmp_path, *overrides, base=TYPED) == 0
+    metrics = metrics_of(tmp_path)
+    assert metrics.get("test_f1", 1.0) > 0.5
+    assert metrics.get("test_mae", 0.0) < 1.0
+
+
+def test_numbers_of_a_folder(tmp_path):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((200, 8), dtype=np.float32)
+    arrays = {
+        "x": x, "edge_index": generator.integers(200, size=(2, 900)), "y": generator.integers(50, size=(200, 2)),
+        **{f"{name}_mask": np.arange(200) % 3 == part for part, name in enumerate(("train", "val", "test"))},
+    }  # fmt: skip
+    (tmp_path / "graph").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / f"graph/{name}.npy", array)
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in NODE if not item.startswith("data."))]
+    assert lgnn(tmp_path / "out", "task=regression", "data.labels=numbers", base=base) == 0
+    assert metrics_of(tmp_path / "out")["test_mae"] > 0
 
 
 def test_full_graph(tmp_path, capfd):

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from torch_geometric.data import Data, InMemoryDataset
-from torch_geometric.datasets import Flickr, Planetoid, Reddit
+from torch_geometric.data import Data, HeteroData, InMemoryDataset
+from torch_geometric.datasets import OGB_MAG, Flickr, Planetoid, Reddit
 
 from lightning_gnn.graph import datasets
-from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogbn, planetoid, reddit
+from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.runtime.store import is_writable
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.cli.command import lgnn, weights_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"
 needs_planetoid = pytest.mark.skipif(
@@ -377,6 +378,113 @@ def test_damaged_ogbn_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ValueError, match=r"node-feat\.csv\.gz is damaged"):
         ogbn(tmp_path)
+
+
+class FakeMAG(OGB_MAG):  # type: ignore[misc]
+    """PyG's class but for what it reads: no pandas, and a graph of seconds."""
+
+    def download(self) -> None:
+        raise URLError("no route")
+
+    def process(self) -> None:
+        for path in datasets._MAG_FILES:
+            with gzip.open(Path(self.raw_dir) / path) as file:
+                file.read()
+        data, generator = HeteroData(), torch.Generator().manual_seed(0)
+        sizes = {"paper": 60, "author": 30, "institution": 4, "field_of_study": 9}
+        for name, count in sizes.items():
+            data[name].num_nodes = count
+            if name == "paper" or self.preprocess is not None:
+                data[name].x = torch.randn(count, 8, generator=generator)
+        data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+        data["paper"].year = torch.arange(60) % 10 + 2010
+        for part, name in enumerate(("train", "val", "test")):
+            data["paper"][f"{name}_mask"] = torch.arange(60) % 3 == part
+        for kind in (("author", "affiliated_with", "institution"), ("author", "writes", "paper"),
+                     ("paper", "cites", "paper"), ("paper", "has_topic", "field_of_study")):  # fmt: skip
+            ends = [torch.randint(sizes[end], (150,), generator=generator) for end in (kind[0], kind[2])]
+            data[kind].edge_index = torch.stack(ends)
+        self.save([data], self.processed_paths[0])
+
+
+@pytest.fixture
+def mag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a root with all raw files."""
+    monkeypatch.setattr(datasets, "OGB_MAG", FakeMAG)
+    monkeypatch.setitem(sys.modules, "pandas", ModuleType("pandas"))
+    for name in datasets._MAG_FILES:
+        path = tmp_path / "mag" / "raw" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(b"1"))
+    return tmp_path
+
+
+def test_ogb_mag(mag: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = ogb_mag(mag)
+    assert data["paper"].x.shape == (60, 8)
+    assert {name for name in data.node_types if "x" not in data[name]} == {"author", "institution", "field_of_study"}
+    assert data["author"].num_nodes == 30
+    assert ("paper", "rev_writes", "author") in data.edge_types
+    assert ("paper", "rev_cites", "paper") not in data.edge_types
+    assert data["paper", "cites", "paper"].is_undirected()
+    directed = ogb_mag(mag, undirected=False)
+    assert len(directed.edge_types) == 4
+    written = directed["author", "writes", "paper"].edge_index
+    assert torch.equal(data["paper", "rev_writes", "author"].edge_index, written.flip(0))
+    # What is processed needs no pandas.
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert ogb_mag(mag).num_nodes == data.num_nodes
+
+
+def test_ogb_mag_with_features_of_all_types(mag: Path) -> None:
+    (mag / "mag" / "raw" / "mag_transe_emb.pt").write_bytes(b"")
+    ogb_mag(mag)
+    assert all("x" in store for store in ogb_mag(mag, preprocess="TransE").node_stores)
+    assert sorted(path.name for path in (mag / "mag" / "processed").glob("data*.pt")) == ["data.pt", "data_transe.pt"]
+
+
+def test_ogb_mag_in_a_read_only_root(mag: Path, cache: Path) -> None:
+    (mag / "mag" / "raw" / "mag_transe_emb.pt").write_bytes(b"")
+    folders = [mag, mag / "mag", mag / "mag" / "raw"]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        if is_writable(mag / "mag"):
+            pytest.skip("this user may write everywhere")
+        plain, featured = ogb_mag(mag), ogb_mag(mag, preprocess="TransE")
+        assert "x" not in plain["author"]
+        assert "x" in featured["author"]
+        assert torch.equal(ogb_mag(mag)["paper"].x, plain["paper"].x)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert len(list(cache.glob("datasets/*/data*.pt"))) == 2
+
+
+def test_ogb_mag_mistakes(mag: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="preprocess='node2vec' is unknown; use 'metapath2vec', 'TransE' or None"):
+        ogb_mag(mag, preprocess="node2vec")
+    path = mag / "mag" / "raw" / datasets._MAG_FILES[1]
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz is damaged"):
+        ogb_mag(mag)
+    shutil.rmtree(mag / "mag" / "raw" / "node-feat")
+    with pytest.raises(RuntimeError, match=r"no route.*lacks node-feat\.csv\.gz, node_year\.csv\.gz"):
+        ogb_mag(mag)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"reads the files of OGB's MAG with pandas \(.*\): pip install pandas"):
+        ogb_mag(mag)
+
+
+def test_ogb_mag_trains_from_the_command_line(mag: Path, tmp_path: Path) -> None:
+    base = [
+        "data=ogb_mag", f"data.root={mag}", "model=rgcn", "model.hidden_channels=8", "model.num_layers=2",
+        "torch_threads=1", "task.embeddings=4", "datamodule.num_neighbors=[3,3]", "datamodule.batch_size=16",
+        "datamodule.num_workers=0", "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+    assert lgnn(tmp_path / "out", base=base) == 0
+    weights = weights_of(tmp_path / "out/checkpoints/best.ckpt")
+    assert weights["embeddings.tables.institution.weight"].shape == (4, 4)
 
 
 def test_ogbn_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,3 +432,37 @@ def test_features_stay_on_disk(tmp_path: Path) -> None:
     whole = load_folder(tmp_path, mmap=False)
     assert resident() - before > size * 0.9  # the measure sees what it should
     assert whole.num_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("labels", "y", "expected"),
+    [
+        ("several", np.ones((N, 3), np.int64), torch.int64),
+        ("several", np.ones((N, 3), np.float32), torch.float32),
+        ("numbers", np.ones(N, np.int64), torch.float32),
+        ("numbers", np.ones((N, 2), np.float64), torch.float64),
+    ],
+)
+def test_labels_of_other_kinds(tmp_path: Path, labels: Any, y: Any, expected: torch.dtype) -> None:
+    write(tmp_path, **{**raw(graph()), "y": y})
+    loaded = load_folder(tmp_path, labels=labels)
+    assert loaded.y.dtype == expected
+    assert loaded.y.tolist() == y.tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "y", "message"),
+    [
+        (
+            "several",
+            np.ones(N, np.int64),
+            r"is torch.int64 \[50\], but labels='several' needs \[N, L\], and x has 50",
+        ),
+        ("numbers", np.ones(N - 1), r"is torch.float64 \[49\], but labels='numbers' needs \[N\] or \[N, T\]"),
+        ("some", np.ones(N), "labels='some' is unknown; use classes, several or numbers"),
+    ],
+)
+def test_labels_that_are_of_another_kind(tmp_path: Path, labels: Any, y: Any, message: str) -> None:
+    write(tmp_path, **{**raw(graph()), "y": y})
+    with pytest.raises(ValueError, match=message):
+        load_folder(tmp_path, labels=labels)

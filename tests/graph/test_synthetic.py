@@ -50,6 +50,29 @@ def test_planted_default_sizes(default: Data) -> None:
     assert [int(default[f"{name}_mask"].sum()) for name in ("train", "val", "test")] == [10_000, 5_000, 25_000]
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_planted_labels_change_nothing_else(small: Data, noise: float) -> None:
+    classes, several, numbers = (
+        planted_small(label_noise=noise, labels=labels) for labels in ("classes", "several", "numbers")
+    )
+    for data in (several, numbers):
+        assert torch.equal(data.x, small.x)
+        assert torch.equal(data.edge_index, small.edge_index)
+    assert several.y.shape == (4_000, 8)
+    assert set(several.y.flatten().tolist()) == {0, 1}
+    assert numbers.y.shape == (4_000,)
+    assert numbers.y.dtype == torch.float32
+    if noise == 0:
+        # All of a community have the same.
+        for y in (several.y, numbers.y.unsqueeze(1)):
+            assert len(torch.cat([classes.y.unsqueeze(1), y], 1).unique(dim=0)) == 8
+        assert bool(several.y[torch.arange(4_000), classes.y].all())
+    else:
+        assert len(torch.cat([classes.y.unsqueeze(1), several.y], 1).unique(dim=0)) > 100
+    with pytest.raises(ValueError, match="labels='some' is unknown; use classes, several or numbers"):
+        planted_small(labels="some")
+
+
 def test_planted_odd_edge_count_rounds_down() -> None:
     assert planted_power_law(100, 301, 4, 2).num_edges == 300
 

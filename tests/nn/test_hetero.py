@@ -12,6 +12,7 @@ from torch_geometric.transforms import AddSelfLoops, RemoveDuplicatedEdges, ToUn
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, NodeClassifier, unfused_layers
 from lightning_gnn.nn.hetero import layers as typed_layers
+from lightning_gnn.nn.hetero.table import fused_models
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
@@ -258,6 +259,7 @@ def test_which_layers_are_fused():
     data = graph()
     for kind, unfused in ((HeteroGraphSAGE, 0), (RGCN, 0), (RGAT, 0), (HGT, 2)):
         assert len(unfused_layers(kind(data.metadata(), 5, 8, 2, 3))) == unfused
+        assert (kind.__name__ in dict(fused_models())) == (unfused == 0)
 
 
 @pytest.mark.parametrize(

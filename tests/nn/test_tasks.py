@@ -69,6 +69,49 @@ def test_losses_and_metrics_are_those_by_hand():
     torch.testing.assert_close(module.train_mae.compute(), (rows - batch.y[:20]).abs().mean())
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0]])
+def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_path):
+    data = labelled("one")
+    data.y = (data.y > 0.5).long()
+    model = GraphSAGE(6, 8, 1, 2)
+    module = NodeClassifier(model, 2, class_weights=weights, label_smoothing=smoothing)
+    datamodule = NeighborDataModule(data, num_neighbors=[-1], batch_size=32)
+    given = None if weights is None else torch.tensor(weights)
+    loss_of = torch.nn.CrossEntropyLoss(weight=given, label_smoothing=smoothing)
+    batch = next(iter(datamodule.train_dataloader()))
+    step = module.training_step(batch, 0)
+    rows, y = module(batch)[:32], batch.y[:32]
+    torch.testing.assert_close(step["loss"], loss_of(rows, y))
+    assert float(step["weight"]) == pytest.approx(32 if given is None else float(given[y].sum()))
+    # The loss of all of an epoch is that of one batch, though batches weigh otherwise.
+    (found,) = trainer(tmp_path).test(module, datamodule, verbose=False)
+    with torch.no_grad():
+        expected = loss_of(model.eval()(data.x, data.edge_index), data.y)
+    assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_weights_of_labels_are_those_of_having_them():
+    data = labelled("multilabel")
+    batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", class_weights=[1, 2, 3])
+    step, y = module.training_step(batch, 0), batch.y[:20].float()
+    expected = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]))(module(batch)[:20], y)
+    torch.testing.assert_close(step["loss"], expected)
+    assert step["weight"] == 20
+
+
+def test_checkpoints_bring_class_weights(tmp_path):
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 2), 2, class_weights=(1, 3), label_smoothing=0.1)
+    assert "class_weights" not in module.state_dict()
+    run = trainer(tmp_path)
+    run.strategy.connect(module)
+    run.save_checkpoint(tmp_path / "some.ckpt")
+    again = NodeClassifier.load_from_checkpoint(tmp_path / "some.ckpt", model=GraphSAGE(6, 8, 1, 2), weights_only=True)
+    assert again.class_weights.tolist() == [1.0, 3.0]
+    assert again.label_smoothing == 0.1
+
+
 def test_one_number_per_node_may_be_a_vector(tmp_path):
     module = NodeRegressor(GraphSAGE(6, 8, 2, 1))
     run = trainer(tmp_path, 1)
@@ -118,6 +161,14 @@ def test_arguments_are_checked():
         NodeClassifier(model, 3, kind="multi")
     with pytest.raises(ValueError, match="num_classes must be at least 1, got 0"):
         NodeClassifier(model, 0, kind="multilabel")
+    with pytest.raises(ValueError, match=r"class_weights must be 3 positive numbers, got \[1.0, 0.0, 2.0\]"):
+        NodeClassifier(model, 3, class_weights=[1, 0, 2])
+    with pytest.raises(ValueError, match="class_weights must be 3 positive numbers"):
+        NodeClassifier(model, 3, class_weights=[1, 2])
+    with pytest.raises(ValueError, match=r"label_smoothing is a part of a label, in \[0, 1\), got 1.0"):
+        NodeClassifier(model, 3, label_smoothing=1.0)
+    with pytest.raises(ValueError, match="leave it out for kind='multilabel'"):
+        NodeClassifier(model, 3, kind="multilabel", label_smoothing=0.1)
     with pytest.raises(ValueError, match="metrics: 'hits@0' is unknown; use auc, mrr, hits@10 or recall@10"):
         LinkPredictor(model, metrics=["hits@0"])
 

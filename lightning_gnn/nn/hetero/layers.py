@@ -89,7 +89,11 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
     """
 
     fused = Fused(
-        pyg.RGCNConv, "aggregation (sum, mean) and products of all relations", ("sum", "mean"), lambda layer: {}, 0
+        pyg.RGCNConv,
+        "aggregation (sum, mean) and products of all relations, with ReLU and dropout",
+        ("sum", "mean"),
+        lambda layer: {},
+        0,
     )
 
     def __init__(self, in_channels: int, out_channels: int, edge_types: list[EdgeType], **kwargs: Any) -> None:

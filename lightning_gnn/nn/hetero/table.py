@@ -1,0 +1,16 @@
+"""Which models of graphs with types run their layers as fused operators on mini-batches."""
+
+from __future__ import annotations
+
+from lightning_gnn.nn.conv.gat import GATConv
+from lightning_gnn.nn.hetero.layers import RelationalConv
+from lightning_gnn.nn.hetero.models import RGAT, RGCN, HeteroGraphSAGE
+
+
+def fused_models() -> list[tuple[str, str]]:
+    """Return the classes of models, and what of a layer runs as one operator."""
+    return [
+        (HeteroGraphSAGE.__name__, RelationalConv.fused.what),
+        (RGCN.__name__, RelationalConv.fused.what),
+        (RGAT.__name__, f"{GATConv.fused.what}, of a relation at a time"),
+    ]

@@ -1,0 +1,80 @@
+"""Several optimizers as one, each of parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class SplitOptimizer(Optimizer):
+    """Steps several optimizers together, where Lightning's automatic optimization, or a scheduler, takes one.
+
+    Its parameter groups and its state are theirs, the first optimizer's first: what a scheduler or a checkpoint changes
+    here, changes there.
+
+    Args:
+        parts: Optimizers that have no parameter in common, and that need no closure.
+
+    Raises:
+        ValueError: Two have a parameter in common, or a parameter is added later.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_gnn.nn.split_optimizer import SplitOptimizer
+        >>> table, linear = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 1)
+        >>> optimizer = SplitOptimizer(
+        ...     torch.optim.Adam(linear.parameters()), torch.optim.SparseAdam(table.parameters())
+        ... )
+        >>> linear(table(torch.tensor([1, 3]))).sum().backward()
+        >>> optimizer.step()
+        >>> len(optimizer.param_groups), len(optimizer.state)
+        (2, 3)
+    """
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts: tuple[Optimizer, ...] = ()
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, dict(parts[0].defaults))
+        for part in parts:
+            self.state.update(part.state)
+        self.parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        """Let the optimizers work on this one's groups and state."""
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:stop], self.state
+            start = stop
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step all optimizers; return what the closure returned.
+
+        Args:
+            closure: Computes loss and gradients, for all of them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters that belong to none of the optimizers."""
+        if self.parts:
+            raise ValueError("add parameters to one of the optimizers, before SplitOptimizer puts them together")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}

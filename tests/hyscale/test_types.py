@@ -1,0 +1,103 @@
+"""Graphs with types: what two ranks train is what a plain Trainer trains, embeddings included."""
+
+import functools
+
+import pytest
+import torch
+
+from lightning_gnn import LinkDataModule, NeighborDataModule
+from lightning_gnn.nn import RGCN, HeteroGraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor, TypeEmbeddings
+from tests.full_graph.launch import run
+from tests.hyscale.training import fit, hybrid, state
+from tests.sampling.test_typed import WRITES, typed_data
+
+SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+WIDTH = 5
+
+
+def wide_data(venues=True):
+    data = typed_data()
+    for name in ("paper", "author"):
+        data[name].x = data[name].x.double()
+    if venues:
+        data["venue"].x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    return data
+
+
+def network(kind, data, outputs):
+    torch.manual_seed(2)
+    return kind(data.metadata(), data.num_features | {"venue": WIDTH}, 8, 2, outputs)
+
+
+def nodes(data, **options):
+    return NeighborDataModule(data, num_neighbors=[-1, -1], batch_size=60, seed=0, share_memory=False, **options)
+
+
+def classes(kind=HeteroGraphSAGE, **options):
+    data = wide_data()
+    module = NodeClassifier(network(kind, data, 3), 3, target="paper", optimizer=SGD, **options)
+    return module.double(), nodes(data)
+
+
+def numbers():
+    data = wide_data()
+    data["paper"].y = data["paper"].x[:, :2] * 3
+    return NodeRegressor(network(RGCN, data, 2), target="paper", optimizer=SGD).double(), nodes(data)
+
+
+def tables(sparse, **options):
+    """A type whose features are a table that is trained."""
+    data = wide_data(venues=False)
+    torch.manual_seed(4)
+    embeddings = TypeEmbeddings(data, WIDTH, sparse=sparse, **options.pop("of_tables", {}))
+    module = NodeClassifier(network(RGCN, data, 3), 3, target="paper", embeddings=embeddings, **options)
+    return module.double(), nodes(data)
+
+
+def links():
+    data = wide_data()
+    edges = (WRITES, data[WRITES].edge_index[:, :200])
+    labels = (torch.arange(200) % 3 > 0).double()
+    source = LinkDataModule(data, edges, labels, num_neighbors=[-1, -1], batch_size=60, seed=0, share_memory=False)
+    return LinkPredictor(network(HeteroGraphSAGE, data, 8), target=WRITES, optimizer=SGD).double(), source
+
+
+KINDS = {
+    "GraphSAGE": classes,
+    "R-GCN": functools.partial(classes, RGCN),
+    "class weights": functools.partial(classes, class_weights=[0.5, 1.0, 4.0], label_smoothing=0.1),
+    "numbers": numbers,
+    "links": links,
+    "dense tables": functools.partial(tables, False, optimizer=SGD),
+    "sparse tables": functools.partial(tables, True, optimizer=SGD, of_tables={"optimizer": SGD}),
+    "sparse tables, SparseAdam": functools.partial(tables, True, lr=0.02),
+    "sparse tables, clipped": functools.partial(tables, True, lr=0.02),
+}
+OPTIONS = {"sparse tables, clipped": {"gradient_clip_val": 0.05}}
+
+
+def trained(name, strategy="auto"):
+    module, data = KINDS[name]()
+    before = state(module)
+    fit(module, strategy, data=data, **OPTIONS.get(name, {}))
+    after = state(module)
+    assert any(not torch.equal(after[key], before[key]) for key in after)
+    return after
+
+
+def each(rank):
+    return {name: trained(name, hybrid(2)) for name in KINDS}
+
+
+@functools.cache
+def outcomes():
+    return run(each, 2, limit=200)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_train_what_one_does(name):
+    expected = trained(name)
+    for found in outcomes():
+        assert found[name].keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[name][key], value, rtol=1e-7, atol=1e-9)

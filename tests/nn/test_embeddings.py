@@ -1,0 +1,270 @@
+"""Embeddings of types without features: trained as features that are parameters are, resumed, clipped, evaluated."""
+
+import copy
+from functools import partial
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.optim import SGD, Adagrad, Adam, SparseAdam
+
+from lightning_gnn import LinkDataModule, NeighborDataModule
+from lightning_gnn.nn import RGCN, HeteroGraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor, TypeEmbeddings
+from lightning_gnn.nn.split_optimizer import SplitOptimizer
+from tests.sampling.test_typed import WRITES, typed_data
+
+VENUES, WIDTH = 7, 5
+
+
+def trainer(tmp_path, **options):
+    return pl.Trainer(**{
+        "max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options,
+    })  # fmt: skip
+
+
+def network(data, kind=HeteroGraphSAGE, outputs=3):
+    torch.manual_seed(3)
+    widths = data.num_features | {"venue": WIDTH}
+    return kind(data.metadata(), widths, 8, 2, outputs)
+
+
+def table():
+    return torch.randn(VENUES, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def embedded(data, sparse=True, **options):
+    """Return a classifier whose table has the rows of :func:`table`."""
+    embeddings = TypeEmbeddings(data, WIDTH, sparse=sparse, optimizer=options.pop("table_optimizer", None))
+    with torch.no_grad():
+        embeddings.tables["venue"].weight.copy_(table())
+    return NodeClassifier(network(data), 3, target="paper", embeddings=embeddings, **options)
+
+
+def batches(data, **options):
+    return NeighborDataModule(data, num_neighbors=[3, 2], batch_size=40, seed=1, share_memory=False, **options)
+
+
+def rows_of(module):
+    return module.embeddings.tables["venue"].weight.detach()
+
+
+def by_hand(tmp_path, make, clip=None, algorithm="norm"):
+    """Train the same model on features that are a parameter; return the model's state and that parameter."""
+    data = typed_data()
+    x = data["venue"].x = torch.nn.Parameter(table())
+    module = NodeClassifier(network(data), 3, target="paper", optimizer=lambda parameters: make([*parameters, x]))
+    options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm if clip else None}
+    trainer(tmp_path, **options).fit(module, datamodule=batches(data, sparse_grad=False))
+    return module.model.state_dict(), x.detach()
+
+
+def same(module, expected):
+    state, x = expected
+    for name, value in module.model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rows_of(module), x, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(x, table())
+
+
+def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_path):
+    module = embedded(data := typed_data(), sparse=False, lr=0.02, weight_decay=0.01)
+    run = trainer(tmp_path)
+    run.fit(module, datamodule=batches(data))
+    assert type(run.optimizers[0]) is Adam
+    same(module, by_hand(tmp_path, partial(Adam, lr=0.02, weight_decay=0.01)))
+
+
+@pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.3), partial(Adagrad, lr=0.05)])
+def test_sparse_gradients_train_as_a_parameter_does_where_rows_without_a_gradient_stay(tmp_path, optimizer):
+    module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
+    trainer(tmp_path).fit(module, datamodule=batches(data))
+    same(module, by_hand(tmp_path, optimizer))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
+    optimizer = partial(SGD, lr=0.5)
+    clip = 0.05 if algorithm == "norm" else 0.002
+    module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
+    options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
+    trainer(tmp_path, **options).fit(module, datamodule=batches(data))
+    clipped, free = by_hand(tmp_path, optimizer, clip, algorithm), by_hand(tmp_path, optimizer)
+    same(module, clipped)
+    assert not torch.allclose(clipped[1], free[1], atol=1e-3)
+
+
+def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
+    module = embedded(data := typed_data(), lr=0.02, weight_decay=0.01)
+    other = copy.deepcopy(module)
+    run = trainer(tmp_path)
+    run.fit(module, datamodule=batches(data))
+    assert isinstance(run.optimizers[0], SplitOptimizer)
+
+    dense = Adam(other.model.parameters(), lr=0.02, weight_decay=0.01)
+    sparse = SparseAdam(other.embeddings.parameters(), lr=0.02)
+    loader = batches(data).train_dataloader()
+    for _ in range(2):
+        for batch in loader:
+            x = batch.x_dict | {"venue": other.embeddings.tables["venue"](batch["venue"].n_id)}
+            rows = other.model(x, batch.edge_index_dict)["paper"][: batch["paper"].batch_size]
+            F.cross_entropy(rows, batch["paper"].y[: len(rows)]).backward()
+            for optimizer in (dense, sparse):
+                optimizer.step()
+                optimizer.zero_grad()
+    same(module, (other.model.state_dict(), rows_of(other)))
+
+
+def test_sparse_adam_is_adam_where_each_step_reaches_all_rows(tmp_path):
+    found = []
+    for sparse in (True, False):
+        module = embedded(data := typed_data(), sparse=sparse, lr=0.02)
+        whole = torch.utils.data.DataLoader([data], collate_fn=lambda parts: parts[0])
+        trainer(tmp_path, max_epochs=5).fit(module, whole)
+        found.append(rows_of(module))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0], table(), atol=0.05)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, sparse, accumulate):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def fit(folder, ckpt_path=None, **options):
+        module = embedded(data := typed_data(), sparse=sparse, lr=0.02, scheduler=scheduler)
+        keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        options = {"enable_checkpointing": True, "callbacks": [keep], "accumulate_grad_batches": accumulate, **options}
+        run = trainer(tmp_path, max_epochs=3, **options)
+        run.fit(module, datamodule=batches(data), ckpt_path=ckpt_path, weights_only=True)
+        return module, run
+
+    whole, run = fit(tmp_path / "whole")
+    steps = run.global_step
+    for step in (1, steps // 2, steps - 1):
+        again, resumed = fit(tmp_path / f"from{step}", tmp_path / f"whole/step={step}.ckpt")
+        assert resumed.global_step == steps
+        for name, value in whole.state_dict().items():
+            assert torch.equal(value, again.state_dict()[name]), name
+        first, second = (one.optimizers[0].state_dict() for one in (run, resumed))
+        assert [group["lr"] for group in first["param_groups"]] == [group["lr"] for group in second["param_groups"]]
+        for number, state in first["state"].items():
+            for name, value in state.items():
+                other = second["state"][number][name]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (number, name)
+
+
+def test_a_checkpoint_brings_the_table(tmp_path):
+    module = embedded(data := typed_data())
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, datamodule=batches(data))
+    run.save_checkpoint(tmp_path / "some.ckpt")
+    again = NodeClassifier.load_from_checkpoint(
+        tmp_path / "some.ckpt", model=network(data), embeddings=TypeEmbeddings(data, WIDTH), weights_only=True
+    )
+    assert torch.equal(rows_of(again), rows_of(module))
+
+
+def test_full_inference_reads_all_rows(tmp_path):
+    module = embedded(data := typed_data())
+    given = copy.copy(data)
+    given["venue"].x = table()
+    with torch.no_grad():
+        expected = module.model.eval()(given.x_dict, given.edge_index_dict)["paper"]
+    datamodule = batches(data, inference="full", input_pred_nodes=("paper", torch.arange(300)))
+    (rows,) = trainer(tmp_path).predict(module, datamodule)
+    torch.testing.assert_close(rows, expected)
+    (found,) = trainer(tmp_path).validate(module, datamodule, verbose=False)
+    mask = data["paper"].val_mask
+    assert found["val_acc"] == pytest.approx((expected[mask].argmax(1) == data["paper"].y[mask]).float().mean().item())
+
+
+def test_links_and_numbers_train_tables_too(tmp_path):
+    data = typed_data()
+    torch.manual_seed(0)
+    link = LinkPredictor(network(data, RGCN, 8), target=WRITES, embeddings=TypeEmbeddings(data, WIDTH))
+    edges = (WRITES, data[WRITES].edge_index[:, :200])
+    datamodule = LinkDataModule(data, edges, num_neighbors=[3, 2], batch_size=50, neg_sampling="binary")
+    data = typed_data()
+    data["paper"].y = torch.randn(300)
+    number = NodeRegressor(network(data, RGCN, 1), target="paper", embeddings=TypeEmbeddings(data, WIDTH))
+    for module, source in ((link, datamodule), (number, batches(data))):
+        before = rows_of(module).clone()
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
+        assert not torch.equal(rows_of(module), before)
+
+
+def test_modules_without_embeddings_are_as_they_were():
+    module = NodeClassifier(network(typed_data()), 3, target="paper")
+    assert type(module.configure_optimizers()) is Adam
+    assert all(name.startswith("model.") for name in module.state_dict())
+
+
+def test_names_of_types_may_be_anything():
+    embeddings = TypeEmbeddings({"items": 3, "a.b": 2}, {"items": 4, "a.b": 1})
+    assert embeddings.num_features == {"items": 4, "a.b": 1}
+    assert {name: tuple(part.weight.shape) for name, part in embeddings.tables.items()} == {
+        "items": (3, 4),
+        "a.b": (2, 1),
+    }
+
+
+def test_mistakes_are_named():
+    data = typed_data()
+    module = embedded(data)
+    batch = next(iter(batches(data).train_dataloader()))
+    for change, message in (
+        (lambda b: setattr(b["venue"], "x", torch.ones(7, WIDTH)), "'venue' have features x and embeddings; leave one"),
+        (lambda b: setattr(b["venue"], "n_id", torch.tensor([9])), "holds node 9 of 'venue', but embeddings are of 7"),
+        (lambda b: b["author"].pop("x"), r"nodes of 'author' have no features x: .*NodeClassifier\(…, embeddings="),
+    ):
+        changed = copy.copy(batch)
+        change(changed)
+        with pytest.raises(ValueError, match=message):
+            module.training_step(changed, 0)
+    whole = copy.copy(data)
+    whole["venue"].num_nodes = 8
+    with pytest.raises(ValueError, match="there are 8 nodes of 'venue', but embeddings of 7"):
+        module(whole)
+    with pytest.raises(ValueError, match="all types have features x; leave the embeddings out"):
+        TypeEmbeddings({})
+    with pytest.raises(ValueError, match="num_features must be at least 1 for 'venue', got 0"):
+        TypeEmbeddings(data, 0)
+    with pytest.raises(ValueError, match=r"how many nodes of 'a' there are must be known: set data\['a'\].num_nodes"):
+        TypeEmbeddings({"a": None})
+    with pytest.raises(TypeError, match="embeddings must be TypeEmbeddings, got Embedding"):
+        NodeClassifier(network(data), 3, target="paper", embeddings=torch.nn.Embedding(3, 3))
+
+
+def test_a_split_optimizer_is_one_to_schedulers_copies_and_checkpoints():
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def make():
+        return SplitOptimizer(SGD([first], lr=0.1, momentum=0.9), Adagrad([second], lr=1.0))
+
+    optimizer = make()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
+    assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.05, 0.5]
+    for parameter in (first, second):
+        parameter.grad = torch.ones(3)
+    assert optimizer.step(lambda: 7) == 7
+    assert first.tolist() == pytest.approx([0.95] * 3)
+    assert second.tolist() == pytest.approx([0.5] * 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert set(state["state"]) == {0, 1}
+
+    other = make()
+    other.load_state_dict(state)
+    assert other.parts[0].state[first]["momentum_buffer"].tolist() == [1.0] * 3
+    assert other.parts[1].param_groups[0] is other.param_groups[1]
+    twin = copy.deepcopy(other)
+    twin.param_groups[0]["lr"] = 9.0
+    assert twin.parts[0].param_groups[0]["lr"] == 9.0
+    assert other.param_groups[0]["lr"] == 0.05
+    with pytest.raises(ValueError, match="add parameters to one of the optimizers"):
+        other.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        SplitOptimizer(SGD([first], lr=0.1), SGD([first], lr=0.1))
