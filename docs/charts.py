@@ -98,7 +98,7 @@ def suite() -> str:
 def which_module() -> str:
     """Return the decision chart."""
     parts = [
-        box(20, 16, 250, 44, "Is the model sampled,\nor the whole graph at once?", "question"),
+        box(20, 16, 250, 44, "Train on mini-batches,\nor on the whole graph?", "question"),
         arrow((270, 38), (400, 38), text="whole graph"),
         box(400, 16, 230, 44, "FullGraphDataModule\nseveral devices: ascend_hybrid", "ours"),
         arrow((145, 60), (145, 100), text="mini-batches"),
@@ -132,7 +132,7 @@ def sampling() -> str:
     stages = [(0, 60, "sample 1", "ours"), (62, 50, "load 1", "ours"), (114, 60, "sample 3", "ours"),
               (176, 50, "load 3", "ours"), (228, 60, "sample 5", "ours"), (290, 50, "load 5", "ours")]  # fmt: skip
     second = [(30 + start, width, f"{text[:-1]}{int(text[-1]) + 1}", kind) for start, width, text, kind in stages]
-    steps = [(114 + 56 * number, 52, f"train {number + 1}", "train") for number in range(5)]
+    steps = [(114 + 58 * number, 54, f"train {number + 1}", "train") for number in range(5)]
     rows = lanes(130, 20, [("worker thread 1", stages), ("worker thread 2", second), ("training thread", steps)])
     return picture(530, 130, "Two worker threads prepare mini-batches while the model trains", rows)
 
@@ -151,13 +151,13 @@ def pgsampler() -> str:
 
 def morphgl() -> str:
     """Return a schedule of the dual buffer: three mini-batches by the GPU for one by the CPU, twice."""
-    cpu = [(0, 190, "CPU batch 4", "ours"), (192, 190, "CPU batch 8", "ours"), (384, 130, "CPU batch 12", "ours")]
+    cpu = [(152 * number, 150, f"CPU batch {4 * number + 4}", "ours") for number in range(3)]
     gpu, pcie = [], []
     for begin, first in ((0, 1), (252, 5)):
         gpu += [(begin + 36 * number, 34, f"G{first + number}", "ours") for number in range(3)]
         gpu += [(begin + 108 + 36 * number, 34, f"T{first + number}", "train") for number in range(4)]
         pcie += [(begin + 36 * number, 34, "UVA", "other") for number in range(3)]
-        pcie.append((begin + 196, 48, "copy", "warm"))
+        pcie.append((begin + 156, 48, "copy", "warm"))  # beside training, before T4, and never beside UVA
     rows = lanes(80, 20, [("CPU", cpu), ("PCIe", pcie), ("GPU", gpu)])
     rows.append(
         label(80, 140, "G: the GPU prepares a mini-batch, reading host memory (UVA).  T: it trains on one.", "start")
