@@ -54,7 +54,7 @@ bench: $(VENV)/.installed
 # The documentation, as a site that can be read from its folder, without a network.
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "open site/index.html"
 
 bench-gpu:
