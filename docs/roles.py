@@ -1,8 +1,8 @@
 """An extension of Griffe, which reads docstrings for the reference.
 
 Sphinx roles become links, where there is a target: ``:class:`~lightning_gnn.nn.RGCN``` reads RGCN, and leads to its
-entry if the reference has one. Arguments of a class whose ``__init__`` is another package's, which Griffe does not see, are
-listed as its attributes.
+entry if the reference has one. Arguments of a class whose ``__init__`` is another package's, which Griffe does not see,
+are listed as its attributes.
 """
 
 from __future__ import annotations
