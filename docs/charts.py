@@ -18,13 +18,13 @@ _LINE = 16
 
 
 def box(x: float, y: float, width: float, height: float, text: str, kind: str = "other") -> str:
-    """Return a filled box with centred lines of text; the first of several is bold."""
+    """Return a filled box with centred lines of text; the first of several is bold, but in questions."""
     lines = text.split("\n")
     top = y + height / 2 - (len(lines) - 1) * _LINE / 2 + 4.5
     rounded = height / 2 if kind == "question" else 5
     drawn = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{rounded}" fill="{FILL[kind]}"/>']
     for number, line in enumerate(lines):
-        bold = ' font-weight="bold"' if len(lines) > 1 and not number else ""
+        bold = ' font-weight="bold"' if kind != "question" and len(lines) > 1 and not number else ""
         place = f'x="{x + width / 2}" y="{top + number * _LINE}"'
         drawn.append(f'<text {place} fill="#fff" text-anchor="middle"{bold}>{escape(line)}</text>')
     return "\n".join(drawn)
@@ -84,14 +84,14 @@ def suite() -> str:
     )
     parts = [box(10, 92, 120, 52, "your graph\nPyG Data")]
     for number, text in enumerate(modules):
-        parts += [box(180, 30 + number * 54, 205, 44, text, "ours"), arrow((130, 118), (180, 52 + number * 54))]
+        parts += [box(165, 30 + number * 54, 230, 44, text, "ours"), arrow((130, 118), (165, 52 + number * 54))]
     parts += [box(435, 92, 130, 52, "pl.Trainer\nLightning"), box(435, 190, 130, 52, "your model\nLightningModule")]
-    parts += [arrow((385, 52 + number * 54), (435, 118)) for number in range(4)]
+    parts += [arrow((395, 52 + number * 54), (435, 118)) for number in range(4)]
     parts.append(arrow((500, 190), (500, 144)))
     for number, text in enumerate(strategies):
         kind = "ours" if number else "other"
         parts += [box(615, 38 + number * 58, 195, 46, text, kind), arrow((565, 118), (615, 61 + number * 58))]
-    parts += [label(282, 18, "datamodule: one of these"), label(712, 18, "strategy=: one of these")]
+    parts += [label(280, 18, "datamodule: one of these"), label(712, 18, "strategy=: one of these")]
     return picture(820, 250, "The parts of lightning-gnn around a Lightning Trainer", parts)
 
 
@@ -183,8 +183,8 @@ def hyscale() -> str:
             else:
                 parts.append(box(165 + place * 92, y, 84, 44, stage, kind))
         parts += [label(165, y - 8, name, "start"), arrow((525, y + 22), (570, 98))]
-    parts.append(box(570, 70, 120, 56, "sum of gradients\none step", "train"))
-    return picture(700, 185, "Accelerators and CPU trainers share out the seeds and add their gradients", parts)
+    parts.append(box(570, 70, 130, 56, "sum of gradients\none step", "train"))
+    return picture(710, 185, "Accelerators and CPU trainers share out the seeds and add their gradients", parts)
 
 
 def full_graph() -> str:
