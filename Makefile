@@ -51,11 +51,11 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 
-# The documentation, as a site that can be read from its folder, without a network.
+# The documentation, as a site that can be read from its folder, without a network; its search wants a server.
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
-	@echo "open site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "open site/index.html, or, to search in it: $(PYTHON) -m http.server --directory site"
 
 bench-gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)

@@ -18,13 +18,13 @@ _LINE = 16
 
 
 def box(x: float, y: float, width: float, height: float, text: str, kind: str = "other") -> str:
-    """Return a filled box with centred lines of text; the first of several is bold."""
+    """Return a filled box with centred lines of text; the first of several is bold, but in questions."""
     lines = text.split("\n")
     top = y + height / 2 - (len(lines) - 1) * _LINE / 2 + 4.5
     rounded = height / 2 if kind == "question" else 5
     drawn = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{rounded}" fill="{FILL[kind]}"/>']
     for number, line in enumerate(lines):
-        bold = ' font-weight="bold"' if len(lines) > 1 and not number else ""
+        bold = ' font-weight="bold"' if kind != "question" and len(lines) > 1 and not number else ""
         place = f'x="{x + width / 2}" y="{top + number * _LINE}"'
         drawn.append(f'<text {place} fill="#fff" text-anchor="middle"{bold}>{escape(line)}</text>')
     return "\n".join(drawn)
@@ -84,21 +84,21 @@ def suite() -> str:
     )
     parts = [box(10, 92, 120, 52, "your graph\nPyG Data")]
     for number, text in enumerate(modules):
-        parts += [box(180, 30 + number * 54, 205, 44, text, "ours"), arrow((130, 118), (180, 52 + number * 54))]
+        parts += [box(165, 30 + number * 54, 230, 44, text, "ours"), arrow((130, 118), (165, 52 + number * 54))]
     parts += [box(435, 92, 130, 52, "pl.Trainer\nLightning"), box(435, 190, 130, 52, "your model\nLightningModule")]
-    parts += [arrow((385, 52 + number * 54), (435, 118)) for number in range(4)]
+    parts += [arrow((395, 52 + number * 54), (435, 118)) for number in range(4)]
     parts.append(arrow((500, 190), (500, 144)))
     for number, text in enumerate(strategies):
         kind = "ours" if number else "other"
         parts += [box(615, 38 + number * 58, 195, 46, text, kind), arrow((565, 118), (615, 61 + number * 58))]
-    parts += [label(282, 18, "datamodule: one of these"), label(712, 18, "strategy=: one of these")]
+    parts += [label(280, 18, "datamodule: one of these"), label(712, 18, "strategy=: one of these")]
     return picture(820, 250, "The parts of lightning-gnn around a Lightning Trainer", parts)
 
 
 def which_module() -> str:
     """Return the decision chart."""
     parts = [
-        box(20, 16, 250, 44, "Is the model sampled,\nor the whole graph at once?", "question"),
+        box(20, 16, 250, 44, "Train on mini-batches,\nor on the whole graph?", "question"),
         arrow((270, 38), (400, 38), text="whole graph"),
         box(400, 16, 230, 44, "FullGraphDataModule\nseveral devices: ascend_hybrid", "ours"),
         arrow((145, 60), (145, 100), text="mini-batches"),
@@ -132,7 +132,7 @@ def sampling() -> str:
     stages = [(0, 60, "sample 1", "ours"), (62, 50, "load 1", "ours"), (114, 60, "sample 3", "ours"),
               (176, 50, "load 3", "ours"), (228, 60, "sample 5", "ours"), (290, 50, "load 5", "ours")]  # fmt: skip
     second = [(30 + start, width, f"{text[:-1]}{int(text[-1]) + 1}", kind) for start, width, text, kind in stages]
-    steps = [(114 + 56 * number, 52, f"train {number + 1}", "train") for number in range(5)]
+    steps = [(114 + 58 * number, 54, f"train {number + 1}", "train") for number in range(5)]
     rows = lanes(130, 20, [("worker thread 1", stages), ("worker thread 2", second), ("training thread", steps)])
     return picture(530, 130, "Two worker threads prepare mini-batches while the model trains", rows)
 
@@ -151,13 +151,13 @@ def pgsampler() -> str:
 
 def morphgl() -> str:
     """Return a schedule of the dual buffer: three mini-batches by the GPU for one by the CPU, twice."""
-    cpu = [(0, 190, "CPU batch 4", "ours"), (192, 190, "CPU batch 8", "ours"), (384, 130, "CPU batch 12", "ours")]
+    cpu = [(152 * number, 150, f"CPU batch {4 * number + 4}", "ours") for number in range(3)]
     gpu, pcie = [], []
     for begin, first in ((0, 1), (252, 5)):
         gpu += [(begin + 36 * number, 34, f"G{first + number}", "ours") for number in range(3)]
         gpu += [(begin + 108 + 36 * number, 34, f"T{first + number}", "train") for number in range(4)]
         pcie += [(begin + 36 * number, 34, "UVA", "other") for number in range(3)]
-        pcie.append((begin + 196, 48, "copy", "warm"))
+        pcie.append((begin + 156, 48, "copy", "warm"))  # beside training, before T4, and never beside UVA
     rows = lanes(80, 20, [("CPU", cpu), ("PCIe", pcie), ("GPU", gpu)])
     rows.append(
         label(80, 140, "G: the GPU prepares a mini-batch, reading host memory (UVA).  T: it trains on one.", "start")
@@ -183,8 +183,8 @@ def hyscale() -> str:
             else:
                 parts.append(box(165 + place * 92, y, 84, 44, stage, kind))
         parts += [label(165, y - 8, name, "start"), arrow((525, y + 22), (570, 98))]
-    parts.append(box(570, 70, 120, 56, "sum of gradients\none step", "train"))
-    return picture(700, 185, "Accelerators and CPU trainers share out the seeds and add their gradients", parts)
+    parts.append(box(570, 70, 130, 56, "sum of gradients\none step", "train"))
+    return picture(710, 185, "Accelerators and CPU trainers share out the seeds and add their gradients", parts)
 
 
 def full_graph() -> str:

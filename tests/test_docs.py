@@ -306,7 +306,7 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             pytest.skip(f"{name} is not installed: pip install 'lightning-gnn[docs]'")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
