@@ -115,7 +115,7 @@ def test_variances_of_sampled_means_are_those_of_drawing_without_replacement(loa
     variance = (1 - 4 / degree).clamp(min=0) / 4 * spread.mean(1) / (degree - 1).clamp(min=1)
     expected = float(variance[data.train_mask].mean())
     for name, sampling in labor.ways(2).items():
-        of_target, of_batch = labor.Contestant(data, sizes, sampling).squared_errors(rounds=200)
+        of_target, of_batch = labor.Contestant(data, sizes, sampling).squared_errors(rounds=60)
         # LABOR's targets pick as many, each by itself as uniformly.
         assert of_target == pytest.approx(expected, rel=0.1), name
         if name == "ours, uniform":  # targets' errors are independent

@@ -51,7 +51,7 @@ class SplitOptimizer(Optimizer):
             part.param_groups, part.state = self.param_groups[start:stop], self.state
             start = stop
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers; return what the closure returned.
 
         Args:
