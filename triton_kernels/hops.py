@@ -9,7 +9,7 @@ and how many edges those nodes will have), *assign* (local ids and edge offsets 
 One 64-bit word per node both deduplicates and orders. It is only ever lowered within a batch and never cleared between
 batches::
 
-    word = (stamp << 38) | (code << 32) | low       the stamp counts down, so a word of an older batch is larger
+    word = (stamp << 44) | (code << 32) | low       the stamp counts down, so a word of an older batch is larger
     code = 2 * level + 1: found, low = position of the lowest edge that bids for it
     code = 2 * level:     assigned, low = local id
 
@@ -63,8 +63,8 @@ CONTROL_SIZE, SIZES_SIZE = 128, 96
 HALF = tl.constexpr(32)
 LOW = tl.constexpr(0xFFFFFFFF)
 # Of the upper half of a node's word and of a task: the stamp of the batch above the code, or the hop.
-STAMP_SHIFT = tl.constexpr(38)
-CODE = tl.constexpr(63)
+STAMP_SHIFT = tl.constexpr(44)
+CODE = tl.constexpr(4095)
 
 # Phases of a level.
 EXPAND = tl.constexpr(0)
@@ -278,6 +278,24 @@ def replay_rows(
 
 
 @triton.jit
+def row_of(rowptr: Array, pos: Lanes, first: Scalar, last: Scalar, on: Lanes) -> Lanes:
+    """Return which of the rows ``[first, last)`` has an edge position: the last one that starts at or before it."""
+    # Rows without edges are passed over. A binary search over `rowptr` with as many steps for every lane; neighbouring
+    # edges take the same path, so its loads hit caches.
+    low = pos * 0 + first
+    high = pos * 0 + last
+    span = last - first
+    while span > 1:
+        middle = low + (high - low) // 2
+        right = tl.load(rowptr + middle, mask=on, other=0) <= pos
+        right = right & (middle > low)
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, tl.maximum(middle, low + 1))
+        span = (span + 1) // 2
+    return low
+
+
+@triton.jit
 def expand_flat(
     indptr: Array, indices: Array, offset: Array, hot: Array, state: Array, nodes: Array, trees: Array, rowptr: Array,
     src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar, key: Scalar, first_tree: Scalar,
@@ -291,18 +309,7 @@ def expand_flat(
     while t < end:
         pos = t + tl.arange(0, T)
         on = pos < end
-        # The last row that starts at or before the edge; rows without edges are passed over. A binary search over
-        # `rowptr` with as many steps for every lane; neighbouring edges take the same path, so its loads hit caches.
-        low = pos * 0 + first
-        high = pos * 0 + last
-        span = last - first
-        while span > 1:
-            middle = low + (high - low) // 2
-            right = tl.load(rowptr + middle, mask=on, other=0) <= pos
-            right = right & (middle > low)
-            low = tl.where(right, middle, low)
-            high = tl.where(right, high, tl.maximum(middle, low + 1))
-            span = (span + 1) // 2
+        low = row_of(rowptr, pos, first, last, on)
         v = tl.load(nodes + low, mask=on, other=0)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)

@@ -6,7 +6,7 @@ size:
 
 - *One word for the counters*, ``(slots reserved << 32) | outstanding``: a single atomic addition reserves slots for the
   new tasks, counts them, and retires the finished ones. Outstanding is zero only when every task has been done.
-- *Published slots*: a slot holds ``(stamp << 38) | (hop << 32) | node``. The stamp of the batch is the publication, and
+- *Published slots*: a slot holds ``(stamp << 44) | (hop << 32) | node``. The stamp of the batch is the publication, and
   travels in the same word as the task, so no fence is needed and nothing is cleared.
 - *A claimed slot is waited for*, and given up only when nothing is outstanding.
 - *Lowest hop*: a node may first be met at a later hop than its lowest. The atomic minimum on its word lowers the hop,

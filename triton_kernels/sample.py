@@ -43,9 +43,9 @@ INTERPRETED = not isinstance(hop_kernel, JITFunction)
 REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)
 """Kernels are compiled for the next of these; larger fanouts cost O(k^2) hashes per row instead of O(k)."""
 
-_UNTOUCHED = 2**63 - 1
+UNTOUCHED = 2**63 - 1
 _FIRST_STAMP = 2 ** (63 - STAMP_SHIFT.value) - 2
-_LARGEST = 2**31 - 2**16
+LARGEST = 2**31 - 2**16
 
 Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
@@ -62,59 +62,20 @@ class CachedLists(Protocol):
     cached_indices: Tensor
 
 
-class TritonNeighborSampler:
-    """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
-
-    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 16 bytes per edge a batch may have (20 in
-    graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
-    disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
-    fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
-    take turns, and are ordered on the stream that is current; the output is the caller's.
+class DeviceSampler:
+    """What samplers on a device share: scratch memory that is allocated once and reused, stamps, turns, and launches.
 
     Args:
-        indptr: Offsets in CSC order, int64 ``[num_nodes + 1]``, on the device or in pinned host memory.
-        indices: Source nodes, int32 or int64 ``[num_edges]``, on the device or in pinned host memory.
-        mode: One of ``MODES``. Disjoint sampling, growing fanouts and fanouts above 32, which the queue cannot do, run
-            hop by hop in one launch if it is ``persistent``.
-        fetch_size: Tasks that a program claims at a time; at least 1.
+        device: Where to sample.
         num_programs: Programs per launch; by default as many as are resident at once.
         num_warps: Warps per program.
-        device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
-        cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
-
-    Raises:
-        ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
     """
 
-    MODES: tuple[str, ...] = MODES
-    QUEUE_MODES: tuple[str, ...] = ("persistent",)
     START_EDGES = 1 << 22
     PROGRAMS_PER_SM = 4
 
-    def __init__(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        *,
-        mode: str = "fused",
-        fetch_size: int = 32,
-        num_programs: int | None = None,
-        num_warps: int = 4,
-        device: torch.device | str | None = None,
-        cached: CachedLists | None = None,
-    ) -> None:
-        if mode not in self.MODES:
-            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
-        if fetch_size < 1:
-            raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
-        if indptr.numel() > _LARGEST:
-            raise ValueError(f"the graph has {indptr.numel() - 1} nodes, but this sampler numbers them in 31 bits")
-        self.cached = cached is not None
-        offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
-        self.graph = (indptr, indices, offset, hot)
-        self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
-        self.mode, self.fetch_size, self.num_programs, self.num_warps = mode, fetch_size, num_programs, num_warps
-        self.device = torch.device(device) if device is not None else _device_of(indices)
+    def __init__(self, device: torch.device, num_programs: int | None, num_warps: int) -> None:
+        self.device, self.num_programs, self.num_warps = device, num_programs, num_warps
         self._start = self.START_EDGES
         self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
@@ -122,7 +83,11 @@ class TritonNeighborSampler:
         self._sms: int | None = None
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
-        self._host_control = torch.zeros(CONTROL_SIZE, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._host_control = self.host_words(CONTROL_SIZE)
+
+    def host_words(self, size: int) -> Tensor:
+        """Return int64 zeros ``[size]`` in host memory from which a GPU copies without waiting."""
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -134,54 +99,6 @@ class TritonNeighborSampler:
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory held at present."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
-    def sample(
-        self,
-        seeds: Tensor,
-        fanouts: Sequence[int],
-        key: int,
-        replace: bool = False,
-        disjoint: bool = False,
-        first_tree: int = 0,
-    ) -> Sample:
-        """Sample in-neighbours of the seeds, hop by hop.
-
-        Args:
-            seeds: Nodes of the graph, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
-            fanouts: In-edges to pick per node and hop; -1 takes all.
-            key: The batch key, signed 64-bit.
-            replace: Draw with replacement.
-            disjoint: One tree per seed, which shares no node with the others.
-            first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
-
-        Returns:
-            ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
-            int64 on the device; nodes per hop, seeds first, and edges per hop.
-
-        Raises:
-            ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
-        """
-        fanouts = [int(fanout) for fanout in fanouts]
-        if len(fanouts) > MAX_HOPS:
-            raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
-        if not seeds.numel():
-            empty = torch.empty(0, dtype=torch.int64, device=self.device)
-            trees = empty.clone() if disjoint else None
-            no_edges = [0] * len(fanouts)
-            return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
-        with self._lock, self._on_device():
-            seeds = seeds.to(self.device).contiguous()
-            batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
-            sizes = batch.run()
-            while needed := sizes[NEEDED.value]:
-                batch.grow(needed)
-                sizes = batch.run()
-            return batch.emit(sizes)
-
-    def _batch(
-        self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
-    ) -> Batch:
-        return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
     def _allocate(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)
@@ -197,17 +114,18 @@ class TritonNeighborSampler:
                 self._buffers[name].fill_(fill)
         return self._buffers[name]
 
-    def _next_stamp(self) -> int:
+    def next_stamp(self) -> int:
+        """Return the stamp of the next batch; they count down, and when they run out, words are cleared."""
         self._stamp -= 1
         if self._stamp < 1:
             self._stamp = _FIRST_STAMP
-            for name, fill in (("state", _UNTOUCHED), ("slot_state", _UNTOUCHED), ("queue", 0)):
+            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0)):
                 if name in self._buffers:
                     self._buffers[name].fill_(fill)
         return self._stamp
 
     @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Launch on the sampler's device, after what an earlier call may still do on another stream."""
         if self.device.type != "cuda":
             yield
@@ -245,6 +163,112 @@ class TritonNeighborSampler:
             self._programs[variant] = max(1, per_sm) * self._num_sms()
         return self._programs[variant]
 
+    def ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
+        """Return the phases of each launch: all, but under the interpreter one."""
+        # The interpreter runs programs one after another: several cannot meet at a barrier.
+        return [(i, i + 1) for i in range(first, end)] if INTERPRETED and programs > 1 else [(first, end)]
+
+
+class TritonNeighborSampler(DeviceSampler):
+    """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
+
+    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 16 bytes per edge a batch may have (20 in
+    graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
+    disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
+    fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
+    take turns, and are ordered on the stream that is current; the output is the caller's.
+
+    Args:
+        indptr: Offsets in CSC order, int64 ``[num_nodes + 1]``, on the device or in pinned host memory.
+        indices: Source nodes, int32 or int64 ``[num_edges]``, on the device or in pinned host memory.
+        mode: One of ``MODES``. Disjoint sampling, growing fanouts and fanouts above 32, which the queue cannot do, run
+            hop by hop in one launch if it is ``persistent``.
+        fetch_size: Tasks that a program claims at a time; at least 1.
+        num_programs: Programs per launch; by default as many as are resident at once.
+        num_warps: Warps per program.
+        device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
+        cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
+
+    Raises:
+        ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
+    """
+
+    MODES: tuple[str, ...] = MODES
+    QUEUE_MODES: tuple[str, ...] = ("persistent",)
+
+    def __init__(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        *,
+        mode: str = "fused",
+        fetch_size: int = 32,
+        num_programs: int | None = None,
+        num_warps: int = 4,
+        device: torch.device | str | None = None,
+        cached: CachedLists | None = None,
+    ) -> None:
+        if mode not in self.MODES:
+            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
+        if fetch_size < 1:
+            raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
+        if indptr.numel() > LARGEST:
+            raise ValueError(f"the graph has {indptr.numel() - 1} nodes, but this sampler numbers them in 31 bits")
+        super().__init__(torch.device(device) if device is not None else device_of(indices), num_programs, num_warps)
+        self.cached = cached is not None
+        offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
+        self.graph = (indptr, indices, offset, hot)
+        self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
+        self.mode, self.fetch_size = mode, fetch_size
+
+    def sample(
+        self,
+        seeds: Tensor,
+        fanouts: Sequence[int],
+        key: int,
+        replace: bool = False,
+        disjoint: bool = False,
+        first_tree: int = 0,
+    ) -> Sample:
+        """Sample in-neighbours of the seeds, hop by hop.
+
+        Args:
+            seeds: Nodes of the graph, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
+            fanouts: In-edges to pick per node and hop; -1 takes all.
+            key: The batch key, signed 64-bit.
+            replace: Draw with replacement.
+            disjoint: One tree per seed, which shares no node with the others.
+            first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
+
+        Returns:
+            ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
+            int64 on the device; nodes per hop, seeds first, and edges per hop.
+
+        Raises:
+            ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
+        """
+        fanouts = [int(fanout) for fanout in fanouts]
+        if len(fanouts) > MAX_HOPS:
+            raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
+        if not seeds.numel():
+            empty = torch.empty(0, dtype=torch.int64, device=self.device)
+            trees = empty.clone() if disjoint else None
+            no_edges = [0] * len(fanouts)
+            return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
+        with self._lock, self.on_device():
+            seeds = seeds.to(self.device).contiguous()
+            batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
+            sizes = batch.run()
+            while needed := sizes[NEEDED.value]:
+                batch.grow(needed)
+                sizes = batch.run()
+            return batch.emit(sizes)
+
+    def _batch(
+        self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
+    ) -> Batch:
+        return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
+
 
 @dataclass(eq=False)
 class Batch:
@@ -274,10 +298,10 @@ class Batch:
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
-        possible = not self.disjoint and queue_can(self.fanouts) and self.queue_slots <= _LARGEST
+        possible = not self.disjoint and queue_can(self.fanouts) and self.queue_slots <= LARGEST
         self.fetch_size = min(sampler.fetch_size, self.queue_slots)
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
-        self.limit = _LARGEST >> 2 if self.disjoint else _LARGEST  # the hash table has two to four slots for each
+        self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots for each
         self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))
 
     def _bounds(self) -> tuple[int, int]:
@@ -321,9 +345,9 @@ class Batch:
             self.trees = s.scratch("trees", most_nodes, torch.int32)
             self.table = s.scratch("table", self.slots, torch.int64)
             self.table[: self.slots].fill_(-1)
-            self.state = s.scratch("slot_state", self.slots, torch.int64, _UNTOUCHED)
+            self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
         else:
-            self.state = s.scratch("state", s.num_nodes, torch.int64, _UNTOUCHED)
+            self.state = s.scratch("state", s.num_nodes, torch.int64, UNTOUCHED)
         if self.queued:
             self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
             self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
@@ -331,7 +355,7 @@ class Batch:
         host = s._host_control  # not in use: the last batch ended with a synchronisation
         words = host.numpy()
         words[:] = 0  # the counters too
-        words[:6] = (s._next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
+        words[:6] = (s.next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
         words[6] = self.first_tree
         words[WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
         words[FANOUT.value : FANOUT.value + self.num_hops] = self.fanouts
@@ -366,7 +390,7 @@ class Batch:
         end = PHASES.value * (self.num_hops + 1)
         variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
         programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
-        for begin, stop in self._ranges(0, end, programs):
+        for begin, stop in self.sampler.ranges(0, end, programs):
             hop_kernel[(programs,)](*args, begin, stop, **options)
 
     def launch_queue(self, first: int = 0) -> None:
@@ -384,13 +408,8 @@ class Batch:
         }  # fmt: skip
         end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)
         programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
-        for begin, stop in self._ranges(first, end, programs):
+        for begin, stop in s.ranges(first, end, programs):
             queue_kernel[(programs,)](*args, begin, stop, **options)
-
-    def _ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
-        """Return the phases of each launch: all, but under the interpreter one."""
-        # The interpreter runs programs one after another: several cannot meet at a barrier.
-        return [(i, i + 1) for i in range(first, end)] if INTERPRETED and programs > 1 else [(first, end)]
 
     def emit(self, sizes: list[int]) -> Sample:
         """Copy the batch out of the scratch memory."""
@@ -423,7 +442,12 @@ def chunk_size(K: int) -> int:
     return int(triton.cdiv(K, triton.cdiv(K, 10)))
 
 
-def _device_of(indices: Tensor) -> torch.device:
+def device_of(indices: Tensor) -> torch.device:
+    """Return where a graph is sampled: where ``indices`` is, or the accelerator if it is in pinned memory.
+
+    Raises:
+        ValueError: It is where no kernel can read it.
+    """
     if indices.device.type != "cpu" or not isinstance(hop_kernel, JITFunction):
         return indices.device
     accelerator = torch.accelerator.current_accelerator()

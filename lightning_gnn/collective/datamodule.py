@@ -75,6 +75,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         'collective batching: of every 3 mini-batches the GPU prepares 2, the CPU 1 (33%)'
     """
 
+    refused = ("a graph with types", "time_attr", "weight_attr", "sampler='labor'", "subgraph_type")
+
     def __init__(
         self,
         *args: Any,

@@ -101,9 +101,15 @@ class CSCGraph:
 
     @cached_property
     def parallel(self) -> Tensor | None:
-        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do."""
-        counts = count_parallel(self.indptr.numpy(), self.indices.numpy(), self.num_sources)
-        return None if counts is None else torch.from_numpy(counts)
+        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do.
+
+        It is where ``indices`` is.
+        """
+        counts = count_parallel(self.indptr.cpu().numpy(), self.indices.cpu().numpy(), self.num_sources)
+        if counts is None:
+            return None
+        parallel = torch.from_numpy(counts)
+        return parallel.pin_memory() if self.indices.is_pinned() else parallel.to(self.indices.device)
 
     @classmethod
     def from_edge_index(

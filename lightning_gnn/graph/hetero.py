@@ -105,6 +105,19 @@ class HeteroCSCGraph:
                 raise type(error)(f"edges of {edge_type}: {error}") from None
         return cls.build(sizes, relations)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(graph.num_bytes for graph in self.relations.values())
+
+    def to(self, device: torch.device | str) -> HeteroCSCGraph:
+        """Return a copy on a device."""
+        return self.map_relations(lambda _, graph: graph.to(device))
+
+    def pin_memory(self) -> HeteroCSCGraph:
+        """Return a copy in page-locked host memory, which an accelerator can read directly."""
+        return self.map_relations(lambda _, graph: graph.pin_memory())
+
     def share_memory_(self) -> HeteroCSCGraph:
         """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""
         for graph in self.relations.values():

@@ -4,7 +4,8 @@ Source: "PGSampler: Accelerating GPU-based Graph Sampling in GNN Systems via Wor
 removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal the CPU's.
 
 Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.py`` (hop by hop, fused; order and
-edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/hashing.py`` (the picks),
+edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/hashing.py`` (the picks);
+``triton_kernels/sample_relations.py``, ``relations.py`` and ``relation_picks.py`` there (types, times, weights, LABOR);
 ``persistent/sampler.py`` (PyG's sampler interface), ``persistent/datamodule.py`` (where graph and features lie, and
 what to cache).
 """

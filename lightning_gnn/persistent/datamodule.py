@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+from torch_geometric.data import HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 
 from lightning_gnn.graph.cache import hottest, plan_dual_cache
@@ -17,14 +18,15 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
+from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_on_gpu, find_gpu
 from lightning_gnn.runtime.messages import true_or_false, whole_number
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.loader import ThreadedNodeLoader, of_edges, of_nodes, stores_of
+from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 _PRESAMPLED_BATCHES = 8
-_MODES = ("fused", "persistent")
+_EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
+"""What of the sampler may be another one in evaluation."""
 
 
 class PersistentSamplerDataModule(NeighborDataModule):
@@ -41,9 +43,11 @@ class PersistentSamplerDataModule(NeighborDataModule):
             lie on the device.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
-            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache).
+            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache). For
+            uniform sampling in graphs of one type, as ``cache_rows`` for these alone.
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
-        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
+            graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
@@ -67,8 +71,6 @@ class PersistentSamplerDataModule(NeighborDataModule):
         [2, 1, 0] [3, 5]
     """
 
-    samples_everything = False
-
     def __init__(
         self,
         *args: Any,
@@ -90,8 +92,8 @@ class PersistentSamplerDataModule(NeighborDataModule):
         if features == "device" and cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
         fetch_size = whole_number(fetch_size, "fetch_size", 1)
-        if mode not in _MODES:
-            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(_MODES)}")
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         try:
             device = None if device is None else torch.device(device)
         except (RuntimeError, TypeError) as error:
@@ -105,13 +107,19 @@ class PersistentSamplerDataModule(NeighborDataModule):
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use NeighborDataModule with it"
             )
+        check_on_gpu(self.graph_sampler)
+        check_on_gpu(self.eval_graph_sampler)
+        if (cache_rows or cache_bytes) and isinstance(self.data, HeteroData):
+            raise ValueError("cache_rows and cache_bytes are for graphs of one type: leave them out")
+        if cache_bytes and (what := beyond_plain(self.graph_sampler)):
+            raise ValueError(f"cache_bytes counts what uniform sampling reads, not {what[0]}: give cache_rows")
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
         self.mode, self.fetch_size = mode, fetch_size
         self._wanted = device
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[str, FeatureTable] = {}
+        self._tables: dict[Any, FeatureTable] = {}
         self._samplers: dict[str, Any] = {}
 
     def _loader(self, stage: str) -> Any:
@@ -131,8 +139,9 @@ class PersistentSamplerDataModule(NeighborDataModule):
         return ThreadedNodeLoader(
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
-            input_nodes=self._nodes[stage],
+            input_nodes=self._seeds(stage),
             tables=self._tables,
+            **({} if self._times[stage] is None else {"input_time": self._times[stage]}),
             **kwargs,
         )
 
@@ -147,48 +156,47 @@ class PersistentSamplerDataModule(NeighborDataModule):
     def _place(self, device: torch.device) -> None:
         """Copy graph, features and other attributes to where they are read."""
         sampler, data = self.graph_sampler, self.batch_data
-        store = data._store
-        keys = [key for key in store if key != "num_nodes" and (store.is_node_attr(key) or store.is_edge_attr(key))]
+        self._placed_data, self._tables = copy.copy(data), {}
         # What is trained stays the user's own tensor; so do attributes that are no tensors.
-        keys = [key for key in keys if isinstance(store[key], Tensor) and key not in ("edge_index", "adj_t")]
-        keys = [key for key in keys if not store[key].requires_grad]
-        tables = {key: FeatureTable(store[key]) for key in keys if _is_table(store[key]) and key != "y"}
-        if self.quantize and "x" in tables:
-            tables["x"] = tables["x"].quantized()
+        values = {
+            (name, key): store[key]
+            for name, store in stores_of(data)
+            for key in store
+            if key not in ("num_nodes", "edge_index", "adj_t") and (of_nodes(store, key) or of_edges(store, key))
+            if isinstance(store[key], Tensor) and not store[key].requires_grad
+        }
+        tables = {at: FeatureTable(value) for at, value in values.items() if _is_table(value) and at[1] != "y"}
+        if self.quantize:
+            tables = {at: table.quantized() if at[1] == "x" else table for at, table in tables.items()}
+        named = {at: f"data.{at[1]}" if at[0] is None else f"data[{at[0]!r}].{at[1]}" for at in tables}
         places = {
-            key: choose_place(self.features, table.num_nodes * table.row_bytes, device, f"data.{key}")
-            for key, table in tables.items()
+            at: choose_place(self.features, table.num_nodes * table.row_bytes, device, named[at])
+            for at, table in tables.items()
         }
         topology = choose_place(self.topology, sampler.graph.num_bytes, device, "the topology")
-        features = tables.get("x") if places.get("x") == "pinned" else None
+        features = tables.get((None, "x")) if places.get((None, "x")) == "pinned" else None
         hot_rows, hot_lists = self._hot_nodes(features, topology == "pinned")
-        self._tables = {}
-        for key, table in tables.items():
-            if places[key] == "device":
-                self._tables[key] = table.to(device)
-                continue
-            table = pinned(table, table.num_nodes * table.row_bytes, device, f"data.{key}")
-            self._tables[key] = table.cached(hot_rows, device) if key == "x" and hot_rows is not None else table
-        self._placed_data = copy.copy(data)
-        for key in keys:
-            if key not in tables:
-                self._placed_data[key] = store[key].to(device)
-        train = PersistentNeighborSampler(
-            sampler.graph,
-            sampler.num_neighbors,
-            sampler.replace,
-            sampler.disjoint,
-            self.seed,
+        for at, table in tables.items():
+            if places[at] == "device":
+                placed = table.to(device)
+            else:
+                placed = pinned(table, table.num_nodes * table.row_bytes, device, named[at])
+                placed = placed.cached(hot_rows, device) if at[1] == "x" and hot_rows is not None else placed
+            self._tables[at[1] if at[0] is None else at] = placed
+        for (name, key), value in values.items():
+            if (name, key) not in tables:
+                part = self._placed_data if name is None else self._placed_data[name]
+                part[key] = value.to(device)
+        train = PersistentNeighborSampler.of(
+            sampler.with_options(exclude_seed_edges=False),  # there are none
             device=device,
             topology=topology,
             mode=self.mode,
             fetch_size=self.fetch_size,
             hot_nodes=hot_lists,
         )
-        other = self.eval_graph_sampler
-        evaluation = train.with_options(
-            num_neighbors=other.num_neighbors, replace=other.replace, disjoint=other.disjoint
-        )
+        train.seed = self.seed
+        evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
 

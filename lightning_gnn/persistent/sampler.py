@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace as changed
+from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from torch_geometric.data import Data
-from torch_geometric.sampler.base import NumNeighbors
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -18,31 +19,36 @@ from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
-from lightning_gnn.sampling.neighbor import NeighborSampler
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
+
+MODES = ("fused", "persistent")
 
 
 class PersistentNeighborSampler(NeighborSampler):
-    """Uniform neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
+    """Neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
 
     All hops of a mini-batch run in one launch, with one host synchronisation, for the sizes. On a machine without a GPU
     it says so and samples on the CPU: the mini-batches are identical.
 
     Args:
-        data: The graph.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
+        data: The graph, of one type or of several.
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
+            each edge type.
         replace: Draw with replacement.
         disjoint: One tree per seed.
         seed: Start of the random stream; by default torch's initial seed.
         device: Where to sample; by default the current GPU.
         topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` leaves it in page-locked host memory, which the
             kernel reads over PCIe; ``"auto"`` takes the first if at most half of the free memory is needed.
-        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue); the samples are equal.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
+            graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the queue claims at a time.
         hot_nodes: Nodes whose adjacency lists are copied to the device where the topology is in pinned memory.
+        **options: Times, weights, LABOR and kinds of subgraphs, as for :class:`NeighborSampler`.
 
     Raises:
-        TypeError: ``data`` is no homogeneous graph, or fanouts are no integers.
-        ValueError: A graph, fanout, topology, mode or fetch size that is not valid.
+        TypeError: ``data`` is no graph, fanouts are no integers, or an option is unknown.
+        ValueError: A graph, fanout, topology, mode, fetch size or option that is not valid, or that does not work here.
         RuntimeError: Page-locked memory was refused; the message has the sizes.
 
     Examples:
@@ -61,8 +67,8 @@ class PersistentNeighborSampler(NeighborSampler):
 
     def __init__(
         self,
-        data: Data | CSCGraph,
-        num_neighbors: Sequence[int] | NumNeighbors,
+        data: Data | HeteroData | CSCGraph | HeteroCSCGraph,
+        num_neighbors: Fanouts | NumNeighbors,
         replace: bool = False,
         disjoint: bool = False,
         seed: int | None = None,
@@ -72,35 +78,106 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: str = "fused",
         fetch_size: int = 32,
         hot_nodes: Tensor | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(data, num_neighbors, replace, disjoint, seed)
+        if "backend" in options:
+            raise TypeError(f"{type(self).__name__} has no backend; NeighborSampler has")
+        super().__init__(data, num_neighbors, replace, disjoint, seed, **options)
+        self._place(device, topology, mode, fetch_size, hot_nodes)
+
+    @classmethod
+    def of(
+        cls,
+        sampler: NeighborSampler,
+        *,
+        device: torch.device | str | None = None,
+        topology: str = "auto",
+        mode: str = "fused",
+        fetch_size: int = 32,
+        hot_nodes: Tensor | None = None,
+    ) -> PersistentNeighborSampler:
+        """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
+        other = cls.__new__(cls)
+        vars(other).update(vars(sampler))
+        other.check_options()
+        other._place(device, topology, mode, fetch_size, hot_nodes)
+        return other
+
+    def _place(
+        self,
+        device: torch.device | str | None,
+        topology: str,
+        mode: str,
+        fetch_size: int,
+        hot_nodes: Tensor | None,
+    ) -> None:
+        """Copy the graph to where the GPU reads it."""
         check_place(topology, "topology")
         if fetch_size < 1:
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
-        if isinstance(self.graph, HeteroCSCGraph) or self.graph.is_temporal or self.graph.weight is not None:
-            raise ValueError("graphs with types, times or weights are sampled on the CPU: use NeighborSampler")
+        if mode not in MODES:
+            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
+        host = self.graph
+        plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
+        if hot_nodes is not None and not plain:
+            raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
+        self._kernel: Any = None
         self.device = find_gpu(device)
         if self.device is None:
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
-        host = self.graph
+        self.backend = "triton"
         place = choose_place(topology, host.num_bytes, self.device, "the topology")
         if place == "device":
             self.graph = host.to(self.device)
         else:
             self.graph = pinned(host, host.num_bytes, self.device, "the topology")
+            # Offsets are few, and read first; that they are on the device also says where to sample.
+            if isinstance(host, HeteroCSCGraph):
+                self.graph = self.graph.map_relations(lambda _, part: _with_offsets(part, self.device))
+            else:
+                self.graph = _with_offsets(self.graph, self.device)
         self.whole_graph = self.graph
         hot = None
         if place == "pinned" and hot_nodes is not None:
             hot = host.cache_adjacency(hot_nodes, self.device)
-        self._kernel = triton_sampler(
-            self.graph.indptr.to(self.device),
-            self.graph.indices,
-            self.device,
-            mode=mode,
-            fetch_size=fetch_size,
-            cached=hot,
-        )
+        if plain:
+            self._kernel = triton_sampler(
+                self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
+            )
+
+    def check_options(self) -> None:
+        """Check what can be set later, too: as for :class:`NeighborSampler`, and what does not work here.
+
+        Raises:
+            ValueError: An option that does not work on a GPU.
+        """
+        super().check_options()
+        if self.exclude_seed_edges:
+            raise ValueError("exclude_seed_edges does not work on a GPU: use NeighborSampler")
+        check_on_gpu(self)
+
+    def sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
+        """Sample the neighbourhoods of seeds on the GPU, by type if the graph has several.
+
+        Args:
+            seeds: int64 ``[batch_size]``.
+            times: Of the seeds ``[batch_size]``, or None: those of their nodes, where edges have times.
+            key: The key of the mini-batch.
+            first: Position of the first seed in the whole mini-batch.
+
+        Raises:
+            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
+        """
+        self._check_process()
+        return super().sample(seeds, times, key, first)
+
+    def _check_process(self) -> None:
+        if self.device is not None and self.device.type != "cpu" and get_worker_info() is not None:
+            raise RuntimeError(
+                f"a worker process cannot sample on {self.device}, which belongs to the main process: use "
+                "num_workers=0, or PersistentSamplerDataModule, whose workers are threads"
+            )
 
     def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
         """Sample on the GPU, in one launch.
@@ -114,22 +191,31 @@ class PersistentNeighborSampler(NeighborSampler):
             IndexError: A seed outside the graph.
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
-        if self.device is None:
+        self._check_process()
+        if self._kernel is None:
             return super().draw(seeds, key, first_tree)
-        if self.device.type != "cpu" and get_worker_info() is not None:
-            raise RuntimeError(
-                f"a worker process cannot sample on {self.device}, which belongs to the main process: use "
-                "num_workers=0, or PersistentSamplerDataModule, whose workers are threads"
-            )
         seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
         return NeighborSample(*out)
 
-    def original_edges(self, edge: Tensor) -> Tensor:
+    def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""
-        if self.device is None or self.graph.edge_ids is None:
-            return super().original_edges(edge)
-        return gather_rows(self.graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
+        if self.device is None or graph.edge_ids is None:
+            return super().original_positions(graph, edge)
+        return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
+
+
+def _with_offsets(graph: CSCGraph, device: Any) -> CSCGraph:
+    return changed(graph, indptr=graph.indptr.to(device))
+
+
+def check_on_gpu(sampler: Any) -> None:
+    """Raise a ValueError if a sampler's options exclude each other on a GPU."""
+    if "weight_attr" in beyond_plain(sampler) and sampler.subgraph_type == SubgraphType.induced:
+        raise ValueError(
+            "weight_attr with subgraph_type='induced' needs the graph twice, with weights and without, which a GPU is "
+            "not given: use NeighborSampler or NeighborDataModule"
+        )
 
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:

@@ -135,7 +135,7 @@ class _ThreadedLoader:
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
         epoch: Callable[[int], int] | None = None,
-        tables: Mapping[str, FeatureTable] | None = None,
+        tables: Mapping[Any, FeatureTable] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
         **kwargs: Any,
@@ -162,8 +162,8 @@ class _ThreadedLoader:
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
         if not isinstance(self.data, Data | HeteroData):
             raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(self.data).__name__}")
-        if self.tables and isinstance(self.data, HeteroData):
-            raise ValueError("tables are by attribute, so they cannot tell types apart: leave them out")
+        if isinstance(self.data, HeteroData) and not all(isinstance(key, tuple) for key in self.tables):
+            raise ValueError("tables are by attribute, so they cannot tell types apart: give them by (type, attribute)")
         self._takes_key, self._keyed = _takes_key(self._graph_sampler, self._sample_from)
         if not hasattr(self.sampler, "set_epoch"):
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
@@ -266,9 +266,9 @@ class _ThreadedLoader:
         """Return the attributes that are trained, with their types; rows of now would be stale by their turn."""
         return [
             (name, key)
-            for name, store in _stores(self.data)
+            for name, store in stores_of(self.data)
             for key, value in store.items()
-            if isinstance(value, Tensor) and value.requires_grad and (_of_nodes(store, key) or _of_edges(store, key))
+            if isinstance(value, Tensor) and value.requires_grad and (of_nodes(store, key) or of_edges(store, key))
         ]
 
     def filter_fn(self, out: SamplerOutput) -> Data:
@@ -310,7 +310,7 @@ class _ThreadedLoader:
             )
         permutation = getattr(self._graph_sampler, "edge_permutation", None)
         trained, left = self.trained(), {}
-        for name, store in _stores(self.data):
+        for name, store in stores_of(self.data):
             part = batch[name] if typed else batch._store
             node: Any
             row: Any
@@ -336,14 +336,15 @@ class _ThreadedLoader:
                 if key == "num_nodes":
                     part.num_nodes = node.numel()
                     continue
-                of_nodes = _of_nodes(store, key)
-                if not of_nodes and not _of_edges(store, key):
+                if not of_nodes(store, key) and not of_edges(store, key):
                     continue
-                ids = node if of_nodes else edge
+                ids = node if of_nodes(store, key) else edge
                 if ids is None:
                     part[key] = None
                 elif (name, key) in trained:
                     part[key], left[name, key] = torch.empty(0), ids  # the place among the attributes
+                elif typed and (name, key) in self.tables:
+                    part[key] = self.tables[name, key].gather(ids)
                 else:
                     part[key] = self._rows(store, key, ids)
             if node is not None and "n_id" not in store:
@@ -456,7 +457,7 @@ class _ThreadedLoader:
                     f"{where} requires gradients, but the batch_sampler has no __len__: without it Lightning "
                     "fetches each mini-batch before the step that changes its rows"
                 )
-            if key in self.tables:
+            if (key if name is None else (name, key)) in self.tables:
                 raise ValueError(f"{where} is trained, so no table can stand for it")
             if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value, store) != 0):
                 raise ValueError(
@@ -519,7 +520,8 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
         epoch: Called before it, with the number of the pass; tells which epoch it is. The number is the one that has
             been set on the sampler since the last pass, as Lightning does, or else passes are counted.
-        tables: Where to gather some attributes from instead of ``data``, such as device memory.
+        tables: Where to gather some attributes from instead of ``data``, such as device memory; by attribute, or with
+            several types by (type, attribute).
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
             and put back afterwards, so that what they draw does not depend on the number of workers.
@@ -592,18 +594,20 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
                     del edges[key]
 
 
-def _stores(data: Any) -> list[tuple[Any, Any]]:
+def stores_of(data: Any) -> list[tuple[Any, Any]]:
     """Return the stores of nodes and edges with their types; the one of a graph of one type has None."""
     if isinstance(data, Data):
         return [(None, data._store)]
     return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
 
 
-def _of_nodes(store: Any, key: str) -> bool:
+def of_nodes(store: Any, key: str) -> bool:
+    """Tell whether an attribute has a row for each node."""
     return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
 
 
-def _of_edges(store: Any, key: str) -> bool:
+def of_edges(store: Any, key: str) -> bool:
+    """Tell whether an attribute has a row for each edge."""
     return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))
 
 

@@ -292,7 +292,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if times is None and self.is_temporal:
             if self.node_time is None:
                 raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
-            times = self.node_time[seeds]
+            times = self.node_time[seeds.to(self.node_time.device)]
         if times is not None or self.labor is not None:
             out = self._draw(seeds, times, key, first)
         else:
@@ -351,7 +351,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     def _times_of(self, name: NodeType, ids: Tensor) -> Tensor:
         if not isinstance(self.node_time, dict) or name not in self.node_time:
             raise ValueError(f"seeds of {name!r} have no times of their own: {_GIVE_TIMES}")
-        return self.node_time[name][ids]
+        return self.node_time[name][ids.to(self.node_time[name].device)]
 
     def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
         graph = self.graph
@@ -377,7 +377,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             node=out.node,
             row={name: both[0] for name, both in edge_index.items()},
             col={name: both[1] for name, both in edge_index.items()},
-            edge={name: _original(graph.relations[name], places) for name, places in edge.items()},
+            edge={name: self.original_positions(graph.relations[name], places) for name, places in edge.items()},
             batch=out.batch,
             **counts,
         )
@@ -401,7 +401,15 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
-        return _original(self.graph, edge)
+        return self.original_positions(self.graph, edge)
+
+    def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
+        """Do so for the edges of one type, ``graph``; what another device's sampler overrides."""
+        if graph.edge_ids is None:
+            return edge
+        out = pool.empty(edge.shape, torch.int64)
+        take(graph.edge_ids.numpy(), edge.numpy(), out.numpy())
+        return out
 
     def _next_key(self) -> int:
         # torch seeds its global stream in each worker process anew, in each epoch, but alike on all ranks.
@@ -435,14 +443,6 @@ def topology_of(data: Any) -> Any:
     if isinstance(data, CSCGraph | HeteroCSCGraph):
         return data
     return HeteroCSCGraph.from_data(data) if isinstance(data, HeteroData) else CSCGraph.from_data(data)
-
-
-def _original(graph: CSCGraph, edge: Tensor) -> Tensor:
-    if graph.edge_ids is None:
-        return edge
-    out = pool.empty(edge.shape, torch.int64)
-    take(graph.edge_ids.numpy(), edge.numpy(), out.numpy())
-    return out
 
 
 def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:

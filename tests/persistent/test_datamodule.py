@@ -10,6 +10,7 @@ from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
 from tests.sampling.test_node_datamodule import Model, trainer
+from tests.sampling.test_typed import contents, typed_data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 3}
@@ -46,6 +47,62 @@ def test_batches_equal_those_of_the_cpu(options):
         for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
             assert_same_content(a, b)
             assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
+
+
+def more(kind):
+    """A graph, and options that sample it otherwise than uniformly, or with types."""
+    if kind in ("types", "types with times"):
+        graph = typed_data()
+        graph["paper"].train_mask = torch.arange(300) < 5
+        graph["paper"].val_mask = torch.arange(300) > 297
+        return graph, {"time_attr": "time"} if kind == "types with times" else {}
+    graph = data()
+    graph.train_mask, graph.val_mask = torch.arange(60) < 7, torch.arange(60) > 57
+    graph.time = torch.arange(60)
+    given = {"input_train_time": torch.arange(20, 27), "time_attr": "time", "time_window": 12.5}
+    options = {"times": given, "weights": {"weight_attr": "edge_weight"}}
+    return graph, options.get(kind, {"sampler": "labor", "batch_dependency": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["types", "types with times", "times", "weights", "LABOR"])
+def test_batches_of_every_kind_equal_those_of_the_cpu(kind):
+    graph, options = more(kind)
+    places = {"topology": "pinned", "features": "pinned"} if kind in ("types", "weights") else {}
+    options |= {"num_neighbors": [3, 2], "batch_size": 4, "seed": 3, "eval_loader_kwargs": {"num_neighbors": [2]}}
+    ours = PersistentSamplerDataModule(graph, **options, **places, device=DEVICE)
+    theirs = NeighborDataModule(graph, **options)
+    for name in ("train_dataloader", "val_dataloader"):
+        for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
+            assert contents(a) == contents(b)
+            assert all(part.edge_index.device.type == DEVICE for part in a.edge_stores)
+            assert all(part.x.device.type == DEVICE for part in a.node_stores if "x" in part)
+
+
+@pytest.mark.slow
+def test_features_of_types_are_quantised():
+    graph, options = more("types")
+    options |= {"num_neighbors": [2], "batch_size": 5, "seed": 3}
+    ours = PersistentSamplerDataModule(graph, **options, device=DEVICE, quantize=True)
+    assert ours.batch_data is graph
+    for a, b in zip(ours.train_dataloader(), NeighborDataModule(graph, **options).train_dataloader(), strict=True):
+        for name in ("paper", "author"):
+            step = b[name].x.abs().amax(dim=1, keepdim=True) / 127
+            assert bool(((a[name].x.cpu() - b[name].x).abs() <= 0.501 * step).all())
+            assert not torch.equal(a[name].x.cpu(), b[name].x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("types", {"cache_rows": 3}, "cache_rows and cache_bytes are for graphs of one type"),
+        ("weights", {"cache_bytes": 300}, "cache_bytes counts what uniform sampling reads, not weight_attr"),
+    ],
+)
+def test_what_is_not_cached_is_named(kind, options, message):
+    graph, sampling = more(kind)
+    with pytest.raises(ValueError, match=message):
+        PersistentSamplerDataModule(graph, num_neighbors=[2], **sampling, **options)
 
 
 def test_evaluation_may_sample_otherwise():

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch_geometric.data import HeteroData
 from torch_geometric.loader import NeighborLoader, NodeLoader
+from torch_geometric.sampler import NodeSamplerInput
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -14,6 +16,7 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.triton_kernels.sample import MODES
 from tests.batching_data import small_data
 from tests.ops.test_sample import assert_equal
+from tests.sampling.test_typed import typed_data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -60,6 +63,44 @@ def test_the_triton_backend_of_the_operator():
         assert_equal(on_cpu(sample), expected)
 
 
+def kinds():
+    """Samplers that do more than to pick uniformly in a graph of one type: name, graph, options, times of seeds."""
+    generator = torch.Generator().manual_seed(0)
+    one = small_data(num_nodes=60, num_edges=400)
+    one.time = torch.randint(50, (60,), generator=generator)
+    typed = typed_data()
+    return {
+        "times": (one, {"time_attr": "time", "temporal_strategy": "last"}),
+        "weights": (one, {"weight_attr": "edge_weight"}),
+        "LABOR": (one, {"sampler": "labor", "layer_dependency": True}),
+        "types": (typed, {}),
+        "types with times": (typed, {"time_attr": "time", "time_window": 500}),
+        "induced": (one, {"subgraph_type": "induced"}),
+        "types, induced": (typed, {"subgraph_type": "induced"}),
+        "types, bidirectional": (typed, {"subgraph_type": "bidirectional"}),
+        "types with weights": (typed, {"weight_attr": "weight", "disjoint": True}),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(kinds()))
+def test_other_samples_equal_the_cpus(kind):
+    data, options = kinds()[kind]
+    topology = "pinned" if kind in ("times", "types") else "device"
+    ours = PersistentNeighborSampler(data, [3, 2], seed=1, device=DEVICE, topology=topology, **options)
+    theirs = NeighborSampler(data, [3, 2], seed=1, **options)
+    seeds = torch.tensor([3, 17, 3, 59])
+    inputs = NodeSamplerInput(seeds, seeds, input_type="paper" if isinstance(data, HeteroData) else None)
+    a, b = (sampler.sample_from_nodes(inputs, key=8) for sampler in (ours, theirs))
+    for name in ("node", "row", "col", "edge", "batch", "num_sampled_nodes", "num_sampled_edges"):
+        got, want = getattr(a, name), getattr(b, name)
+        got, want = (part if isinstance(part, dict) else {"": part} for part in (got, want))
+        assert list(got) == list(want)
+        for key, value in want.items():
+            same = torch.equal(got[key].cpu(), value) if isinstance(value, torch.Tensor) else got[key] == value
+            assert same, (name, key)
+
+
 def test_in_pygs_node_loader():
     data = small_data(num_nodes=60, num_edges=400)
     sampler = PersistentNeighborSampler(data, [3, 2], device=DEVICE)
@@ -82,6 +123,13 @@ def test_without_a_gpu_it_says_so_and_samples_the_same():
         ({"fetch_size": 0}, ValueError, "fetch_size must be at least 1"),
         ({"mode": "quick"}, ValueError, "unknown sampling mode 'quick'"),
         ({"hot_nodes": torch.tensor([400]), "topology": "pinned"}, IndexError, "400"),
+        (
+            {"hot_nodes": torch.tensor([4]), "weight_attr": "edge_weight"},
+            ValueError,
+            "graphs of one type without times",
+        ),
+        ({"subgraph_type": "induced", "weight_attr": "edge_weight"}, ValueError, "needs the graph twice"),
+        ({"exclude_seed_edges": True}, ValueError, "exclude_seed_edges does not work on a GPU"),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

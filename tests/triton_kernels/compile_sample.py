@@ -9,13 +9,15 @@ from triton.compiler import ASTSource
 from benchmarks.sampling_baselines import discover_kernel, phase_kernel
 from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
+from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
 from tests.triton_kernels.compiling import targets, usage
 
-LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset")
+LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset", "begins", "places")
 OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
-INTS = ("nodes", "trees", "rowptr", "src", "col", "mark", "stage", "ticket_of")
+INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "ticket_of")
 TILES = {"R": 128, "T": 256}
+KINDS = ("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR")
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (hop_kernel, {"DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32"),
     *((phase_kernel, {"PHASE": phase, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for phase in range(3)),
@@ -27,6 +29,17 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
     (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
+    *(
+        (relation_kernel, {**dict.fromkeys(KINDS, False), **kind, "P": 1024, **TILES}, dtype)
+        for kind, dtype in (
+            ({}, "i32"),
+            ({"DISJOINT": True, "TEMPORAL": True}, "i64"),
+            ({"DISJOINT": True, "WEIGHTED": True}, "i32"),
+            ({"LABOR": True}, "i32"),
+            ({"DISJOINT": True, "TEMPORAL": True, "LABOR": True}, "i32"),
+        )
+    ),
+    (emit_relations_kernel, {"T": 1024}, "i32"),
 ]
 
 

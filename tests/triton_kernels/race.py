@@ -22,7 +22,12 @@ import triton.runtime.interpreter as interpreter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import sampling_baselines
+from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
+from lightning_gnn.ops import Labor, sample_hetero_neighbors
+from lightning_gnn.ops.sample import triton as operator
 from lightning_gnn.triton_kernels import sample as module
+from lightning_gnn.triton_kernels import sample_relations
+from tests.ops.test_sample_types import assert_equal
 from tests.patience import PATIENCE
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
 
@@ -92,6 +97,12 @@ class SharedSampler(sampling_baselines.BaselineSampler):
         return torch.zeros(size, dtype=dtype).share_memory_()
 
 
+class SharedRelationSampler(sample_relations.TritonRelationSampler):
+    """Allocates scratch memory that forked programs share."""
+
+    _allocate = SharedSampler._allocate
+
+
 def main():
     torch.set_num_threads(1)
     module.hop_kernel, module.queue_kernel = Forked(module.hop_kernel), Forked(module.queue_kernel)
@@ -110,6 +121,25 @@ def main():
         )
         assert_equal_to_reference(sampler, GRAPHS[name], seeds, fanouts, key=11)
         print(mode, "on", name, "equal", flush=True)
+    sample_relations.relation_kernel = Forked(sample_relations.relation_kernel)
+    indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
+    plain = CSCGraph.from_csc(indptr, indices)
+    weighted = plain.with_weight(torch.rand(indices.numel()))
+    for kind, part, options in (
+        ("disjoint", plain, {"disjoint": True}),
+        ("weighted", weighted, {}),
+        ("LABOR", plain, {"labor": Labor()}),
+    ):
+        graph = HeteroCSCGraph.build({"a": 60}, {("a", name, "a"): part for name in "xy"})
+        sampler = SharedRelationSampler([60], torch.device("cpu"), num_programs=3, num_warps=1)
+        operator._relation_samplers.setdefault(graph, {})[sampler.device] = sampler
+        seeds = {"a": torch.tensor([3, 0, 40])}
+        wanted, made = (
+            sample_hetero_neighbors(graph, seeds, [3, 2], 11, backend=backend, **options)
+            for backend in ("reference", "triton")
+        )
+        assert_equal(made, wanted)
+        print(kind, "edge types equal", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ def test_sampling_kernels_compile_for_a100_and_h100(compiled):
         "queue_kernel",
         "discover_kernel",
         "emit_kernel",
+        "relation_kernel",
+        "emit_relations_kernel",
     }
     for row in rows:
         assert row.get("LOCAL", 0) == 0
@@ -20,7 +22,11 @@ def test_sampling_kernels_compile_for_a100_and_h100(compiled):
         assert row["shared"] <= 8192
         # Four programs of 128 threads on each multiprocessor; three for the queue that reads hot lists.
         assert row.get("REG", 0) <= (168 if row["kernel"] == "queue_kernel" and row.get("CACHED") else 128)
-        if row["kernel"] in ("queue_kernel", "hop_kernel"):  # the grid barrier, and bids without fences
+        if row["kernel"] in (
+            "queue_kernel",
+            "hop_kernel",
+            "relation_kernel",
+        ):  # the grid barrier, and bids without fences
             assert any("release" in name for name in row["atomics"])
             assert any("ld" in name and "acquire" in name for name in row["atomics"])
             assert any("relaxed" in name and "min" in name for name in row["atomics"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_gnn.graph import CSCGraph
-from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
+from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 
 pytestmark = [
     pytest.mark.cuda,
@@ -91,3 +91,56 @@ def test_paths_and_stars_end(graph):
         for mode in ("fused", "persistent", "no_queue", "hop_by_hop"):
             sampler = BaselineSampler(small.indptr.cuda(), small.indices.cuda(), mode=mode)
             compare(small, sampler, 20, 1, fanouts)
+
+
+KINDS = {
+    "plain": {},
+    "replace": {"replace": True},
+    "disjoint": {"disjoint": True, "first_tree": 9},
+    "time": {},
+    "last": {"temporal_strategy": "last", "time_window": 700},
+    "weight": {},
+    "weight, replace": {"replace": True},
+    "labor": {"labor": Labor()},
+    "labor, time": {"labor": Labor(layer_dependency=True, batch_dependency=3, batch=7)},
+}
+
+
+def typed_graph(kind):
+    """Three types of nodes, with hubs among them; two edge types between the same two, duplicate edges."""
+    generator = torch.Generator().manual_seed(2)
+    sizes, relations = {"a": 200_000, "b": 50_000, "c": 1000}, {}
+    for name in [("a", "x", "a"), ("a", "x", "b"), ("a", "y", "b"), ("b", "x", "a"), ("c", "x", "a"), ("a", "x", "c")]:
+        source, target = sizes[name[0]], sizes[name[2]]
+        row = torch.randint(source, (2_000_000,), generator=generator)
+        col = (target * torch.rand(2_000_000, generator=generator) ** 4).long()
+        part = CSCGraph.from_edge_index(torch.stack([row, col]), target, source)
+        if "time" in kind or kind == "last":
+            part = part.with_time(torch.randint(1000, (2_000_000,), generator=generator))
+        elif "weight" in kind and name[1] == "x":
+            weight = 10.0 ** (14 * torch.rand(2_000_000, generator=generator, dtype=torch.float64) - 7)
+            part = part.with_weight(weight * (weight > 1e-6))
+        relations[name] = part
+    return HeteroCSCGraph.build(sizes, relations)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("place", ["device", "pinned"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_samples_equal_numba(kind, place):
+    graph = typed_graph(kind)
+    there = graph.to("cuda") if place == "device" else graph.pin_memory()
+    generator = torch.Generator().manual_seed(1)
+    for key in range(20 if place == "device" else 3):
+        seeds = {name: torch.randint(graph.sizes[name], (300,), generator=generator) for name in "ba"}
+        options = dict(KINDS[kind])
+        if graph.is_temporal:
+            options["seed_time"] = {name: torch.randint(1100, (300,), generator=generator) for name in seeds}
+        for fanouts in ([10, 5], [40, 3]) if key < 3 else ([10, 5],):
+            wanted = sample_hetero_neighbors(graph, seeds, fanouts, key, backend="numba", **options)
+            made = sample_hetero_neighbors(there, seeds, fanouts, key, backend="triton", **options)
+            for ours, theirs in zip(made, wanted, strict=True):
+                assert (ours is None) == (theirs is None)
+                for name, value in (theirs or {}).items():
+                    same = torch.equal(ours[name].cpu(), value) if torch.is_tensor(value) else ours[name] == value
+                    assert same, (key, name)

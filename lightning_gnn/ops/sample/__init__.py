@@ -2,5 +2,6 @@
 
 Reading order: ``relation`` (what backends are given), ``reference`` (the definition in plain Python), ``definition``,
 ``hetero`` (the same by type), ``numba`` (CPU, made of ``picks``, over ``lanes``, ``weighted_picks``, ``labor_picks``,
-and ``relabel``), ``triton`` (GPU, over ``triton_kernels/sample.py``).
+and ``relabel``), ``triton`` (GPU, over ``triton_kernels/sample.py`` and
+``triton_kernels/sample_relations.py``).
 """

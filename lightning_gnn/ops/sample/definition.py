@@ -27,8 +27,8 @@ there are fewer nodes. Parallel edges have variates of their own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,10 +38,10 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.ops.library import define
-from lightning_gnn.ops.sample.numba import Sampled, sample_relations
+from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times
-from lightning_gnn.ops.sample.triton import triton_sampler
+from lightning_gnn.ops.sample.triton import runs_on, sample_relations_triton, triton_sampler
 
 BACKENDS = ("numba", "triton", "pyg_lib", "reference")
 
@@ -86,7 +86,7 @@ def sample_neighbors(
     Args:
         graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times
             (:meth:`~lightning_gnn.CSCGraph.with_time`) are sampled by time, into one tree per seed; edges with weights
-            (:meth:`~lightning_gnn.CSCGraph.with_weight`) by weight; both on the CPU.
+            (:meth:`~lightning_gnn.CSCGraph.with_weight`) by weight.
         seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed. Checking them on a GPU waits for
             it.
         fanouts: In-edges to pick per node and hop; -1 takes all.
@@ -98,7 +98,7 @@ def sample_neighbors(
         seed_time: Times of the seeds, ``[batch_size]``, if edges have times.
         time_window: For how long before its time edges count for a seed; by default for ever.
         temporal_strategy: ``"uniform"``: pick among the edges that count; ``"last"``: take the newest of them.
-        labor: Sample by variates of the sources, on the CPU.
+        labor: Sample by variates of the sources.
         backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
             ``"reference"``; by default Triton if the graph or the seeds are on a GPU, else numba.
 
@@ -135,15 +135,12 @@ def sample_neighbors(
     times = limits_of([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
     plain = times is None and labor is None and graph.weight is None
     if not plain:
-        check_on_cpu(backend, [graph])
+        check_place(backend, [graph])
     if backend == "reference" or not plain:
         relation = describe(graph, 0, 0, fanouts, labor is not None)
-        out = run([relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
-        node, tree, edge_index, edge = (
-            torch.from_numpy(arrays[0]) for arrays in (out.node, out.tree, out.edge_index, out.edge)
-        )
-        batch = tree if rule.disjoint else None
-        return NeighborSample(node, edge_index, edge, batch, out.num_sampled_nodes[0], out.num_sampled_edges[0])
+        out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
+        (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
+        return NeighborSample(node, edge_index, edge, tree if rule.disjoint else None, node_counts, edge_counts)
     if backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
     if backend == "triton":
@@ -166,13 +163,34 @@ define(
 
 
 def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
-    """Return the edges of one type as backends on the CPU read them."""
-    names = ("indptr", "indices", "time", "coarse_time", "weight", "prefix", *(["parallel"] if labor else []))
-    arrays = {name: tensor.numpy() for name in names if (tensor := getattr(graph, name)) is not None}
-    return Relation(source, target, fanouts, **arrays)
+    """Return the edges of one type as backends read them, the arrays as tensors still."""
+    names = ["indptr", "indices", "time", "weight", "prefix"]
+    names += ["parallel"] * labor + ["coarse_time"] * (graph.indptr.device.type == "cpu")
+    return Relation(source, target, fanouts, **{name: getattr(graph, name) for name in names})
+
+
+class Sampled(NamedTuple):
+    """A mini-batch by number of the node type, then of the edge type, as tensors.
+
+    Args:
+        node: Ids, int64 ``[n]``.
+        tree: Trees, int64 ``[n]`` if disjoint, else ``[0]``.
+        num_sampled_nodes: Seeds, then new nodes per hop.
+        edge_index: Local ids of sources and targets, int64 ``[2, m]``.
+        edge: Positions, int64 ``[m]``.
+        num_sampled_edges: Per hop.
+    """
+
+    node: list[Tensor]
+    tree: list[Tensor]
+    num_sampled_nodes: list[list[int]]
+    edge_index: list[Tensor]
+    edge: list[Tensor]
+    num_sampled_edges: list[list[int]]
 
 
 def run(
+    graph: object,
     relations: Sequence[Relation],
     num_nodes: Sequence[int],
     seeds: Sequence[Tensor],
@@ -182,30 +200,43 @@ def run(
     times: Times | None,
     backend: str | None,
 ) -> Sampled:
-    """Sample on the CPU: by the reference if that is the backend, else compiled; arguments as there."""
+    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
+    if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
+        return Sampled(*sample_relations_triton(graph, relations, num_nodes, seeds, starts, key, rule, times))
     if backend != "reference":
-        return sample_relations(relations, num_nodes, [ids.numpy() for ids in seeds], starts, key, rule, times)
-    plain = [
-        relation._replace(**{
-            name: value.tolist() for name, value in relation._asdict().items() if isinstance(value, np.ndarray)
-        })
-        for relation in relations
-    ]  # fmt: skip
+        out = sample_relations(
+            [_converted(relation, Tensor.numpy) for relation in relations],
+            num_nodes,
+            [ids.numpy() for ids in seeds],
+            starts,
+            key,
+            rule,
+            times,
+        )
+        node, tree, edge_index, edge = (
+            [torch.from_numpy(array) for array in arrays] for arrays in (out.node, out.tree, out.edge_index, out.edge)
+        )
+        return Sampled(node, tree, out.num_sampled_nodes, edge_index, edge, out.num_sampled_edges)
+    plain = [_converted(relation, Tensor.tolist) for relation in relations]
     limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
-    out = sample_reference(plain, [ids.tolist() for ids in seeds], starts, key, rule, limits)
+    made = sample_reference(plain, [ids.tolist() for ids in seeds], starts, key, rule, limits)
 
-    def arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return [np.array(ids, np.int64) for ids in lists]
+    def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [torch.tensor(ids, dtype=torch.int64) for ids in lists]
 
-    edge_index = [np.array([row, col], np.int64).reshape(2, -1) for row, col in zip(out.row, out.col, strict=True)]
     return Sampled(
-        arrays(out.node),
-        arrays(out.tree if rule.disjoint else [[] for _ in out.tree]),
-        out.num_sampled_nodes,
-        edge_index,
-        arrays(out.edge),
-        out.num_sampled_edges,
+        tensors(made.node),
+        tensors(made.tree if rule.disjoint else [[] for _ in made.tree]),
+        made.num_sampled_nodes,
+        [torch.stack(ends) for ends in zip(tensors(made.row), tensors(made.col), strict=True)],
+        tensors(made.edge),
+        made.num_sampled_edges,
     )
+
+
+def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation:
+    arrays = {name: value for name, value in relation._asdict().items() if isinstance(value, Tensor)}
+    return relation._replace(**{name: convert(array) for name, array in arrays.items()})
 
 
 def limits_of(
@@ -267,13 +298,18 @@ def check_rule(
     return Rule(replace, disjoint, first_tree, temporal_strategy == "last", labor)
 
 
-def check_on_cpu(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
-    """Raise a ValueError if something that CPUs alone do was asked of another device, or of another's library."""
-    what = "edges with types, times or weights, and LABOR,"
-    if backend in ("triton", "pyg_lib"):
-        raise ValueError(f"{what} are not sampled by backend {backend!r}: leave it out")
-    if any(graph.indptr.device.type != "cpu" for graph in graphs):
-        raise ValueError(f"{what} are sampled on the CPU alone: leave the graph there")
+def check_place(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
+    """Raise a ValueError unless the backend samples types, times, weights and LABOR where the graph is."""
+    if backend == "pyg_lib":
+        raise ValueError(
+            "edges with types, times or weights, and LABOR, are not sampled by backend 'pyg_lib': leave it out"
+        )
+    places = {graph.indptr.device for graph in graphs}
+    if len(places) > 1:
+        raise ValueError(f"edges of different types are on {' and '.join(sorted(map(str, places)))}: use graph.to()")
+    for place in places:
+        if place.type != "cpu" and (backend in ("numba", "reference") or not runs_on(place)):
+            raise ValueError(f"the graph is on {place}, where {backend or 'triton'} does not run: leave it on the CPU")
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:

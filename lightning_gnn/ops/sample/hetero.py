@@ -14,7 +14,7 @@ from lightning_gnn.ops.sample.definition import (
     check_backend,
     check_fanouts,
     check_key,
-    check_on_cpu,
+    check_place,
     check_rule,
     check_seeds,
     describe,
@@ -66,7 +66,7 @@ def sample_hetero_neighbors(
     A graph of one type gives the sample of :func:`~lightning_gnn.ops.sample_neighbors`.
 
     Args:
-        graph: The topology, on the CPU; edges of some types may have times, or weights.
+        graph: The topology, on the CPU, on a GPU, or in pinned memory; edges of some types may have times, or weights.
         seeds: Ids within each node type that has seeds, int64 or int32 ``[batch_size]``. Trees are numbered in the
             order of the types given here.
         fanouts: In-edges to pick per node and hop, for all edge types or for each; -1 takes all.
@@ -78,7 +78,7 @@ def sample_hetero_neighbors(
         time_window: For how long before its time edges count for a seed; by default for ever.
         temporal_strategy: ``"uniform"`` or ``"last"``.
         labor: Sample by variates of the sources, which all edge types from one node type share.
-        backend: ``"numba"`` or ``"reference"``.
+        backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default the one for the device.
 
     Raises:
         TypeError: Seeds by no type, or as for :func:`~lightning_gnn.ops.sample_neighbors`.
@@ -116,7 +116,7 @@ def sample_hetero_neighbors(
         raise ValueError("some edges have weights, others times: there is no weighted temporal sampling")
     rule = check_rule(replace, disjoint or temporal, first_tree, temporal_strategy, labor, weighted)
     check_backend(backend)
-    check_on_cpu(backend, relations)
+    check_place(backend, relations)
     given = {name: _checked(name, ids, graph.sizes[name]) for name, ids in seeds.items()}
     starts, total = dict.fromkeys(graph.sizes, 0), 0
     for name, ids in given.items():
@@ -129,6 +129,7 @@ def sample_hetero_neighbors(
         for edge_type, part in graph.relations.items()
     ]
     out = run(
+        graph,
         described,
         list(graph.sizes.values()),
         [given.get(name, _NO_SEEDS) for name in graph.sizes],
@@ -138,14 +139,8 @@ def sample_hetero_neighbors(
         times,
         backend,
     )
-    node, tree = (
-        {name: torch.from_numpy(array) for name, array in zip(graph.sizes, arrays, strict=True)}
-        for arrays in (out.node, out.tree)
-    )
-    edge_index, edge = (
-        {name: torch.from_numpy(array) for name, array in zip(graph.relations, arrays, strict=True)}
-        for arrays in (out.edge_index, out.edge)
-    )
+    node, tree = (dict(zip(graph.sizes, parts, strict=True)) for parts in (out.node, out.tree))
+    edge_index, edge = (dict(zip(graph.relations, parts, strict=True)) for parts in (out.edge_index, out.edge))
     return HeteroNeighborSample(
         node,
         edge_index,

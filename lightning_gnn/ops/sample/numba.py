@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.hashing import Word, layer_key, relation_key
+from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample.labor_picks import pick_labor
 from lightning_gnn.ops.sample.picks import count_eligible, hop_size, lane_scratch, no_times, pick_edges
@@ -35,7 +35,7 @@ from lightning_gnn.ops.sample.relabel import (
     relabel_forest,
     relabel_trees,
 )
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times
+from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
 from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
@@ -240,10 +240,7 @@ def sample_relations(
             nodes.low, nodes.high = nodes.high, nodes.count
         for number, relation in enumerate(relations):
             source, target = found[relation.source], found[relation.target]
-            if rule.labor is None:
-                own_key = relation_key(key, number)
-            else:
-                own_key = relation_key(key if rule.labor.layer_dependency else layer_key(key, hop), relation.source)
+            own_key = stage_key(key, hop, number, relation.source, rule.labor)
             edges = picked[number]
             begin = edges.count
             if target.low < target.high:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, layer_key, mix, node_key, relation_key, tree_key
-from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times, most_draws
+from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, mix, node_key, tree_key
+from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times, most_draws, stage_key
 
 
 class TypedSample(NamedTuple):
@@ -167,10 +167,7 @@ def sample_reference(
         high = [len(ids) for ids in node]
         for number, relation in enumerate(relations):
             s, fanout, first_edge = relation.source, relation.fanouts[hop], len(edge[number])
-            if rule.labor is None:
-                hop_key = relation_key(key, number)
-            else:
-                hop_key = relation_key(key if rule.labor.layer_dependency else layer_key(key, hop), s)
+            hop_key = stage_key(key, hop, number, s, rule.labor)
             for t in range(low[relation.target], high[relation.target]):
                 v, root = node[relation.target][t], tree[relation.target][t]
                 own_key = tree_key(hop_key, rule.first_tree + root) if rule.disjoint else hop_key

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lightning_gnn.ops.hashing import layer_key, relation_key
+
 
 class Relation(NamedTuple):
     """The edges of one type, stored by target; plain sequences for the reference, NumPy arrays for compiled code.
@@ -77,6 +79,21 @@ class Times(NamedTuple):
 
     until: Any
     after: Any = None
+
+
+def stage_key(key: int, hop: int, number: int, source: int, labor: Labor | None) -> int:
+    """Derive the key with which an edge type picks in one hop from that of the mini-batch (all 64-bit, unsigned).
+
+    Args:
+        key: Of the mini-batch.
+        hop: The hop.
+        number: Of the edge type.
+        source: Of the node type that it comes from.
+        labor: Pick by variates of the sources, which all edge types from one node type share.
+    """
+    if labor is None:
+        return relation_key(key, number)
+    return relation_key(key if labor.layer_dependency else layer_key(key, hop), source)
 
 
 def most_draws(fanout: int) -> int:

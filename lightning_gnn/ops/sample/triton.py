@@ -1,20 +1,24 @@
-"""Neighbour sampling on a GPU: the CUDA implementation of the operator."""
+"""Neighbour sampling on a GPU: the CUDA implementation of the operator, and graphs with types, times and weights."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ops.library import library, require_triton, triton_installed
+from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
 
 if TYPE_CHECKING:
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+    from lightning_gnn.triton_kernels.sample_relations import RelationSample, TritonRelationSampler
 
 _samplers: MutableMapping[Tensor, dict[torch.device | None, TritonNeighborSampler]] = WeakIdKeyDictionary()
+_relation_samplers: MutableMapping[object, dict[torch.device, TritonRelationSampler]] = WeakKeyDictionary()
 
 
 def triton_sampler(
@@ -41,6 +45,53 @@ def triton_sampler(
         # Detached tensors share the memory; holding the key itself would keep the entry alive for ever.
         by_device[device] = TritonNeighborSampler(indptr.detach(), indices.detach(), device=device)
     return by_device[device]
+
+
+def sample_relations_triton(
+    graph: object,
+    relations: Sequence[Relation],
+    num_nodes: Sequence[int],
+    seeds: Sequence[Tensor],
+    starts: Sequence[int],
+    key: int,
+    rule: Rule,
+    times: Times | None,
+) -> RelationSample:
+    """Sample one mini-batch of a graph of any number of types; its scratch memory lives as long as the graph.
+
+    Args:
+        graph: Whose edges these are.
+        relations: The edge types, in the order of their sorted names; arrays are tensors on a GPU, or in pinned memory.
+        num_nodes: Of each node type.
+        seeds: Of each node type, int64, checked.
+        starts: The tree of the first seed of each node type.
+        key: Of the mini-batch, 64-bit.
+        rule: How edges are picked.
+        times: What counts for each tree, int64 arrays, or None: everything.
+
+    Raises:
+        ValueError: Triton is missing, or the graph is where a GPU cannot read it, or more than it can number.
+    """
+    require_triton("sampling on a GPU")
+    from lightning_gnn.triton_kernels.sample import device_of
+    from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays, TritonRelationSampler
+
+    there = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
+    first = there[0] if there else relations[0].indices if relations else seeds[0]
+    device = device_of(first)
+    by_device = _relation_samplers.setdefault(graph, {})
+    if device not in by_device:
+        by_device[device] = TritonRelationSampler(num_nodes, device)
+    hops = max((len(relation.fanouts) for relation in relations), default=0)
+    keys = [
+        [stage_key(key, hop, number, relation.source, rule.labor) for number, relation in enumerate(relations)]
+        for hop in range(hops)
+    ]
+    until, after = (None if limit is None else torch.from_numpy(limit) for limit in times or (None, None))
+    labor = None if rule.labor is None else (rule.labor.batch_dependency, rule.labor.batch)
+    picking = Picking(rule.replace, rule.disjoint, rule.first_tree, rule.last, labor, until, after)
+    arrays = [RelationArrays(*(getattr(own, name) for name in RelationArrays._fields)) for own in relations]
+    return by_device[device].sample(arrays, seeds, starts, keys, picking)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -1,0 +1,284 @@
+"""What in-edges a row may pick by time, and how it picks by weight and by the variates of its sources, on the device.
+
+The definition is that of ``lightning_gnn.ops.sample.reference``, bit for bit, in the order of its additions too.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_gnn.triton_kernels.hashing import GOLDEN, Array, Lanes, Scalar, mix, node_key
+
+
+@triton.jit
+def count_until(time: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
+    """Count those of ascending times that are not later than a limit, a row to each thread.
+
+    Args:
+        time: int64 ``[num_edges]``.
+        begin: First edge of each row, int64 ``[R]``.
+        count: Edges of each row, int32 ``[R]``.
+        limit: int64 ``[R]``.
+
+    Returns:
+        int32 ``[R]``.
+    """
+    found = count * 0
+    left = count
+    while tl.max(left, 0) > 0:
+        half = left >> 1
+        early = tl.load(time + begin + found + half, mask=left > 0, other=0) <= limit
+        early = early & (left > 0)
+        found = tl.where(early, found + half + 1, found)
+        left = tl.where(early, left - half - 1, half)
+    return found
+
+
+@triton.jit
+def draw_fraction(stream: Lanes, j: Lanes) -> Lanes:
+    """Draw the j-th float64 of streams in ``[0, 1)``, from the upper 53 bits of its hash."""
+    return (mix(stream + (j + 1).to(tl.uint64) * GOLDEN) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+
+
+@triton.jit
+def hit(prefix: Array, begin: Lanes, degree: Lanes, stream: Lanes, j: Lanes, total: Lanes, on: Lanes) -> Lanes:
+    """Return on which edge of its list the j-th draw of a row falls, int32 ``[R]``."""
+    place = draw_fraction(stream, j) * total
+    # The last edge is what is left where none before it is hit, also by what rounding carries past it.
+    found = degree * 0
+    left = tl.where(on, degree - 1, 0)
+    while tl.max(left, 0) > 0:
+        half = left >> 1
+        before = tl.load(prefix + begin + found + half, mask=left > 0, other=0.0) <= place
+        before = before & (left > 0)
+        found = tl.where(before, found + half + 1, found)
+        left = tl.where(before, left - half - 1, half)
+    return found
+
+
+@triton.jit
+def next_picked(
+    eid: Array, at: Lanes, begin: Lanes, degree: Lanes, count: Lanes, position: Lanes, on: Lanes
+) -> Lanes:  # fmt: skip
+    """Return the first edge from a position on that a row has picked, or its degree: int32 ``[R]``."""
+    out = degree
+    most = tl.max(tl.where(on, count, 0), 0)
+    i = 0
+    while i < most:
+        own = on & (i < count)
+        picked = (tl.load(eid + at + i, mask=own, other=0) - begin).to(tl.int32)
+        out = tl.where(own & (picked >= position), tl.minimum(out, picked), out)
+        i += 1
+    return out
+
+
+@triton.jit
+def pick_left(
+    weight: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, number: Scalar, count: Lanes,
+    on: Lanes,
+) -> Lanes:  # fmt: skip
+    """Pick one edge of each row by weight among those that are left, which are gone through in order.
+
+    Args:
+        weight: float64 ``[num_edges]``.
+        eid: Where earlier picks stand, int32 or int64.
+        begin: First edge of each row, int64 ``[R]``.
+        degree: Edges of each row, int32 ``[R]``.
+        at: Where in ``eid`` the picks of each row begin, int32 ``[R]``.
+        stream: uint64 ``[R]``.
+        number: Of the draw.
+        count: Picks so far, int32 ``[R]``.
+        on: Mask ``[R]``.
+
+    Returns:
+        Offsets from the first edge, int32 ``[R]``.
+    """
+    fraction = draw_fraction(stream, degree * 0 + number)
+    longest = tl.max(tl.where(on, degree, 0), 0)
+    total = fraction * 0.0
+    skipped = next_picked(eid, at, begin, degree, count, degree * 0, on)
+    position = 0
+    while position < longest:
+        inside = on & (position < degree)
+        met = inside & (skipped == position)
+        total += tl.load(weight + begin + position, mask=inside & (skipped != position), other=0.0)
+        position += 1
+        if tl.sum(met.to(tl.int32), 0) > 0:
+            skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
+    place = fraction * total
+    passed = total * 0.0
+    out = degree * 0
+    found = on & (degree < 0)
+    skipped = next_picked(eid, at, begin, degree, count, degree * 0, on)
+    position = 0
+    while position < longest:
+        inside = on & (position < degree)
+        met = inside & (skipped == position)
+        left = inside & (skipped != position) & (found == 0)
+        passed += tl.load(weight + begin + position, mask=left, other=0.0)
+        out = tl.where(left, position, out)
+        found = found | (left & (passed > place))
+        position += 1
+        if tl.sum(met.to(tl.int32), 0) > 0:
+            skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
+    return out
+
+
+@triton.jit
+def pick_by_weight(
+    weight: Array, prefix: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, fanout: Scalar,
+    replace: Scalar, on: Lanes,
+) -> None:  # fmt: skip
+    """Write what rows pick one after the other, each in proportion to its weight among those that are left.
+
+    Args:
+        weight: float64 ``[num_edges]``, all positive.
+        prefix: Sums of each list's weights, float64 ``[num_edges]``.
+        eid: Where to write, int32 or int64.
+        begin: First edge of each row, int64 ``[R]``.
+        degree: Edges of each row, int32 ``[R]``.
+        at: Where in ``eid`` the picks of each row begin, int32 ``[R]``.
+        stream: uint64 ``[R]``.
+        fanout: int32, how many to pick.
+        replace: 1 to draw with replacement.
+        on: The rows that draw, ``[R]``.
+    """
+    total = tl.load(prefix + begin + degree - 1, mask=on, other=0.0)
+    count = degree * 0
+    most = 8 * fanout.to(tl.int64) + 32
+    number = 0
+    missing = on & (fanout > 0)
+    while (number < most) & (tl.sum(missing.to(tl.int32), 0) > 0):
+        found = hit(prefix, begin, degree, stream, degree * 0 + number, total, missing)
+        e = begin + found
+        again = missing & (degree < 0)
+        i = 0
+        earlier = tl.where(replace != 0, 0, tl.max(tl.where(missing, count, 0), 0))
+        while i < earlier:
+            own = missing & (i < count)
+            again = again | (own & (tl.load(eid + at + i, mask=own, other=-1) == e))
+            i += 1
+        new = missing & (again == 0)
+        tl.store(eid + at + count, e, mask=new)
+        tl.debug_barrier()  # Triton chooses the threads of each access: one may read what another wrote
+        count += new.to(tl.int32)
+        missing = missing & (count < fanout)
+        number += 1
+    while tl.sum(missing.to(tl.int32), 0) > 0:  # what is left weighs next to nothing
+        e = begin + pick_left(weight, eid, begin, degree, at, stream, number, count, missing)
+        tl.store(eid + at + count, e, mask=missing)
+        tl.debug_barrier()
+        count += missing.to(tl.int32)
+        missing = missing & (count < fanout)
+        number += 1
+
+
+@triton.jit
+def variate(key: Scalar, source: Lanes, earlier: Lanes, often: Scalar, batch: Scalar) -> Lanes:
+    """Return the variates of edges, uint64 ``[T]``: those of their sources, the same for all targets.
+
+    Args:
+        key: Of the hop, or in it of the tree, 64-bit.
+        source: int32 ``[T]``.
+        earlier: How many edges before one in its list have the same source, int32 ``[T]``.
+        often: In how many mini-batches a variate is renewed once, int64.
+        batch: Number of the mini-batch, int64.
+    """
+    out = node_key(key, source)
+    if often > 1:
+        step = often.to(tl.uint64)
+        period = (batch.to(tl.uint64) + node_key(key * 0, source) % step) // step
+        out = mix(out + (period + 1) * GOLDEN)
+    return tl.where(earlier > 0, mix(out + earlier.to(tl.uint64) * GOLDEN), out)
+
+
+@triton.jit
+def variates(
+    indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, begin: Scalar, j: Lanes, on: Lanes,
+    key: Scalar, often: Scalar, batch: Scalar,
+) -> Lanes:  # fmt: skip
+    """Return the variates of the edges j ``[T]`` of one row; arguments as for :func:`pick_by_variate`."""
+    source = tl.load(indices + (begin + j) * stride, mask=on, other=0)
+    earlier = tl.load(parallel + begin + j, mask=on & (has_parallel != 0), other=0)
+    return variate(key, source, earlier, often, batch)
+
+
+@triton.jit
+def count_below(
+    indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, begin: Scalar, degree: Scalar, key: Scalar,
+    often: Scalar, batch: Scalar, bound: Scalar, STRICTLY: tl.constexpr, T: tl.constexpr,
+) -> Scalar:  # fmt: skip
+    """Count the edges of one row whose variates are below a bound, or at most it."""
+    total = tl.zeros([T], tl.int32)
+    first = 0
+    while first < degree:
+        j = first + tl.arange(0, T)
+        on = j < degree
+        own = variates(indices, stride, parallel, has_parallel, begin, j, on, key, often, batch)
+        below = own < bound if STRICTLY else own <= bound
+        total += (on & below).to(tl.int32)
+        first += T
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def pick_by_variate(
+    indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, eid: Array, begin: Scalar, degree: Scalar,
+    at: Scalar, fanout: Scalar, key: Scalar, often: Scalar, batch: Scalar, T: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the edges of one row with the smallest variates, in CSC order; of equal ones the first. By a whole program.
+
+    The bound below which as many lie is searched for by halving: numbers that are spread evenly are told apart after
+    about as many steps as there are bits in the count that the first guess leaves.
+
+    Args:
+        indices: Lower halves of the sources, int32 ``[stride * num_edges]``.
+        stride: int32, 1 if sources are int32, 2 if int64.
+        parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``.
+        has_parallel: Whether it is there.
+        eid: Where to write, int32 or int64.
+        begin: First edge of the row, int64.
+        degree: Its edges, int32, more than the fanout.
+        at: Where in ``eid`` its picks begin, int32.
+        fanout: int32, at least 1.
+        key: As for :func:`variate`.
+        often: As there.
+        batch: As there.
+        T: How many edges are looked at side by side.
+    """
+    # Fewer than `fanout` variates lie below `low`, `number`, which are enough, not above `high`.
+    low = key.to(tl.uint64) * 0
+    high = low - 1
+    number = degree
+    few = 2 * fanout.to(tl.int64) + 8
+    guess = high >> 1
+    if few < degree:
+        guess = (high // degree.to(tl.uint64)) * few.to(tl.uint64)
+    while (low < high) & (number != fanout):
+        count = count_below(
+            indices, stride, parallel, has_parallel, begin, degree, key, often, batch, guess, False, T
+        )  # fmt: skip
+        enough = count >= fanout
+        number = tl.where(enough, count, number)
+        high = tl.where(enough, guess, high)
+        low = tl.where(enough, low, guess + 1)
+        guess = low + ((high - low) >> 1)
+    equal_ones = degree  # of the variates that are the bound itself, how many count: all but where there are too many
+    if number != fanout:
+        equal_ones = fanout - count_below(
+            indices, stride, parallel, has_parallel, begin, degree, key, often, batch, high, True, T
+        )  # fmt: skip
+    written = degree * 0
+    equal = degree * 0
+    first = 0
+    while first < degree:
+        j = first + tl.arange(0, T)
+        on = j < degree
+        own = variates(indices, stride, parallel, has_parallel, begin, j, on, key, often, batch)
+        same = (on & (own == high)).to(tl.int32)
+        rank = equal + tl.cumsum(same, 0)
+        taken = on & ((own < high) | ((own == high) & (rank <= equal_ones)))
+        places = taken.to(tl.int32)
+        tl.store(eid + at + written + tl.cumsum(places, 0) - 1, begin + j, mask=taken)
+        written += tl.sum(places, 0)
+        equal += tl.sum(same, 0)
+        first += T
