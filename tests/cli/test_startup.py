@@ -93,7 +93,7 @@ print((brought, "npu" in AcceleratorRegistry,
     }
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
 def test_help_imports_no_library_but_hydra(arguments, monkeypatch):
     code = """
 import sys
