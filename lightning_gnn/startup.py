@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 _HELP = {"--help", "-h", "--help-all", "--hydra-help", "--shell-completion", "-sc", "--version"}
+_LIGHT = {"report", "runs"}
+"""Commands that only read and write files."""
 
 
 def begin() -> None:
@@ -44,6 +46,11 @@ def ending_with_the_reader() -> Iterator[None]:
         sys.stdout.flush()
         if signals:
             signal.signal(signal.SIGPIPE, before)
+
+
+def needs_no_library() -> bool:
+    """Say whether this process is the command and does without Lightning."""
+    return asks_for_help() or (_is_the_command() and not _LIGHT.isdisjoint(sys.argv[1:2]))
 
 
 def _is_the_command() -> bool:

@@ -8,7 +8,12 @@ from importlib import import_module
 
 from lightning_gnn import startup
 
-_PRINTING = {"cache": "cache_command", "doctor": "doctor"}
+_PRINTING = {
+    "cache": "cache_command",
+    "doctor": "doctor",
+    "report": "report_command",
+    "runs": "runs_command",
+}
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
 _SHOWING = ("--cfg", "-c", "--info")
 """Flags with which Hydra shows something instead of a run."""

@@ -1,11 +1,15 @@
-"""The versions that a report of a fault should begin with, found without importing anything."""
+"""The versions that a report of a fault should begin with, found without importing anything, and a run's machine."""
 
 from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from lightning_gnn import __version__
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 _PACKAGES = {"torch": "torch", "pytorch-lightning": "pytorch-lightning", "PyG": "torch-geometric"}
 
@@ -22,3 +26,23 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def environment(trainer: pl.Trainer) -> dict[str, str]:
+    """Return versions, machine, threads and devices of a run, by name."""
+    import torch
+
+    from lightning_gnn.planning.limits import num_cores
+
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        **versions(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(num_cores()),
+        "torch threads": str(torch.get_num_threads()),
+        "device": name,
+        "strategy": type(trainer.strategy).__name__,
+        "processes": str(trainer.world_size),
+        "precision": str(trainer.precision),
+    }
