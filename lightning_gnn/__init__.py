@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_gnn import startup
 
-if not startup.asks_for_help():
+if not startup.needs_no_library():
     import lightning_gnn.registration  # noqa: F401
 
 if TYPE_CHECKING:

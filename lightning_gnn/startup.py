@@ -4,10 +4,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_HELP = {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"}
+_HELP = {"--help", "-h", "--help-all", "--hydra-help", "--shell-completion", "-sc", "--version"}
+_LIGHT = {"report", "runs"}
+"""Commands that only read and write files."""
 
 
 def begin() -> None:
@@ -27,8 +31,26 @@ def done() -> None:
 
 
 def asks_for_help() -> bool:
-    """Say whether this process is the command and is to print its help, which needs Hydra alone."""
+    """Say whether this process is the command and is to print its help or its version, which needs Hydra alone."""
     return _is_the_command() and not _HELP.isdisjoint(sys.argv[1:])
+
+
+@contextmanager
+def ending_with_the_reader() -> Iterator[None]:
+    """End this process in silence when nobody reads on, as in `lgnn --help | head`; Python would raise an error."""
+    signals = hasattr(signal, "SIGPIPE") and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if signals else None
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        if signals:
+            signal.signal(signal.SIGPIPE, before)
+
+
+def needs_no_library() -> bool:
+    """Say whether this process is the command and does without Lightning."""
+    return asks_for_help() or (_is_the_command() and not _LIGHT.isdisjoint(sys.argv[1:2]))
 
 
 def _is_the_command() -> bool:

@@ -24,7 +24,8 @@ class EpochThroughput:
     Args:
         epoch_time_s: Seconds from the start of the epoch to the end of its last batch.
         model_s: Seconds that the training thread spent on forward, backward and optimizer.
-        wait_s: Seconds that it waited for mini-batches.
+        wait_s: Seconds that it waited for mini-batches: those in its loader's ``__next__``, where the loader tells
+            them, else those between two steps.
         sampling_s: Thread-seconds of sampling; None if the loader does not tell.
         features_s: Thread-seconds of feature loading; likewise.
         batches: Mini-batches of this process.
@@ -123,7 +124,7 @@ class Throughput(pl.Callback):
         epoch, self._epoch = self._epoch, None
         if epoch is None or not epoch.batches:
             return
-        after = _preparation_times(trainer)
+        after = preparation_times(trainer)
         if after:
             spent = {name: _spent(self._before, after, name) for name in ("wait_s", "sampling_s", "features_s")}
             epoch.wait_s, epoch.sampling_s, epoch.features_s = spent["wait_s"], spent["sampling_s"], spent["features_s"]
@@ -142,7 +143,7 @@ class Throughput(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         self._epoch = EpochThroughput()
-        self._before = [copy.copy(times) for times in _preparation_times(trainer)]
+        self._before = [copy.copy(times) for times in preparation_times(trainer)]
         self._mark = time.perf_counter()
 
 
@@ -196,7 +197,7 @@ class ShortProgressBar(RichProgressBar):
         return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _preparation_times(trainer: pl.Trainer) -> list[Any]:
+def preparation_times(trainer: pl.Trainer) -> list[Any]:
     """Return the loaders' counts, empty for loaders that keep none."""
     if trainer.train_dataloader is None:
         return []

@@ -12,6 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import CombinedLoader
 
+from lightning_gnn.callbacks.epochs import preparation_times
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.decisions import Decision
@@ -61,6 +62,7 @@ class StageTimeline(pl.Callback):
         self._recorded = 0  # mini-batches
         self._title = ""
         self._mark = 0.0
+        self._waited: float | None = None
         self._last: tuple[IterationTimes, Decision | None] | None = None
         self._written = 0
 
@@ -91,7 +93,11 @@ class StageTimeline(pl.Callback):
     ) -> None:
         """Note that a mini-batch has come."""
         if self._recorder is not None:
-            self._recorder.add("CPU", "wait", batch_idx, self._mark, time.perf_counter())
+            begun, waited = self._waited, _waited(trainer)
+            self._waited = waited
+            now = time.perf_counter()
+            end = now if begun is None or waited is None else min(now, self._mark + waited - begun)
+            self._recorder.add("CPU", "wait", batch_idx, self._mark, end)
             self._recorder.begin_model(batch_idx)
 
     def on_train_batch_end(
@@ -140,6 +146,7 @@ class StageTimeline(pl.Callback):
         self._title = f"{type(trainer.datamodule).__name__}, epoch {trainer.current_epoch}"  # type: ignore[attr-defined]
         for loader in _loaders(trainer):
             loader.timeline = Timeline()
+        self._waited = _waited(trainer)
         self._mark = time.perf_counter()
 
     def _observe(self, trainer: pl.Trainer, now: float) -> None:
@@ -184,6 +191,12 @@ class StageTimeline(pl.Callback):
             from lightning_gnn.report.figure import save_timeline  # matplotlib may be missing or broken
 
             save_timeline(self.timelines, self._title, f"{self.path}.png", self.decisions)
+
+
+def _waited(trainer: pl.Trainer) -> float | None:
+    """Return the seconds of waiting that the training loaders have counted, as the figures of an epoch have them."""
+    times = preparation_times(trainer)
+    return sum(float(each.wait_s) for each in times) if times else None
 
 
 def _last_epoch(trainer: pl.Trainer) -> float:

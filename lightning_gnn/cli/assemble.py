@@ -49,8 +49,11 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
     if not isinstance(cfg.ckpt_path, (str, type(None))):
         raise ValueError(f"ckpt_path={cfg.ckpt_path} must be the path of a file")
-    if cfg.ckpt_path is not None and not Path(to_absolute_path(cfg.ckpt_path)).is_file():
-        raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: there is no such file")
+    if cfg.ckpt_path is not None and not (path := Path(to_absolute_path(cfg.ckpt_path))).is_file():
+        inside = [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
+        found = sorted(inside, key=lambda file: file.name != "best.ckpt")
+        hint = f"a folder; give a file, such as {found[0]}" if found else "there is no such file"
+        raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: {hint}")
     for name, least, most, more in (
         ("seed", 0, 2**32 - 1, ""),  # the range of NumPy's
         ("torch_threads", 1, 2**16, "; null leaves torch's choice"),

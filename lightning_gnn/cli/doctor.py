@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.ascend_ops import binding
+from lightning_gnn.cli.versions import version_of
 
 State = Literal["present", "missing", "broken"]
 _MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("broken", "red")}
@@ -83,15 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
 
 
-def versions() -> str:
-    """Return what a report of a fault should begin with."""
-    from lightning_gnn import __version__
-
-    named = {"torch": torch.__version__, "pytorch-lightning": _version("pytorch-lightning")}
-    named |= {"PyG": _version("torch-geometric"), "Python": platform.python_version()}
-    return ", ".join([f"lightning-gnn {__version__}", *(f"{name} {number}" for name, number in named.items())])
-
-
 def _print(findings: Sequence[Finding]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(
@@ -124,15 +115,8 @@ def _layers() -> Table:
     return table
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _package(name: str, package: str, needed_for: str, advice: str) -> Finding:
-    found = _version(package)
+    found = version_of(package)
     if found is None:
         return Finding(name, "missing", "not installed", needed_for, advice)
     return Finding(name, "present", found, needed_for)
@@ -182,7 +166,7 @@ def _torch_npu() -> Finding:
         advice = "after CANN: pip install torch-npu, in the version of torch"
         return Finding("torch_npu", "missing", "not installed", needed, advice)
     if (reason := _problem_of_import("torch_npu")) is None:
-        return Finding("torch_npu", "present", _version("torch-npu") or "version unknown", needed)
+        return Finding("torch_npu", "present", version_of("torch-npu") or "version unknown", needed)
     return Finding("torch_npu", "broken", reason, needed, "it needs a CANN of its own version, with set_env.sh sourced")
 
 

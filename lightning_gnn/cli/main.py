@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import sys
-
-import hydra
+from contextlib import nullcontext
+from importlib import import_module
 
 from lightning_gnn import startup
+
+_PRINTING = {
+    "cache": "cache_command",
+    "doctor": "doctor",
+    "report": "report_command",
+    "runs": "runs_command",
+}
+"""Commands with arguments of their own, which print and end, by name: the files they are in."""
+_SHOWING = ("--cfg", "-c", "--info")
+"""Flags with which Hydra shows something instead of a run."""
 
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     arguments = sys.argv[1:]
-    command = arguments[0] if arguments and arguments[0] in ("cache", "doctor", "plan") else "train"
-    if command in ("plan", "train") and startup.asks_for_help():
-        if command == "plan":
-            del sys.argv[1]
-        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=command)(_never_run)()
-    elif "--version" in arguments and command not in ("cache", "doctor"):
-        from lightning_gnn.cli.doctor import versions
-
-        print(versions())
-    elif command == "cache":
-        from lightning_gnn.cli import cache_command
-
+    command = arguments[0] if arguments else ""
+    if command in _PRINTING:
+        module = import_module(f"lightning_gnn.cli.{_PRINTING[command]}")
         startup.done()
-        sys.exit(cache_command.main(arguments[1:]))
-    elif command == "doctor":
-        from lightning_gnn.cli import doctor
-
-        startup.done()
-        sys.exit(doctor.main(arguments[1:]))
-    elif command == "plan":
-        from lightning_gnn.cli import plan
-
-        startup.done()
-        plan.main()
+        with startup.ending_with_the_reader():
+            sys.exit(module.main(arguments[1:]))
+    elif startup.asks_for_help():
+        with startup.ending_with_the_reader():
+            _help(command)
     else:
-        from lightning_gnn.cli import train
-
+        module = import_module(f"lightning_gnn.cli.{'plan' if command == 'plan' else 'train'}")
         startup.done()
-        train.main()
+        shows = any(item.partition("=")[0] in _SHOWING for item in arguments)
+        with startup.ending_with_the_reader() if shows else nullcontext():
+            module.main()
+
+
+def _help(command: str) -> None:
+    """Print the version, or let Hydra print help."""
+    if "--version" in sys.argv:
+        from lightning_gnn.cli.versions import versions
+
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        return
+    import hydra
+
+    argv, config_name = sys.argv, "train"
+    if command == "plan":
+        argv, config_name = [argv[0], *argv[2:]], "plan"
+    if "--help-all" in argv:
+        argv = ["--help" if item == "--help-all" else item for item in argv]
+        argv += ["hydra/help=all"] * (config_name == "train")
+    before, sys.argv = sys.argv, argv
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=config_name)(_never_run)()
+    finally:
+        sys.argv = before
 
 
 def _never_run(cfg: object) -> None:

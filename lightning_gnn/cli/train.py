@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
+from lightning_gnn.cli.versions import environment
+from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.planning.advice import advice
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
+from lightning_gnn.report.run_page import write_run_page
+from lightning_gnn.report.runs import write_curves
 
 
 def main() -> None:
@@ -62,7 +67,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         UserError: The configuration cannot be run, or the data is not what it takes.
         SystemExit: The run was interrupted.
     """
-    begin = time.perf_counter()
+    begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()
     with explained():
         check_config(cfg)
@@ -96,6 +101,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         task=cfg.task.name,
         mode=cfg.mode,
         seed=cfg.seed,
+        title=title,
+        started=started.isoformat(timespec="seconds"),
+        environment=environment(trainer),
+        plan=_plan(trainer, datamodule),
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
         total_time_s=time.perf_counter() - begin,
@@ -113,6 +122,15 @@ def _advice(throughput: Throughput | None, trainer: pl.Trainer, datamodule: pl.L
     return None
 
 
+def _plan(trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> dict[str, Any] | None:
+    """Return the plan by which processors shared the work, and the epoch that it predicts; None without a plan."""
+    plan, balance = getattr(datamodule, "plan", None), getattr(trainer.strategy, "balance", None)
+    if isinstance(plan, CollectivePlan):
+        return {"text": str(plan), "epoch_s": (plan.epoch_s or {}).get(plan.mode)}
+    mapping = getattr(balance, "mapping", None)
+    return None if mapping is None else {"text": f"hyscale: {mapping}", "epoch_s": None}
+
+
 def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:
     """Print the results, then write them; what fails of it fails alone."""
     directory = Path(cfg.output_dir)
@@ -122,10 +140,14 @@ def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str,
     with reporting(directory / "metrics.json", warn):
         write_metrics(metrics, directory)
     if epochs:
+        with reporting(directory / "curves.csv", warn):
+            write_curves(epochs, directory)
         with reporting(directory / "report.png", warn):
             from lightning_gnn.report.figure import save_figure  # matplotlib may be missing or broken
 
             save_figure(metrics, epochs, cfg.task.metric, title, directory / "report.png")
+    with reporting(directory / "report.html", warn):
+        write_run_page(directory)
     with reporting("the end of the report", warn):
         seconds = f"{metrics['total_time_s']:.0f} s in all; files in {directory}"
         console().print(seconds, soft_wrap=True, highlight=False)

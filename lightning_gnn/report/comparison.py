@@ -21,6 +21,7 @@ from rich.table import Table
 
 from lightning_gnn.report.console import warn
 from lightning_gnn.report.metrics import reporting
+from lightning_gnn.report.sweep_page import write_sweep_page
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, write_whole
 
 _SCORES = ("acc", "auc", "f1", "mae", "mrr")
@@ -37,8 +38,8 @@ class ComparisonTable(Callback):
     """Compares the runs of a sweep: one row each, with mean and standard deviation over the seeds beside them.
 
     It reads the ``metrics.json`` that each run has left in its directory, so it works with every launcher, and writes
-    ``comparison.csv`` beside them. The command fails (exit code 1) if a run has failed; that a file of the comparison
-    could not be written or read is a warning.
+    ``comparison.csv`` and ``report.html`` beside them. The command fails (exit code 1) if a run has failed; that a file
+    of the comparison could not be written or read is a warning.
     """
 
     def __init__(self) -> None:
@@ -59,9 +60,11 @@ class ComparisonTable(Callback):
         if not rows:
             return
         with reporting("the comparison's table", warn):
-            _print(rows, directory / "comparison.csv")
+            print_comparison(rows, directory / "comparison.csv")
         with reporting(directory / "comparison.csv", warn):
             _write(rows, directory / "comparison.csv")
+        with reporting(directory / "report.html", warn):
+            write_sweep_page(directory, rows, told_differently(rows))
         if any(row["status"] != "ok" for row in rows):
             sys.exit(1)
 
@@ -145,10 +148,16 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def _print(rows: list[dict[str, Any]], path: Path) -> None:
-    score = next((name for name in SCORES if any(name in row for row in rows)), "test_acc")
+def told_differently(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns of :func:`compare` that hold what the runs were told."""
     statistics_of = {f"{name}_{kind}" for name in SCORES for kind in ("mean", "std")} | {"runs"}
-    told = [key for key in _columns(rows) if key not in {*FIGURES, *statistics_of, "job", "status", "error"}]
+    return [key for key in _columns(rows) if key not in {*FIGURES, *statistics_of, "job", "status", "error"}]
+
+
+def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
+    """Print the rows of :func:`compare` as a table; ``path`` stands below it."""
+    score = next((name for name in SCORES if any(name in row for row in rows)), "test_acc")
+    told = told_differently(rows)
     figures = [name for name in FIGURES if any(name in row for row in rows)]
     table = Table(
         title="Comparison",

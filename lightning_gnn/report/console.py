@@ -6,11 +6,14 @@ import logging
 import os
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 OURS = ("hyscale: ", "collective batching")
 """What the log lines begin with that tell of plans and decisions."""

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from lightning_gnn.report.metrics import BOUNDED, tested
 from lightning_gnn.report.timeline import Mark
 from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.timeline import Timeline
@@ -49,13 +50,18 @@ STAGE_COLORS = {
 }
 OTHER = "#cc79a7"
 PHASES = {"filling": "#f3f0e6", "blocking": "#fbeee6", "flushing": "#e3eef6"}
+PHASE_NAMES = {
+    "filling": "filling: CPU and GPU prepare mini-batches",
+    "blocking": "blocking: one of them waits for the other",
+    "flushing": "flushing: what they have prepared is trained on",
+}
 STAGE_NAMES = {
     "cpu_batching": "batching, CPU",
     "dma": "DMA transfer",
     "gpu_batching": "sampling, GPU",
     "uva": "gathering over PCIe (UVA)",
     "model": "model",
-    "wait": "waiting",
+    "wait": "waiting for a mini-batch",
 }
 _SCORES = {
     "acc": "Accuracy",
@@ -93,7 +99,7 @@ def save_figure(
         )
         scores = figure.add_subplot(grid[0, 1])
         _curves(scores, epochs, name, {f"train_{metric}": "training", f"val_{metric}": "validation"})
-        _mark_test(scores, metrics.get(f"test_{metric}"), epochs, percent=metric == "acc")
+        _mark_test(scores, metrics, metric)
         if timed:
             _time_split(figure.add_subplot(grid[1, :]), metrics)
         return save(figure, path)
@@ -127,14 +133,17 @@ def _curves(axes: Axes, epochs: list[dict[str, float]], title: str, lines: dict[
         axes.legend(loc="best")
 
 
-def _mark_test(axes: Axes, score: float | None, epochs: list[dict[str, float]], percent: bool) -> None:
-    if percent:
+def _mark_test(axes: Axes, metrics: dict[str, Any], metric: str) -> None:
+    if metric in BOUNDED:
+        axes.set_ylim(0.0, 1.02)  # the whole axis: a part of it makes small differences look large
+    if metric == "acc":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    if score is None or not epochs:
+    score = metrics.get(f"test_{metric}")
+    if score is None:
         return
-    shown = f"{score:.1%}" if percent else f"{score:.3f}"
-    axes.axhline(score, color=RED, lw=1.2, ls="--", label=f"test: {shown}")
-    axes.legend(loc="lower right")
+    shown = f"{score:.1%}" if metric == "acc" else f"{score:.3f}"
+    axes.axhline(score, color=RED, lw=1.2, ls="--", label=f"test, {tested(metrics)}: {shown}")
+    axes.legend(loc="best")
 
 
 def _time_split(axes: Axes, metrics: dict[str, Any]) -> None:
@@ -142,7 +151,11 @@ def _time_split(axes: Axes, metrics: dict[str, Any]) -> None:
     bars = [
         (
             "training thread",
-            [("model", split["model_s"], BLUE), ("waiting", split["wait_s"], RED), ("other", split["other_s"], GREY)],
+            [
+                ("model", split["model_s"], BLUE),
+                ("waiting", split["wait_s"], RED),
+                ("other", split["other_s"], GREY),
+            ],
         )
     ]
     if split["sampling_s"] is not None:
@@ -273,4 +286,4 @@ def _legend(timelines: Iterable[Timeline]) -> list[Patch]:
     known = [stage for stage in STAGE_COLORS if stage in stages] + sorted(stages - STAGE_COLORS.keys())
     handles = [Patch(facecolor=STAGE_COLORS.get(stage, OTHER), label=called.get(stage, stage)) for stage in known]
     shades = [phase for phase in PHASES if phase in phases]
-    return handles + [Patch(facecolor=PHASES[phase], edgecolor=GREY, label=phase) for phase in shades]
+    return handles + [Patch(facecolor=PHASES[phase], edgecolor=GREY, label=PHASE_NAMES[phase]) for phase in shades]

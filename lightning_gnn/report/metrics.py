@@ -24,6 +24,8 @@ NAMES = {
     "loss": "loss",
 }
 STAGES = {"test": "Test", "val": "Validation"}
+BOUNDED = ("acc", "auc", "mrr")
+"""Scores from 0 to 1."""
 
 
 class MeasuredEpoch(Protocol):
@@ -102,15 +104,21 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
         for row in _speed(metrics):
             table.add_row(*row)
         table.add_section()
-        for row in _split(metrics["time_split"], metrics["epoch_time_s"]):
+        for row in split_rows(metrics["time_split"], metrics["epoch_time_s"]):
             table.add_row(*row)
     console.print(table)
     if metrics.get("advice"):
         console.print(metrics["advice"], soft_wrap=True, highlight=False, markup=False)
 
 
+def tested(metrics: dict[str, Any]) -> str:
+    """Return which weights were tested."""
+    trained = metrics.get("mode", "train") == "train"
+    return "best checkpoint" if metrics.get("checkpoint") and trained else "last weights" if trained else "checkpoint"
+
+
 def _note(metrics: dict[str, Any]) -> str:
-    return "of the best checkpoint" if metrics.get("mode") == "train" and metrics.get("checkpoint") else ""
+    return f"of the {found}" if (found := tested(metrics)) == "best checkpoint" else ""
 
 
 def _speed(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -121,7 +129,8 @@ def _speed(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _split(split: dict[str, float | None], epoch: float) -> list[tuple[str, str, str]]:
+def split_rows(split: dict[str, float | None], epoch: float) -> list[tuple[str, str, str]]:
+    """Return name, seconds and a note for each part of an epoch's time that was measured."""
     threads, main = "preparing, beside training", "of the training thread"
     if split["sampling_s"] is not None and split["sampling_s"] + (split["features_s"] or 0) <= (split["wait_s"] or 0):
         threads = "preparing, training thread waits"

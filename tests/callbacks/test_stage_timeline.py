@@ -1,6 +1,7 @@
 """Timelines of real epochs: what is recorded, beside what was predicted, and the files."""
 
 import json
+import time
 from collections import Counter as Count
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.callbacks import StageTimeline
+from lightning_gnn.callbacks import StageTimeline, Throughput
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
@@ -86,6 +87,24 @@ def test_waiting_and_training_of_any_loader(tmp_path):
     assert sum(event["ph"] == "X" for event in trace(tmp_path / "deep/timeline")) == 10
     _, without = trained(neighbours(num_workers=1), epochs=3)
     assert all(torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_waiting_in_a_timeline_is_that_of_the_figures(tmp_path, num_workers):
+    recorded, figures = StageTimeline(tmp_path / "timeline"), Throughput()
+    trained(neighbours(num_workers=num_workers), recorded, figures, SlowToBegin())
+    waits = [item.end - item.start for item in recorded.timelines["measured"].intervals if item.stage == "wait"]
+    assert sum(waits) == pytest.approx(figures.epochs[1].wait_s, abs=1e-9)
+
+
+class SlowToBegin(pl.Callback):
+    """Takes time between a mini-batch's arrival and its step, for which nobody waits."""
+
+    def on_train_batch_start(self, *args):
+        time.sleep(0.002)
+
+    def on_before_zero_grad(self, *args):
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(

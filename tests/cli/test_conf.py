@@ -84,7 +84,7 @@ def test_a_task_chooses_its_datamodule():
 
 
 def test_help_names_keys_and_groups_that_exist():
-    template = (CONF / "hydra/help/lgnn.yaml").read_text()
+    template = "".join((CONF / f"hydra/help/{name}.yaml").read_text() for name in ("lgnn", "all"))
     cfg = composed("+data.root=x", "+hydra_run_dir=x")
     keys = re.findall(r"^    ([a-z_.]+)=", template, re.MULTILINE)
     assert len(keys) > 10

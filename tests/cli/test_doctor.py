@@ -47,7 +47,7 @@ def test_json_holds_the_same(capsys):
 
 
 def test_without_triton_it_says_who_needs_it(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "triton" else "1.0")
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "triton" else "1.0")
     finding = by_name(doctor.examine())["Triton"]
     assert (finding.state, finding.needed_for) == ("missing", "the GPU kernels")
     assert "only for a GPU: pip install 'lightning-gnn[gpu]'" in finding.advice

@@ -30,15 +30,15 @@ def one_warning(err, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["report.png", "metrics.json"])
+@pytest.mark.parametrize("name", ["report.png", "metrics.json", "curves.csv", "report.html"])
 def test_a_file_that_cannot_be_written(tmp_path, capfd, name):
     in_the_way(tmp_path / name)
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out
     one_warning(err, tmp_path / name)
-    other = {"report.png": "metrics.json", "metrics.json": "report.png"}[name]
-    assert (tmp_path / other).is_file()
+    others = {"report.png", "metrics.json", "curves.csv", "report.html"} - {name}
+    assert all((tmp_path / other).is_file() for other in others)
     assert not list(tmp_path.glob(".*[0-9]"))
 
 
@@ -60,23 +60,25 @@ def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out
+    files = ["metrics.json", "curves.csv", "report.png", "report.html"]
     assert [line.split(" could not be made")[0] for line in err.splitlines()] == [
-        f"warning: {tmp_path}/metrics.json",
-        f"warning: {tmp_path}/report.png",
+        f"warning: {tmp_path}/{name}" for name in files
     ]
-    assert err.count("No space left on device") == 2
+    assert err.count("No space left on device") == len(files)
 
 
 @pytest.mark.slow
 def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
     in_the_way(tmp_path / "1/metrics.json")
     in_the_way(tmp_path / "comparison.csv")
+    in_the_way(tmp_path / "report.html")
     assert lgnn(tmp_path, "-m", *FAST, "seed=1,2") == 0
     out, err = capfd.readouterr()
     assert "Comparison" in out
     assert "job 1: " in out
     assert "could not be made" in err
     assert f"{tmp_path}/comparison.csv could not be made" in err
+    assert f"{tmp_path}/report.html could not be made" in err
     assert [row["status"] for row in compare(tmp_path, {0: 0.5, 1: 0.5})] == ["ok", "ok"]
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "failed"]
 

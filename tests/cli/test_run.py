@@ -352,7 +352,7 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_help_and_relative_paths_from_another_directory(tmp_path, monkeypatch, capfd):
-    shown = spawn("--help", cwd=tmp_path)
+    shown = spawn("--help-all", cwd=tmp_path)
     assert shown.returncode == 0
     for text in (
         "usage: lgnn",

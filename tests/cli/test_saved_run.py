@@ -46,6 +46,13 @@ def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert now == then
 
 
+def test_the_folder_of_a_run_is_answered_with_its_best_checkpoint(trained, tmp_path, capfd):
+    assert retest(tmp_path / "test", trained) == 2
+    assert f"a folder; give a file, such as {trained}/checkpoints/best.ckpt" in capfd.readouterr().err
+    assert retest(tmp_path / "test", tmp_path) == 2
+    assert f"ckpt_path={tmp_path}: there is no such file" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_what_is_typed_wins(trained, tmp_path, capfd):
     best = trained / "checkpoints/best.ckpt"

@@ -93,7 +93,7 @@ print((brought, "npu" in AcceleratorRegistry,
     }
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
 def test_help_imports_no_library_but_hydra(arguments, monkeypatch):
     code = """
 import sys
@@ -112,6 +112,23 @@ print({name.partition(".")[0] for name in sys.modules})
         {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "scipy", "matplotlib", "rich"}
     )
     assert "hydra" in imported
+
+
+@pytest.mark.parametrize("command", ["runs", "report"])
+def test_what_reads_files_imports_no_heavy_library(command, tmp_path):
+    (tmp_path / "metrics.json").write_text('{"test_acc": 0.5}')
+    code = """
+import sys
+sys.argv[0] = "/opt/bin/lgnn"
+from lightning_gnn.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print({name.partition(".")[0] for name in sys.modules})
+"""
+    imported = last_line_of(code, command, str(tmp_path))
+    assert imported.isdisjoint({"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"})
 
 
 def test_public_names_are_found_where_they_are():

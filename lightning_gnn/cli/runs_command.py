@@ -1,0 +1,64 @@
+"""``lgnn runs``: earlier runs, with what they were told and what came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_gnn.report.runs import Run, find_runs, shown_score, shown_seconds
+
+FOLDERS = ("outputs", "multirun")
+_STYLES = {"failed": "red", "unfinished": "yellow", "plan": "dim"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List runs, the latest first; returns 1 where there are none."""
+    parser = argparse.ArgumentParser("lgnn runs", description="Earlier runs, the latest first.")
+    parser.add_argument("folders", nargs="*", help="where to look; by default in outputs and multirun, from here")
+    parser.add_argument("-n", "--number", type=int, default=20, help="so many at the most, 20 by default; 0: all")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    chosen = parser.parse_args(arguments)
+    folders = chosen.folders or FOLDERS
+    for folder in chosen.folders:
+        if not Path(folder).is_dir():
+            parser.error(f"{folder} is no folder")
+    if chosen.number < 0:
+        parser.error(f"--number={chosen.number} must not be negative")
+    runs = find_runs(folders)
+    shown = runs[: chosen.number] if chosen.number else runs
+    if chosen.json:
+        print(json.dumps([_plain(run) for run in shown], indent=2))
+    elif runs:
+        _print(shown, len(runs))
+    else:
+        print(f"There are no runs in {' or '.join(folders)}; `lgnn` makes one, `lgnn runs FOLDER` looks elsewhere.")
+    return int(not runs)
+
+
+def _print(runs: Sequence[Run], total: int) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("started", "folder", "told", "scores", "time", ""):
+        table.add_column(name, overflow="fold", justify="right" if name == "time" else "left")
+    for run in runs:
+        scores = "\n".join(f"{name} {shown_score(name, value)}" for name, value in run.scores.items())
+        state = "" if run.state == "done" else run.state
+        cells = [f"{run.started:%Y-%m-%d %H:%M}", str(run.folder), " ".join(run.overrides), scores]
+        table.add_row(*map(escape, [*cells, shown_seconds(run.seconds), state]), style=_STYLES.get(run.state))
+    console.print(table)
+    if len(runs) < total:
+        console.print(f"{len(runs)} of {total}; all of them: lgnn runs -n 0", markup=False)
+    console.print("One of them: lgnn report FOLDER", markup=False)
+
+
+def _plain(run: Run) -> dict[str, object]:
+    told = {"folder": str(run.folder), "started": run.started.isoformat(), "state": run.state}
+    return {**told, "overrides": run.overrides, "scores": run.scores, "seconds": run.seconds, "command": run.command}

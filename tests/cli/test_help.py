@@ -1,0 +1,113 @@
+"""What the command tells of itself: briefly, in full, its version, and what the Tab key offers."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from lightning_gnn.cli.main import main
+from tests.cli.command import ROOT, spawn
+from tests.cli.test_conf import composed
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the script that pip makes of an entry point, first on the PATH."""
+    folder = tmp_path_factory.mktemp("bin")
+    path = folder / "lgnn"
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom lightning_gnn.cli.main import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def in_bash(script, environment):
+    return subprocess.run(
+        ["bash", "--norc", "-c", f"set -o pipefail; {script}"],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def shown(capfd, monkeypatch, *arguments):
+    """What the command prints, in this process."""
+    monkeypatch.setattr(sys, "argv", ["lgnn", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert sys.argv == ["lgnn", *arguments]
+    return capfd.readouterr().out
+
+
+def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd, monkeypatch):
+    text = shown(capfd, monkeypatch, "--help")
+    assert len(text.splitlines()) < 20
+    commands = re.findall(r"^  (lgnn(?: \S+)*)", text, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        words = [word for word in shlex.split(command)[1:] if word not in ("-m", "plan", "[...]")]
+        composed(*(word.partition(",")[0] for word in words))
+    assert "lgnn --help-all" in text
+    assert "install=bash" in text
+
+
+@pytest.mark.parametrize("command", ["", "plan"])
+def test_the_long_help(command, capfd, monkeypatch):
+    text = shown(capfd, monkeypatch, *command.split(), "--help-all")
+    assert "Examples" in text
+    assert f"usage: lgnn {command}".rstrip() in text
+    assert ("model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage" in text) == (command != "plan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["--help", "--help-all", "--version", "--cfg job"])
+def test_a_reader_who_leaves_ends_it_in_silence(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)  # nobody reads from the beginning
+    command = [sys.executable, "-W", "ignore", "-m", "lightning_gnn", *arguments.split()]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert ended.stderr == ""
+    assert ended.returncode == -13  # SIGPIPE, as other commands end
+
+
+@pytest.mark.slow
+def test_head_takes_what_it_wants(installed):
+    ended = in_bash("lgnn --help-all | head -n 1", installed)
+    assert ended.stdout.startswith("lgnn trains graph neural networks")
+    assert ended.stdout.count("\n") == 1
+    assert ended.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("lgnn mod", {"model=", "model.", "mode="}),
+        ("lgnn model=s", {"model=sage"}),
+        ("lgnn model=gcn trainer.max_", {"trainer.max_epochs="}),
+        ("lgnn experiment=cora_g", {"experiment=cora_gat", "experiment=cora_gcn"}),
+    ],
+)
+def test_the_tab_key_completes(installed, typed, offered):
+    # What bash does after Tab, with the function that the documented line has installed.
+    words = typed.split()
+    script = (
+        f'eval "$(lgnn -sc install=bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; '
+        f'COMP_LINE="{typed}"; COMP_POINT={len(typed)}; complete -p lgnn; hydra_bash_completion; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    ended = in_bash(script, installed)
+    rule, *found = ended.stdout.splitlines()
+    assert rule.endswith("hydra_bash_completion lgnn")
+    assert set(found) == offered
+    assert ended.stderr == ""
+
+
+@pytest.mark.slow
+def test_help_in_a_new_process(tmp_path):
+    shown = spawn("--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert not shown.stderr
+    assert shown.stdout.startswith("lgnn trains graph neural networks")

@@ -1,0 +1,199 @@
+"""Runs that are found again, and the pages of runs and sweeps: complete, escaped, and in need of nothing else."""
+
+import csv
+import json
+import shlex
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_gnn.cli import report_command, runs_command
+from lightning_gnn.report.comparison import compare
+from lightning_gnn.report.run_page import run_page, write_run_page
+from lightning_gnn.report.runs import find_runs, read_curves, read_run, shown_seconds
+from tests.cli.command import NODE, lgnn, metrics_of
+from tests.cli.test_plan import plan
+from tests.report.reading import Page
+
+NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"'
+FAST = ["trainer.max_epochs=2", "logger=none"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Runs of all kinds below one folder: done, failed, and one that has left nothing."""
+    folder = tmp_path_factory.mktemp("outputs")
+    exact = "datamodule.num_neighbors=[-1,-1]"
+    assert lgnn(folder / "day/done", *FAST, exact, "callbacks=timeline", "seed=3") == 0
+    left = folder / "day/left/.hydra"
+    shutil.copytree(folder / "day/done/.hydra", left)
+    (folder / "day/failed").mkdir()
+    (folder / "day/failed/metrics.json").write_text(json.dumps({"error": NASTY, "task": "node", "title": NASTY}))
+    (folder / "day/damaged").mkdir()
+    (folder / "day/damaged/metrics.json").write_text("{")
+    return folder
+
+
+def page_of(folder):
+    page = Page((folder / "report.html").read_text())
+    page.needs_nothing_else()
+    return page
+
+
+def test_runs_are_found_with_what_they_were_told_and_what_came_out(ran):
+    runs = {run.folder.name: run for run in find_runs([ran, ran / "day"])}
+    states = {name: run.state for name, run in runs.items()}
+    assert states == {"done": "done", "left": "unfinished", "failed": "failed", "damaged": "failed"}
+    done = runs["done"]
+    assert done.overrides == list(OmegaConf.load(ran / "day/done/.hydra/overrides.yaml"))
+    figures = metrics_of(ran / "day/done")
+    assert done.scores == {name: figures[name] for name in ("test_acc", "val_acc")}
+    assert done.seconds == figures["total_time_s"]
+    assert abs((datetime.now().astimezone() - done.started).total_seconds()) < 3600
+    assert done.job is None
+    assert Path(done.cwd) == Path.cwd()
+    assert "cannot be read" in runs["damaged"].metrics["error"]
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+        read_run(ran)
+
+
+def test_the_page_of_a_run_holds_everything(ran):
+    folder, figures = ran / "day/done", metrics_of(ran / "day/done")
+    page = page_of(folder)
+    for title in ("Scores", "Curves", "Where the time went", "Timeline", "Repeat it", "Configuration", "Environment"):
+        assert title in page.text("h2")
+    assert "Plan" not in page.text("h2")
+    cells = page.text("td")
+    assert f"{figures['test_acc']:.2%}" in cells
+    assert "of the best checkpoint" in cells
+    assert figures["environment"]["torch"] in cells
+    assert (folder / ".hydra/config.yaml").read_text() in page.text("pre")
+    (image,) = page.all("img")
+    assert image["src"].startswith("data:image/png;base64,")
+    assert figures["advice"] in page.text("p")
+    assert "test, best checkpoint" in page.text("text")
+    curves = read_curves(folder)
+    assert len(curves) == 2
+    lines = list(page.all("polyline"))
+    assert len(lines) == 4  # training and validation, loss and accuracy
+    assert {row["epoch"] for row in csv.DictReader((folder / "curves.csv").open())} == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_the_command_of_a_page_repeats_the_run(ran, tmp_path):
+    where, command = page_of(ran / "day/done").text("pre").splitlines()[:2]
+    assert Path(where.removeprefix("cd ")) == Path.cwd()
+    name, *overrides = shlex.split(command)
+    assert name == "lgnn"
+    overrides = [item for item in overrides if not item.startswith(("hydra.run.dir", "hydra.sweep.dir"))]
+    assert lgnn(tmp_path, *overrides, base=[]) == 0
+    assert metrics_of(tmp_path)["test_loss"] == metrics_of(ran / "day/done")["test_loss"]
+
+
+def test_whatever_is_in_the_files_is_text(ran, tmp_path):
+    page = Page(run_page(read_run(ran / "day/failed")))
+    page.needs_nothing_else()
+    assert NASTY in page.text("p")
+    assert page.text("h1") == page.text("title") == NASTY
+    shutil.copytree(ran / "day/done", tmp_path / "run")
+    figures = dict.fromkeys(metrics_of(tmp_path / "run"), NASTY)
+    given = figures | {"test_acc": 0.5, "time_split": {NASTY: NASTY}, "environment": {NASTY: NASTY}}
+    (tmp_path / "run/plan.yaml").write_text(NASTY)
+    (tmp_path / "run/.hydra/overrides.yaml").write_text(json.dumps([NASTY]))
+    (tmp_path / "run/curves.csv").write_text(f"epoch,val_{NASTY.replace(',', '')}\n0,1.0\n")
+    for metrics in (given, figures, {**given, "epoch_time_s": 1.0}, {**given, "plan": {"text": NASTY, "epoch_s": 1}}):
+        (tmp_path / "run/metrics.json").write_text(json.dumps(metrics))
+        write_run_page(tmp_path / "run")
+        assert NASTY in page_of(tmp_path / "run").text("pre")
+
+
+@pytest.mark.slow
+def test_a_plan_has_a_page(tmp_path, capfd):
+    assert plan(tmp_path, base=NODE) == 0
+    run = read_run(tmp_path)
+    assert run.state == "plan"
+    assert run.command.startswith("lgnn plan ")
+    capfd.readouterr()
+    assert report_command.main([str(tmp_path)]) == 0
+    assert f"{tmp_path}: plan" in capfd.readouterr().out
+    page = page_of(tmp_path)
+    assert "Plan" in page.text("h2")
+    assert (tmp_path / "plan.yaml").read_text() in page.text("pre")
+
+
+def test_lgnn_runs(ran, monkeypatch, capsys):
+    assert runs_command.main([str(ran), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {Path(run["folder"]).name for run in listed} == {"done", "left", "failed", "damaged"}
+    assert [run["started"] for run in listed] == sorted((run["started"] for run in listed), reverse=True)
+    assert runs_command.main([str(ran), "-n", "2"]) == 0
+    assert "2 of 4" in capsys.readouterr().out
+    assert runs_command.main([str(ran)]) == 0
+    shown = capsys.readouterr().out
+    assert f"test_acc {metrics_of(ran / 'day/done')['test_acc']:.2%}" in shown
+    assert "unfinished" in shown
+    assert "[-1,-1]" in shown.replace("\n", "")  # no style of rich's
+    monkeypatch.chdir(ran / "day/left")
+    assert runs_command.main([]) == 1
+    assert "There are no runs in outputs or multirun" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        runs_command.main(["nowhere"])
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):
+    shutil.copytree(ran / "day/done", tmp_path / "outputs/run")
+    (tmp_path / "outputs/run/report.html").unlink()
+    monkeypatch.chdir(tmp_path)
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert report_command.main(["--open"]) == 0  # the latest
+    shown = capsys.readouterr().out
+    assert f"{metrics_of('outputs/run')['test_acc']:.2%}" in shown
+    assert "outputs/run/report.html" in shown
+    assert opened == [(tmp_path / "outputs/run/report.html").as_uri()]
+    assert page_of(tmp_path / "outputs/run").elements == page_of(ran / "day/done").elements
+    for name, said in (("failed", NASTY), ("left", "unfinished")):
+        assert report_command.main([str(ran / "day" / name)]) == 0
+        assert said in capsys.readouterr().out
+    assert report_command.main([str(tmp_path)]) == 1
+    assert "is not the folder of a run or a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep(tmp_path, capfd):
+    folder = tmp_path / "multirun"
+    assert lgnn(folder, "-m", *FAST, "model.dropout=2,3") == 1
+    failed = page_of(folder)
+    assert failed.text("span").count("dropout is a probability in [0, 1)") == 2
+    assert not failed.all("svg")
+    shutil.rmtree(folder)
+    assert lgnn(folder, "-m", *FAST, "model=gcn,sage", "seed=1,2", "model.hidden_channels=8") == 0
+    page, rows = page_of(folder), compare(folder)
+    cells = page.text("td")
+    for row in rows:
+        assert f"{row['test_acc']:.2%}" in cells
+    assert f"{rows[0]['test_acc_mean']:.2%}" in cells
+    assert [link["href"] for link in page.all("a")] == [f"{job}/report.html" for job in range(4)]
+    across, over_epochs = page.all("svg")
+    assert len(page.all("polyline")) == 8
+    assert "settings and scores" in across["aria-label"]
+    assert over_epochs["aria-label"] == "val_acc"
+    command = shlex.split(page.text("pre").splitlines()[1])
+    assert command[:2] == ["lgnn", "-m"]
+    assert {"model=gcn,sage", "seed=1,2", *NODE} <= {*command}
+    capfd.readouterr()
+    (folder / "report.html").unlink()
+    assert report_command.main([str(folder)]) == 0
+    assert "Comparison" in capfd.readouterr().out
+    assert page_of(folder).elements == page.elements
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, ""), (0.01234, "0.0123 s"), (99, "99 s"), (130, "2 min"), (7500, "2 h 05 min")]
+)
+def test_durations(seconds, shown):
+    assert shown_seconds(seconds) == shown
