@@ -98,7 +98,7 @@ class PersistentNeighborSampler(NeighborSampler):
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
         other = cls.__new__(cls)
-        vars(other).update(vars(sampler))
+        other.__dict__.update(vars(sampler))
         other.check_options()
         other._place(device, topology, mode, fetch_size, hot_nodes)
         return other

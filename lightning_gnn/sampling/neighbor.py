@@ -292,7 +292,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if times is None and self.is_temporal:
             if self.node_time is None:
                 raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
-            times = self.node_time[seeds.to(self.node_time.device)]
+            times = self.node_time[seeds.cpu()]
         if times is not None or self.labor is not None:
             out = self._draw(seeds, times, key, first)
         else:
@@ -351,7 +351,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     def _times_of(self, name: NodeType, ids: Tensor) -> Tensor:
         if not isinstance(self.node_time, dict) or name not in self.node_time:
             raise ValueError(f"seeds of {name!r} have no times of their own: {_GIVE_TIMES}")
-        return self.node_time[name][ids.to(self.node_time[name].device)]
+        return self.node_time[name][ids.cpu()]
 
     def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
         graph = self.graph
