@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 _HELP = {"--help", "-h", "--help-all", "--hydra-help", "--shell-completion", "-sc", "--version"}
-_LIGHT = {"report", "runs"}
+_LIGHT = {"init", "report", "runs"}
 """Commands that only read and write files."""
 
 

@@ -40,6 +40,10 @@ def test_the_wheel_holds_one_package(wheel):
         assert modules <= set(names)
     assert "lightning_gnn/conf/train.yaml" in names
     assert "lightning_gnn/py.typed" in names
+    project = ROOT / "lightning_gnn/cli/project"
+    files = {path.relative_to(ROOT).as_posix() for path in project.rglob("*.*") if "__pycache__" not in path.parts}
+    assert len(files) >= 4
+    assert files <= set(names)
     assert "lightning_gnn/ascend_ops/csrc/aggregate_cube.cpp" in names
     assert "lightning_gnn/ascend_ops/twin/include/kernel_operator.h" in names
     assert "lightning_gnn/ascend_ops/host/CMakeLists.txt" in names

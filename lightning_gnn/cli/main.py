@@ -11,8 +11,10 @@ from lightning_gnn import startup
 _PRINTING = {
     "cache": "cache_command",
     "doctor": "doctor",
+    "init": "init_command",
     "report": "report_command",
     "runs": "runs_command",
+    "warmup": "warmup_command",
 }
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
 _SHOWING = ("--cfg", "-c", "--info")

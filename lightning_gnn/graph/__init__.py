@@ -8,6 +8,9 @@ and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what
 ``graph/hetero_folder.py`` (graphs on disk), ``graph/tables.py`` (a database as a graph).
 """
 
+from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
+
+# isort: split
 from lightning_gnn.graph.cache import CachedAdjacency, DualCachePlan, RowCache, hottest, plan_dual_cache
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph

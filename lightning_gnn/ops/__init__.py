@@ -5,6 +5,9 @@ in plain Python) what it computes, and the others are its backends. ``library`` 
 the random stream, ``intrinsics`` and ``worker_threads`` are what compiled loops on the CPU stand on.
 """
 
+from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
+
+# isort: split
 from lightning_gnn.ops.aggregate import numba as aggregate_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate import triton as aggregate_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate.backends import default_backend

@@ -2,5 +2,5 @@
 
 ``messages`` (what users give and read), ``files``, ``manifest`` and ``store`` (what is written and cached),
 ``pipeline`` (threads that prepare ahead), ``timeline`` (clocks, and when which stage ran), ``devices``, ``gradients``,
-``heartbeat`` and ``ranks`` (several ranks), ``checkpoint_io`` and ``resume``.
+``heartbeat`` and ``ranks`` (several ranks), ``kernels`` (what numba compiles), ``checkpoint_io`` and ``resume``.
 """

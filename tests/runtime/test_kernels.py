@@ -1,0 +1,92 @@
+"""Compiled kernels: a word when they are made, and a folder for them on every machine."""
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lightning_gnn.runtime import kernels
+from tests.cli.command import ROOT
+
+SAMPLE = """
+import torch
+from lightning_gnn import CSCGraph, sample_neighbors
+from lightning_gnn.runtime.kernels import num_compiled
+graph = CSCGraph.from_edge_index(torch.tensor([[0, 2, 1, 0], [1, 1, 2, 2]]))
+print(sample_neighbors(graph, torch.tensor([1]), [-1], key=3).node.tolist(), num_compiled() > 0)
+"""
+
+
+def sampled(environment, on_a_screen, script=SAMPLE):
+    """Sample in a new process; what it prints, and what it says on the error stream."""
+    screen, end = pty.openpty() if on_a_screen else os.pipe()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment, cwd="/", stdout=subprocess.PIPE, stderr=end, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    os.close(end)
+    said = b""
+    try:
+        while part := os.read(screen, 4096):
+            said += part
+    except OSError:  # how a screen ends
+        pass
+    os.close(screen)
+    return ended.stdout.strip(), said.decode().replace("\r", "")
+
+
+@pytest.mark.slow
+def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
+    kept = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert sampled(kept, on_a_screen=True) == ("[1, 0, 2] True", "compiling kernels (once)…\n")
+    assert sampled(kept, on_a_screen=True) == ("[1, 0, 2] False", "")
+    shutil.rmtree(tmp_path)
+    assert sampled(kept, on_a_screen=False) == ("[1, 0, 2] True", "")  # nobody waits for a file
+
+
+@pytest.mark.slow
+def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_path):
+    package = tmp_path / "lightning_gnn"
+    leave_out = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "lightning_gnn", package, ignore=leave_out)
+    for name in ("triton_kernels", "ascend_ops"):
+        shutil.copytree(ROOT / name, package / name, ignore=leave_out)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "no_folder").write_text("")
+    for folder in [package, *(path for path in package.rglob("*") if path.is_dir())]:
+        (folder / "__pycache__").write_text("a file, so that no folder can be made")
+    environment = {
+        "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tmp_path / "temporary"),
+        "XDG_CACHE_HOME": str(tmp_path / "no_folder"), "NUMBA_CACHE_DIR": "", "IPYTHONDIR": str(tmp_path / "no_folder"),
+        "HOME": str(tmp_path / "no_folder"),
+    }  # fmt: skip
+    out, said = sampled(environment, on_a_screen=True)
+    assert out == "[1, 0, 2] True"
+    assert "compiling kernels (for this process)…" in said
+    assert said.count("cannot be kept") == 1
+    assert f"neither {package} nor the user's cache folder can be written to" in said
+    assert "set NUMBA_CACHE_DIR" in said
+    assert not list((tmp_path / "temporary").iterdir())
+    given = {**environment, "NUMBA_CACHE_DIR": str(tmp_path / "no_folder")}
+    _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
+    assert f"neither {tmp_path / 'no_folder'}, {package} nor" in said
+
+
+@pytest.mark.slow
+def test_a_folder_that_was_given_in_vain_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    given = {"NUMBA_CACHE_DIR": str(tmp_path / "file")}
+    _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
+    assert f"NUMBA_CACHE_DIR={tmp_path / 'file'} cannot be written to; compiled kernels are kept in" in said
+
+
+def test_only_kernels_of_ours_that_are_kept_count():
+    import numba
+
+    before = kernels.num_compiled()
+    numba.njit(lambda number: number + 1)(1)
+    assert kernels.num_compiled() == before
