@@ -96,34 +96,22 @@ def suite() -> str:
 
 
 def which_module() -> str:
-    """Return the decision chart."""
-    parts = [
-        box(20, 16, 250, 44, "Train on mini-batches,\nor on the whole graph?", "question"),
-        arrow((270, 38), (400, 38), text="whole graph"),
-        box(400, 16, 230, 44, "FullGraphDataModule\nseveral devices: ascend_hybrid", "ours"),
-        arrow((145, 60), (145, 100), text="mini-batches"),
-        box(20, 100, 250, 44, "Do you predict\nedges?", "question"),
-        arrow((270, 122), (400, 122), text="yes"),
-        box(400, 100, 230, 44, "LinkDataModule\nalso with types and times", "ours"),
-        arrow((145, 144), (145, 184), text="nodes"),
-        box(20, 184, 250, 44, "Types, times, weights\nor LABOR?", "question"),
-        arrow((270, 206), (400, 206), text="yes"),
-        box(400, 184, 230, 44, "NeighborDataModule\nthe CPU samples", "ours"),
-        arrow((145, 228), (145, 268), text="no"),
-        box(20, 268, 250, 44, "A CUDA GPU\nin the machine?", "question"),
-        arrow((270, 290), (400, 290), text="no"),
-        box(400, 268, 230, 44, "NeighborDataModule\nthen: lgnn plan", "ours"),
-        arrow((145, 312), (145, 352), text="yes"),
-        box(20, 352, 250, 44, "Does the training step wait\nfor mini-batches?", "question"),
-        arrow((270, 374), (400, 374), text="no"),
-        box(400, 352, 230, 44, "NeighborDataModule\nnothing to gain", "ours"),
-        arrow((145, 396), (145, 436), text="yes"),
-        box(20, 436, 250, 44, "Are CPU cores\nfree to help?", "question"),
-        arrow((270, 458), (400, 458), text="no"),
-        box(400, 436, 230, 44, "PersistentSamplerDataModule\nthe GPU prepares all", "ours"),
-        arrow((145, 480), (145, 520), text="yes"),
-        box(20, 520, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours"),
-    ]
+    """Return the decision chart: questions below one another, and where an answer leads to the right."""
+    rows = (
+        ("Train on mini-batches,\nor on the whole graph?", "whole graph", "mini-batches",
+         "FullGraphDataModule\nseveral devices: ascend_hybrid"),
+        ("Do you predict\nedges?", "yes", "nodes", "LinkDataModule\nalso with types and times"),
+        ("A CUDA GPU\nin the machine?", "no", "yes", "NeighborDataModule\nthen: lgnn plan"),
+        ("Does the training step wait\nfor mini-batches?", "no", "yes", "NeighborDataModule\nnothing to gain"),
+        ("Are CPU cores\nfree to help?", "no", "yes", "PersistentSamplerDataModule\nthe GPU prepares all"),
+        ("Types, times, weights\nor LABOR?", "yes", "no", "PersistentSamplerDataModule\nthe GPU prepares all"),
+    )  # fmt: skip
+    parts = []
+    for number, (question, aside, below, answer) in enumerate(rows):
+        y = 16 + number * 84
+        parts += [box(20, y, 250, 44, question, "question"), box(400, y, 230, 44, answer, "ours")]
+        parts += [arrow((270, y + 22), (400, y + 22), text=aside), arrow((145, y + 44), (145, y + 84), text=below)]
+    parts.append(box(20, 520, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours"))
     return picture(650, 580, "Which DataModule to use", parts)
 
 

@@ -1,9 +1,11 @@
 """The documentation keeps its word: links lead somewhere, options exist, commands compose, and its Python runs."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import re
 import shlex
 import subprocess
@@ -23,7 +25,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 import lightning_gnn
-from lightning_gnn.cli import cache_command, doctor
+from lightning_gnn.cli import cache_command, doctor, report_command, runs_command
 from lightning_gnn.cli.assemble import check_arguments_of
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
@@ -157,13 +159,12 @@ def commands(page):
     return [words[1:] for words in found]
 
 
-def accepts(command, words):
-    """Say whether a command with options of its own takes them; those in brackets are optional."""
-    try:
-        command(["--help", *(word.strip("[]") for word in words)])
-    except SystemExit as ended:
-        return ended.code == 0
-    return False
+def flags_of(command):
+    """Return the flags that the help of a command with options of its own lists."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        command.main(["--help"])
+    return set(re.findall(r"(?<![\w-])--?\w[\w-]*", told.getvalue()))
 
 
 ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
@@ -171,7 +172,7 @@ ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page
 
 @pytest.mark.slow  # a composition reads some twenty files
 @pytest.mark.parametrize("part", range(4))
-def test_commands_compose(part, capsys):
+def test_commands_compose(part):
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         for words in ALL_COMMANDS[part::4]:
             try:
@@ -182,15 +183,13 @@ def test_commands_compose(part, capsys):
 
 def check_command(words):
     """Compose what a command asks for, with every group that it sweeps over, and check the arguments of its classes."""
-    if words[:1] == ["cache"]:
-        assert accepts(cache_command.main, words[1:])
-        return
-    if words[:1] == ["doctor"]:
-        assert accepts(doctor.main, words[1:])
+    own = {"cache": cache_command, "doctor": doctor, "report": report_command, "runs": runs_command}
+    if words and words[0] in own:
+        assert {word for word in words if word.startswith("-")} <= flags_of(own[words[0]])
         return
     config = "plan" if words[:1] == ["plan"] else "train"
     flags = [word for word in words if word.startswith("-")]
-    assert {*flags} <= {"-m", "--help", "--cfg", "--version"}
+    assert {*flags} <= {"-m", "--help", "--help-all", "--cfg", "--version"}
     words = [word for word in words[config == "plan" :] if word not in (*flags, "job")]
     parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("ckpt_path=")])
     swept = {item.input_line: item for item in parsed if item.is_sweep_override()}
