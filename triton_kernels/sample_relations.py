@@ -94,7 +94,7 @@ RelationSample = tuple[
 ]  # fmt: skip
 
 
-class TritonRelationSampler(DeviceSampler):
+class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
     """Sample mini-batches of one graph of any number of types; its scratch memory is allocated once and reused.
 
     Scratch memory: 8 bytes per node of the graph; 12 bytes per edge a batch may have (16 where an edge type has 2^31

@@ -18,6 +18,7 @@ def line_chart(
     rules: Mapping[str, float] | None = None,
     bounds: tuple[float, float] | None = None,
     percent: bool = False,
+    width: float = 540.0,
 ) -> Html | None:
     """Draw lines over the epochs; None where there is no finite point.
 
@@ -27,6 +28,7 @@ def line_chart(
         rules: Further values, drawn as dashed lines across.
         bounds: Least and largest value of the axis; by default those of the points.
         percent: Label the axis in percent.
+        width: Of the drawing, whose text is 11 high.
     """
     lines = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()}
     lines = {name: points for name, points in lines.items() if points}
@@ -39,13 +41,15 @@ def line_chart(
     low, high = bounds or (min(low, ticks[0]), max(high, ticks[-1]))
     epochs = [x for points in lines.values() for x, _ in points]
     first, last = min(epochs), max(max(epochs), min(epochs) + 1)
-    width, height = 540.0, 280.0
+    names = [(name, i) for i, name in enumerate(lines)] if len(lines) <= _COLORS else []
+    legend, lower = _legend([*names, *((name, i) for i, name in enumerate(level, start=3))], 28, width)
+    height, top = 280.0 + lower, _TOP + lower
 
     def across(x: float) -> float:
         return _LEFT + (x - first) / (last - first) * (width - _LEFT - _RIGHT)
 
     def up(y: float) -> float:
-        return height - _BOTTOM - (y - low) / (high - low or 1.0) * (height - _TOP - _BOTTOM)
+        return height - _BOTTOM - (y - low) / (high - low or 1.0) * (height - top - _BOTTOM)
 
     parts = [tag("text", title, x=0, y=12, class_="title")]
     for tick in ticks:
@@ -69,9 +73,7 @@ def line_chart(
             ]  # fmt: skip
     for i, value in enumerate(level.values(), start=3):
         parts.append(_line(_LEFT, up(value), width - _RIGHT, up(value), f"s{i % _COLORS} dashed"))
-    names = [(name, i) for i, name in enumerate(lines)] if len(lines) <= _COLORS else []
-    parts += _legend([*names, *((name, i) for i, name in enumerate(level, start=3))], 28)
-    return _drawing(width, height, title, parts)
+    return _drawing(width, height, title, [*parts, *legend])
 
 
 def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, int]]], unit: str = "s") -> Html:
@@ -85,18 +87,19 @@ def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, int]]], unit:
     left, width, thick = 110.0, 1080.0, 30.0
     longest = max((sum(length for _, length, _ in parts) for parts in rows.values()), default=0.0) or 1.0
     scale = (width - left - _RIGHT) / longest
-    height = _TOP + len(rows) * (thick + 8)
+    names = {f"{part} {length:.3g} {unit}": color for parts in rows.values() for part, length, color in parts}
+    legend, lower = _legend([*names.items()], 28, width)
+    top = _TOP + lower
+    height = top + len(rows) * (thick + 8)
     drawn = [tag("text", title, x=0, y=12, class_="title")]
     for row, (name, parts) in enumerate(rows.items()):
-        y, at = _TOP + row * (thick + 8), left
+        y, at = top + row * (thick + 8), left
         drawn.append(tag("text", name, x=left - 8, y=y + thick / 2 + 4, class_="end"))
         for part, length, color in parts:
             said = tag("title", f"{part}: {length:.3g} {unit}")
             drawn.append(tag("rect", said, x=_at(at), y=y, width=_at(length * scale), height=thick, class_=f"f{color}"))
             at += length * scale
-    names = {f"{part} {length:.3g} {unit}": color for parts in rows.values() for part, length, color in parts}
-    drawn += _legend([*names.items()], 28)
-    return _drawing(width, height, title, drawn)
+    return _drawing(width, height, title, [*drawn, *legend])
 
 
 def parallel_coordinates(columns: Mapping[str, Sequence[str | float | None]], names: Sequence[str]) -> Html | None:
@@ -180,13 +183,16 @@ def _ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(begin, end + 1)]
 
 
-def _legend(names: Sequence[tuple[str, int]], y: float) -> list[Html]:
-    found, x = [], 0.0
+def _legend(names: Sequence[tuple[str, int]], y: float, width: float) -> tuple[list[Html], float]:
+    """Return the legend from y on, and by how much it is higher than one line."""
+    found, x, first = [], 0.0, y
     for name, color in names:
+        if x and x + 14 + 6.4 * len(name) > width:
+            x, y = 0.0, y + 16
         found.append(tag("rect", x=_at(x), y=y - 9, width=10, height=10, class_=f"f{color % _COLORS}"))
         found.append(tag("text", name, x=_at(x + 14), y=y))
         x += 14 + 6.4 * len(name) + 16
-    return found
+    return found, y - first
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:

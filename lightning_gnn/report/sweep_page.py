@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gnn.report.html import Html, page, table, tag
+from lightning_gnn.report.metrics import BOUNDED
 from lightning_gnn.report.runs import Run, find_runs, read_curves, shown_score, shown_seconds
 from lightning_gnn.report.svg import line_chart, parallel_coordinates
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
@@ -108,7 +109,8 @@ def _pictures(
     for row, name in zip(rows, names, strict=True):
         if (run := runs.get(row["job"])) is not None:
             curves[name] = [(line["epoch"] + 1, line[kind]) for line in read_curves(run.folder) if kind in line]
-    chart = line_chart(kind, curves, percent=kind.endswith("_acc"))
+    whole = (0.0, 1.0) if kind.removeprefix("val_") in BOUNDED else None
+    chart = line_chart(kind, curves, bounds=whole, percent=kind.endswith("_acc"), width=1080.0)
     return found if chart is None else [*found, tag("h2", "Validation"), chart]
 
 

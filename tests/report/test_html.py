@@ -65,6 +65,18 @@ def test_charts_without_points_are_left_out():
     assert parallel_coordinates({"lr": [0.1], "acc": [1.0]}, ["a"]) is None
 
 
+@pytest.mark.parametrize(("width", "lines"), [(540.0, 3), (1080.0, 2)])
+def test_a_legend_that_does_not_fit_goes_on_in_the_next_line(width, lines):
+    names = [f"job {i}: model=sage, seed={i}, lr=0.01" for i in range(6)]
+    drawn = Page(line_chart("title", {name: [(1, 0.0), (2, 1.0)] for name in names}, width=width))
+    squares = [(float(square["x"]), float(square["y"])) for square in drawn.all("rect")]
+    assert len(squares) == len(names)
+    assert all(x + 14 + 6.4 * len(name) <= width for (x, _), name in zip(squares, names, strict=True))
+    assert len({*squares}) == len(names)
+    assert len({y for _, y in squares}) == lines
+    assert max(y + 10 for _, y in squares) < min(float(line["y1"]) for line in drawn.all("line"))
+
+
 def test_bars_are_as_long_as_what_they_stand_for():
     drawn = Page(bars("title", {"one": [("a", 1.0, 0), ("b", 3.0, 1)], "two": [("c", 2.0, 2)]}))
     widths = [float(bar["width"]) for bar in drawn.all("rect")][:3]  # the others are the legend's
