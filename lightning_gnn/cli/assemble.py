@@ -26,6 +26,8 @@ from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
+LOGGERS = ("tensorboard", "wandb", "mlflow")
+"""Those that are packages of their own, and extras of this one."""
 _SIZES = ("in_channels", "out_channels", "metadata")
 _NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
 """Keys of a task that are no arguments of its LightningModule."""
@@ -237,7 +239,7 @@ def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDa
 
 def build_trainer(cfg: DictConfig) -> pl.Trainer:
     """Build loggers, callbacks and the Trainer."""
-    loggers = [build(node, f"logger.{name}") for name, node in (cfg.get("logger") or {}).items()]
+    loggers = [_logger(name, node) for name, node in (cfg.get("logger") or {}).items()]
     callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
@@ -251,6 +253,17 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
         default_root_dir=cfg.output_dir,
     )
     return trainer
+
+
+def _logger(name: str, node: DictConfig) -> Any:
+    try:
+        return build(node, f"logger.{name}")
+    except ModuleNotFoundError as error:
+        if name not in LOGGERS:
+            raise
+        raise ModuleNotFoundError(
+            f"logger={name} needs a package: pip install 'lightning-gnn[{name}]' ({error})"
+        ) from error
 
 
 def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
