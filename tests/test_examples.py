@@ -1,5 +1,6 @@
 """The examples run as they stand."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.full_graph.launch import run_script
 from tests.patience import PATIENCE
 
@@ -73,6 +76,28 @@ def run(name, *arguments):
 def test_the_script_runs():
     done = run("node_classification.py", "--epochs", "6")
     assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", done.stdout).group(1)) > 0.3
+
+
+@pytest.mark.slow
+def test_requests_are_answered_as_the_whole_graph_does():
+    pytest.importorskip("fastapi")
+    done = run("serving.py", "--num-nodes", "3000", "--load-test", "40")
+    assert float(re.search(r"differ from the whole graph's by at most (\S+)", done.stdout).group(1)) < 1e-5
+    assert float(re.search(r"clients: (\d+) per second", done.stdout).group(1)) > 0
+
+
+@pytest.mark.parametrize("nodes", [[], [100], [-1], [0] * 2000])
+def test_requests_that_cannot_be_answered_are_told_why(nodes, monkeypatch):
+    fastapi = pytest.importorskip("fastapi")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    serving = importlib.import_module("serving")
+    data = planted_power_law(100, 600, num_classes=3, num_features=4)
+    model = NodeClassifier(GraphSAGE(4, 8, num_layers=2, out_channels=3), 3)
+    app = serving.make_app(data, model)
+    (endpoint,) = [route.endpoint for route in app.routes if route.path == "/predict"]
+    assert len(endpoint(serving.Question(nodes=[5, 5]))["classes"]) == 2
+    with pytest.raises(fastapi.HTTPException, match=r"ask for 1 to 1024 nodes|there is no node"):
+        endpoint(serving.Question(nodes=nodes))
 
 
 @pytest.mark.slow
