@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
+from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import check_edge_index, check_ids
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.runtime.files import read_json, read_text, write_whole
 
 NODES, EDGES, BETWEEN = "nodes", "edges", "__"
 _SPLITS = tuple(f"{split}_{kind}" for split in ("train", "val", "test") for kind in ("mask", "idx"))
@@ -27,6 +30,8 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
       ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
       array with a row per node, such as ``time.npy``;
     - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
+
+    A file ``NAME.json`` with a list of texts, such as ``feature_names``, becomes that list.
 
     Args:
         root: The folder.
@@ -62,7 +67,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     """Write a graph with types as a folder that :func:`load_hetero_folder` reads.
 
     Args:
-        data: Attributes of nodes and edges must be tensors.
+        data: Attributes of nodes and edges must be tensors, or lists of texts.
         root: The folder; it must not hold a graph yet.
 
     Returns:
@@ -71,30 +76,37 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     Raises:
         FileExistsError: The folder holds a graph already.
         OSError: The disk has no room for it, or cannot be written to.
-        TypeError: An attribute is no tensor.
+        TypeError: An attribute is neither a tensor nor a list of texts.
         ValueError: A name cannot be that of a folder, or the graph has attributes of its own.
     """
     root = Path(root)
     if (root / NODES).exists() or (root / EDGES).exists():
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
     folders: dict[str, dict[str, Tensor]] = {}
+    texts: dict[str, str] = {}
     for store in (*data.node_stores, *data.edge_stores):
         parts = [store._key] if isinstance(store._key, str) else list(store._key)
         if any(not part or "/" in part or "\\" in part or part.startswith(".") or BETWEEN in part for part in parts):
             raise ValueError(f"{store._key!r} cannot be the name of a folder; rename the type")
         arrays = {}
+        folder = f"{NODES if len(parts) == 1 else EDGES}/{BETWEEN.join(parts)}"
         for name, value in store.items():
+            if _are_texts(value):
+                texts[f"{folder}/{name}.json"] = json.dumps(value, ensure_ascii=False)
+                continue
             if name == "num_nodes":
                 value = torch.tensor(value)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 raise TypeError(f"data[{store._key!r}].{name} is no dense tensor; a folder has no place for it")
             arrays[name] = value.detach().cpu()
-        folders[f"{NODES if len(parts) == 1 else EDGES}/{BETWEEN.join(parts)}"] = arrays
+        folders[folder] = arrays
     if own := [key for key, value in data._global_store.items() if value is not None]:
         raise ValueError(f"a folder has no place for data.{own[0]}; remove it from data first")
     for folder, arrays in folders.items():
         (root / folder).mkdir(parents=True)
         save_arrays(root / folder, arrays)
+    for path, text in texts.items():
+        write_whole(root / path, text)
     return root
 
 
@@ -119,6 +131,7 @@ def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bo
         elif value.dim() == 0 or value.size(0) != count:
             raise ValueError(f"{folder / key}.npy has the shape {list(value.shape)}, but {name!r} has {count} nodes")
         store[key] = value
+    _read_texts(store, folder)
 
 
 def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None:
@@ -147,6 +160,22 @@ def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None
                 f"{folder / key}.npy has the shape {list(value.shape)}, but there are {edge_index.size(1)} edges"
             )
         store[key] = value
+    _read_texts(store, folder)
+
+
+def _read_texts(store: BaseStorage, folder: Path) -> None:
+    for path in sorted(folder.glob("*.json")):
+        try:
+            value = read_json(read_text(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not _are_texts(value):
+            raise ValueError(f"{path} holds no list of texts")
+        store[path.stem] = value
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _arrays(folder: Path, mmap: bool) -> dict[str, Tensor]:

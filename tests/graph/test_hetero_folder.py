@@ -22,6 +22,8 @@ def same(one, other):
 @pytest.mark.parametrize("mmap", [True, False])
 def test_what_is_written_is_read(tmp_path, mmap):
     data = typed_data()
+    data["paper"].feature_names = ["año", 'a "b"']
+    data["author", "writes", "paper"].sources = []
     save_hetero_folder(data, tmp_path / "graph")
     same(data, load_hetero_folder(tmp_path / "graph", mmap))
     same(data, load_folder(tmp_path / "graph"))
@@ -69,6 +71,8 @@ def replace(path, array):
             "must be called SOURCE__RELATION__TARGET, with types of nodes that there are",
         ),
         (lambda root: replace(root / "nodes/paper/x.npy", np.zeros((3, 2), np.int64)), TypeError, "x.npy"),
+        (lambda root: (root / "nodes/paper/names.json").write_text("[1]"), ValueError, "names.json holds no list of"),
+        (lambda root: (root / "nodes/paper/names.json").write_text("["), ValueError, "names.json"),
     ],
 )
 def test_damage_is_named(tmp_path, change, error, message):
@@ -83,7 +87,7 @@ def test_what_cannot_be_written_is_named(tmp_path):
     root = written(tmp_path)
     with pytest.raises(FileExistsError, match="holds a graph already"):
         save_hetero_folder(data, root)
-    data["paper"].name = ["a"]
+    data["paper"].name = ["a", 1]
     with pytest.raises(TypeError, match=r"data\['paper'\].name is no dense tensor"):
         save_hetero_folder(data, tmp_path / "other")
     assert not (tmp_path / "other").exists()
