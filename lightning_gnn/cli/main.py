@@ -8,12 +8,13 @@ from importlib import import_module
 
 from lightning_gnn import startup
 
-_PRINTING = {
+PRINTING = {
     "cache": "cache_command",
     "doctor": "doctor",
     "init": "init_command",
     "report": "report_command",
     "runs": "runs_command",
+    "tune": "tune_command",
     "warmup": "warmup_command",
 }
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
@@ -25,8 +26,8 @@ def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
-    if command in _PRINTING:
-        module = import_module(f"lightning_gnn.cli.{_PRINTING[command]}")
+    if command in PRINTING:
+        module = import_module(f"lightning_gnn.cli.{PRINTING[command]}")
         startup.done()
         with startup.ending_with_the_reader():
             sys.exit(module.main(arguments[1:]))
