@@ -72,7 +72,7 @@ def full_graph_roofline(
         moved += passes * (edges + nodes) * (read * size + _ID) + 4 * nodes * narrow * size
         flops += 2 * nodes * wide * narrow * (2 + (layer > 0))
     found, seconds = _bound(moved, flops, limits, " per epoch")
-    return {**found, "bound ms": round(1e3 * seconds, 1)}
+    return {**found, "bound ms": float(f"{1e3 * seconds:.4g}")}
 
 
 def _bound(moved: float, flops: float, limits: MachineLimits, per: str) -> tuple[dict[str, Any], float]:
