@@ -10,14 +10,14 @@ from lightning_gnn.triton_kernels.hashing import GOLDEN, Array, Lanes, Scalar, m
 
 
 @triton.jit
-def count_until(time: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
-    """Count those of ascending times that are not later than a limit, a row to each thread.
+def count_at_most(values: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
+    """Count those of ascending numbers that are not above a limit, a row to each thread.
 
     Args:
-        time: int64 ``[num_edges]``.
+        values: Times, int64, or sums of weights, float64, ``[num_edges]``.
         begin: First edge of each row, int64 ``[R]``.
         count: Edges of each row, int32 ``[R]``.
-        limit: int64 ``[R]``.
+        limit: Of the dtype of the values, ``[R]``.
 
     Returns:
         int32 ``[R]``.
@@ -26,10 +26,10 @@ def count_until(time: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
     left = count
     while tl.max(left, 0) > 0:
         half = left >> 1
-        early = tl.load(time + begin + found + half, mask=left > 0, other=0) <= limit
-        early = early & (left > 0)
-        found = tl.where(early, found + half + 1, found)
-        left = tl.where(early, left - half - 1, half)
+        below = tl.load(values + begin + found + half, mask=left > 0, other=0) <= limit
+        below = below & (left > 0)
+        found = tl.where(below, found + half + 1, found)
+        left = tl.where(below, left - half - 1, half)
     return found
 
 
@@ -44,15 +44,7 @@ def hit(prefix: Array, begin: Lanes, degree: Lanes, stream: Lanes, j: Lanes, tot
     """Return on which edge of its list the j-th draw of a row falls, int32 ``[R]``."""
     place = draw_fraction(stream, j) * total
     # The last edge is what is left where none before it is hit, also by what rounding carries past it.
-    found = degree * 0
-    left = tl.where(on, degree - 1, 0)
-    while tl.max(left, 0) > 0:
-        half = left >> 1
-        before = tl.load(prefix + begin + found + half, mask=left > 0, other=0.0) <= place
-        before = before & (left > 0)
-        found = tl.where(before, found + half + 1, found)
-        left = tl.where(before, left - half - 1, half)
-    return found
+    return count_at_most(prefix, begin, tl.where(on, degree - 1, 0), place)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from lightning_gnn.triton_kernels.hops import (
     row_of,
     word,
 )
-from lightning_gnn.triton_kernels.relation_picks import count_until, pick_by_variate, pick_by_weight
+from lightning_gnn.triton_kernels.relation_picks import count_at_most, pick_by_variate, pick_by_weight
 
 # Further places in `control` (see hops.py).
 NUM_TYPES = tl.constexpr(1)
@@ -154,11 +154,13 @@ def measure(
                 time = tl.load(own + TIME).to(tl.pointer_type(tl.int64))
                 tree = tl.load(trees + at + i, mask=on, other=0)
                 limits = tl.load(control + UNTIL).to(tl.pointer_type(tl.int64))
-                last = count_until(time, begin, degree, tl.load(limits + tree, mask=on, other=0))
+                last = count_at_most(time, begin, degree, tl.load(limits + tree, mask=on, other=0))
                 first = degree * 0
                 if tl.load(control + AFTER) != 0:
                     limits = tl.load(control + AFTER).to(tl.pointer_type(tl.int64))
-                    first = tl.minimum(count_until(time, begin, degree, tl.load(limits + tree, mask=on, other=0)), last)
+                    first = tl.minimum(
+                        count_at_most(time, begin, degree, tl.load(limits + tree, mask=on, other=0)), last
+                    )
                 if (tl.load(control + NEWEST) != 0) & (fanout >= 0):
                     first = tl.maximum(first, last - fanout)
                 begin += first
