@@ -84,6 +84,8 @@ class TypeEmbeddings(nn.Module):
             if store.get("x") is not None:
                 raise ValueError(f"nodes of {name!r} have features x and embeddings; leave one of them out")
             nodes, count = store.get("n_id"), table.num_embeddings
+            if nodes is None and "num_sampled_nodes" in store:
+                raise ValueError(f"the mini-batch lacks n_id of {name!r}, by which embeddings are read: keep it")
             if nodes is None and store.num_nodes != count:
                 raise ValueError(f"there are {store.num_nodes} nodes of {name!r}, but embeddings of {count}")
             if nodes is None and not (self.sparse and torch.is_grad_enabled()):

@@ -239,6 +239,16 @@ def test_mistakes_are_named():
         NodeClassifier(network(data), 3, target="paper", embeddings=torch.nn.Embedding(3, 3))
 
 
+def test_a_mini_batch_without_ids_is_refused_even_if_it_has_as_many_nodes_as_the_table():
+    data = typed_data()
+    embeddings = TypeEmbeddings(data, WIDTH)
+    batch = next(iter(batches(data).train_dataloader()))
+    batch["venue"].num_nodes = VENUES
+    del batch["venue"].n_id
+    with pytest.raises(ValueError, match="the mini-batch lacks n_id of 'venue'"):
+        embeddings(batch)
+
+
 def test_a_split_optimizer_is_one_to_schedulers_copies_and_checkpoints():
     first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
 
