@@ -1,6 +1,7 @@
 """Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
 
-``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all.
+``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on a
+parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import hypothesis
 import pytest
 
 SLICES = 8
 T = TypeVar("T")
+_PLACE = pytest.StashKey[tuple[int, int]]()
 
 
 def slice_of_commit(folder: Path) -> int:
@@ -29,6 +32,25 @@ def slice_of_commit(folder: Path) -> int:
 def campaign(test: Callable[..., Any]) -> Any:
     """Mark a test that is run once per slice, with the slice's number as its argument ``number``."""
     return pytest.mark.campaign(pytest.mark.parametrize("number", range(SLICES))(test))
+
+
+def place_cases(items: Sequence[pytest.Item]) -> None:
+    """Give the cases of one parametrised test their places among each other, in which neighbours are not alike."""
+    mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
+    for place, item in enumerate(mixed):
+        item.stash[_PLACE] = place, len(mixed)
+
+
+def is_of_slice(item: pytest.Item, chosen: int) -> bool:
+    """Say whether a slice takes a test: each takes what is no campaign, and of each campaign at least one case."""
+    mark = item.get_closest_marker("campaign")
+    if mark is None:
+        return True
+    if "number" in (given := item.callspec.params if hasattr(item, "callspec") else {}):
+        return bool(given["number"] == chosen)
+    place, count = item.stash.get(_PLACE, (0, 1))
+    parts = min(mark.kwargs.get("parts", SLICES), count)
+    return place % parts == chosen % parts
 
 
 def one_slice(cases: Sequence[T], number: int) -> Sequence[T]:

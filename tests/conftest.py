@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from tests.campaigns import SLICES, fewer_examples, slice_of_commit
+from tests.campaigns import SLICES, fewer_examples, is_of_slice, place_cases, slice_of_commit
 from tests.patience import Watch
 
 torch.set_num_threads(1)
@@ -35,20 +35,31 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slice",
         choices=[*map(str, range(SLICES)), "all"],
-        help=f"the slice of the campaigns to run, of {SLICES}; by default the one that the commit's hash chooses",
+        help=f"the slice of the campaigns to run, of {SLICES}; by default the one that the commit's hash chooses, "
+        "or all of a test that is named",
     )
 
 
 def pytest_configure(config):
     # Set here, before xdist starts its workers with these options, so that all run the same slice.
-    config.option.slice = config.option.slice or str(slice_of_commit(Path(__file__).parent))
+    if config.option.slice is None:
+        by_name = any("::" in argument for argument in config.args)
+        config.option.slice = "all" if by_name else str(slice_of_commit(Path(__file__).parent))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Number all cases of a test, whichever of them are run."""
+    made = yield
+    if isinstance(made, list):
+        place_cases([item for item in made if isinstance(item, pytest.Item)])
+    return made
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the other slices, and begin with what takes long, so that no worker is left with it at the end."""
     chosen = config.option.slice
-    campaigns = [item for item in items if item.get_closest_marker("campaign")]
-    others = [item for item in campaigns if chosen not in ("all", str(item.callspec.params["number"]))]
+    others = [] if chosen == "all" else [item for item in items if not is_of_slice(item, int(chosen))]
     config.hook.pytest_deselected(items=others)
     for test in {item.obj for item in items if hasattr(item, "obj") and is_hypothesis_test(item.obj)}:
         fewer_examples(test)

@@ -28,6 +28,22 @@ def test_cases(number):
 def test_kinds(kind, number):
     pass
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("one", range(4))
+@pytest.mark.parametrize("two", range(5))
+def test_grid(one, two):
+    pass
+
+@pytest.mark.campaign(parts=3)
+@pytest.mark.parametrize("one", range(10))
+def test_parts(one):
+    pass
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("one", range(2))
+def test_few(one):
+    pass
+
 @drawn(800)
 @given(st.integers(0, 10**9))
 def test_draws(value):
@@ -64,7 +80,14 @@ def test_all_slices_together_are_everything(run):
     assert "campaigns: all slices" in shown
     ran = Counter(test for tests, _, _ in parts for test in tests)
     assert ran.keys() == set(whole)
-    assert {test for test in ran if ran[test] > 1} == {test for test in whole if test.endswith("test_no_campaign")}
+    # In fewer parts than there are slices, several slices take the same.
+    often = {test.rpartition("::")[2].partition("[")[0] for test in ran if ran[test] > 1}
+    assert often == {"test_no_campaign", "test_parts", "test_few"}
+    for tests, _, _ in parts:
+        counts = Counter(test.rpartition("::")[2].partition("[")[0] for test in tests)
+        assert counts["test_grid"] in (2, 3)
+        assert counts["test_parts"] in (3, 4)
+        assert counts["test_few"] == 1
     assert sum((lines for _, lines, _ in parts), Counter()) == printed
     assert {f"case {case}" for case in range(100)} <= printed.keys()
     draws = sum(count for line, count in printed.items() if line.startswith("drawn"))
@@ -78,9 +101,23 @@ def test_a_run_says_its_slice_and_begins_with_what_takes_long(run):
         "test_kinds[a-3]",
         "test_kinds[b-3]",
         "test_cases[3]",
+        "test_grid[",
+        "test_grid[",
+        "test_parts[",
+        "test_parts[",
+        "test_parts[",
+        "test_few[",
         "test_draws[3]",
         "test_no_campaign",
     ]
+
+
+def test_a_test_that_is_named_is_run_whole(run, pytester):
+    (path,) = pytester.path.glob("test_*.py")
+    assert len(run(f"{path}::test_grid")[0]) == 20
+    assert [test.rpartition("::")[2] for test in run(f"{path}::test_parts[4]")[0]] == ["test_parts[4]"]
+    (number,) = [number for number in range(3) if run(f"--slice={number}", f"{path}::test_parts[4]", "-k", "4")[0]]
+    assert any(test.endswith("test_parts[4]") for test in run(f"--slice={number}")[0])
 
 
 def test_a_small_profile_draws_a_tenth():
