@@ -1,7 +1,7 @@
 """Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
 
-``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on a
-parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
+``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
+a parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
 """
 
 from __future__ import annotations
