@@ -2,6 +2,7 @@
 
 ``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
 a parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
+Each slice takes a case at least, unless the mark says ``seldom=True``: a test without cases is then in one part alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import pytest
 
 SLICES = 8
 T = TypeVar("T")
-_PLACE = pytest.StashKey[tuple[int, int]]()
+_PLACE = pytest.StashKey[tuple[int, int, int]]()
+"""Place among the cases, how many there are, and a number of the test."""
 
 
 def slice_of_commit(folder: Path) -> int:
@@ -38,19 +40,26 @@ def place_cases(items: Sequence[pytest.Item]) -> None:
     """Give the cases of one parametrised test their places among each other, in which neighbours are not alike."""
     mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
     for place, item in enumerate(mixed):
-        item.stash[_PLACE] = place, len(mixed)
+        item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
 
 
 def is_of_slice(item: pytest.Item, chosen: int) -> bool:
-    """Say whether a slice takes a test: each takes what is no campaign, and of each campaign at least one case."""
+    """Say whether a slice takes a test, as each does with one that is no campaign."""
     mark = item.get_closest_marker("campaign")
     if mark is None:
         return True
     if "number" in (given := item.callspec.params if hasattr(item, "callspec") else {}):
         return bool(given["number"] == chosen)
-    place, count = item.stash.get(_PLACE, (0, 1))
-    parts = min(mark.kwargs.get("parts", SLICES), count)
-    return place % parts == chosen % parts
+    place, count, test = item.stash[_PLACE]
+    parts = mark.kwargs.get("parts", SLICES)
+    if not mark.kwargs.get("seldom", False):
+        parts = min(parts, count)
+    return (place + test) % parts == chosen % parts
+
+
+def cases_of(session: pytest.Session, test: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return the parameters of all cases of a test that are run: what a fixture for all of them has to make."""
+    return [item.callspec.params for item in session.items if getattr(item, "function", None) is test]
 
 
 def one_slice(cases: Sequence[T], number: int) -> Sequence[T]:

@@ -50,6 +50,7 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):

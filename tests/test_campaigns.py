@@ -44,6 +44,10 @@ def test_parts(one):
 def test_few(one):
     pass
 
+@pytest.mark.campaign(parts=4, seldom=True)
+def test_seldom():
+    pass
+
 @drawn(800)
 @given(st.integers(0, 10**9))
 def test_draws(value):
@@ -82,7 +86,8 @@ def test_all_slices_together_are_everything(run):
     assert ran.keys() == set(whole)
     # In fewer parts than there are slices, several slices take the same.
     often = {test.rpartition("::")[2].partition("[")[0] for test in ran if ran[test] > 1}
-    assert often == {"test_no_campaign", "test_parts", "test_few"}
+    assert often == {"test_no_campaign", "test_parts", "test_few", "test_seldom"}
+    assert sum(test.endswith("test_seldom") for tests, _, _ in parts for test in tests) == SLICES // 4
     for tests, _, _ in parts:
         counts = Counter(test.rpartition("::")[2].partition("[")[0] for test in tests)
         assert counts["test_grid"] in (2, 3)
@@ -95,29 +100,23 @@ def test_all_slices_together_are_everything(run):
 
 
 def test_a_run_says_its_slice_and_begins_with_what_takes_long(run):
-    ran, _, shown = run("--slice=3")
+    ran, _, shown = run("--slice=3", "-k", "not seldom")
     assert "campaigns: slice 3 of 8; repeat it with --slice=3" in shown
-    assert [test.rpartition("::")[2] for test in ran] == [
-        "test_kinds[a-3]",
-        "test_kinds[b-3]",
-        "test_cases[3]",
-        "test_grid[",
-        "test_grid[",
-        "test_parts[",
-        "test_parts[",
-        "test_parts[",
-        "test_few[",
-        "test_draws[3]",
-        "test_no_campaign",
-    ]
+    names = [test.rpartition("::")[2] for test in ran]
+    assert names[:3] == ["test_kinds[a-3]", "test_kinds[b-3]", "test_cases[3]"]
+    others = list(dict.fromkeys(name.partition("[")[0] for name in names[3:]))
+    assert others == ["test_grid", "test_parts", "test_few", "test_draws", "test_no_campaign"]
 
 
 def test_a_test_that_is_named_is_run_whole(run, pytester):
     (path,) = pytester.path.glob("test_*.py")
     assert len(run(f"{path}::test_grid")[0]) == 20
-    assert [test.rpartition("::")[2] for test in run(f"{path}::test_parts[4]")[0]] == ["test_parts[4]"]
-    (number,) = [number for number in range(3) if run(f"--slice={number}", f"{path}::test_parts[4]", "-k", "4")[0]]
-    assert any(test.endswith("test_parts[4]") for test in run(f"--slice={number}")[0])
+    assert len(run(f"{path}::test_seldom")[0]) == 1
+    (one,) = run(f"{path}::test_parts[4]")[0]
+    assert one.endswith("test_parts[4]")
+    # A slice has the same cases, whichever are named with it.
+    assert sum(one in run(f"--slice={number}", f"{path}::test_parts")[0] for number in range(3)) == 1
+    assert sum(one in run(f"--slice={number}")[0] for number in range(3)) == 1
 
 
 def test_a_small_profile_draws_a_tenth():

@@ -27,6 +27,7 @@ def outputs_of(name):
     return printed, values, outputs
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_runs_and_learns():
     printed, values, outputs = outputs_of("quickstart")
@@ -38,6 +39,7 @@ def test_the_notebook_runs_and_learns():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_loaders_measures_them():
     printed, values, outputs = outputs_of("choosing_a_loader")
@@ -46,6 +48,7 @@ def test_the_notebook_about_loaders_measures_them():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_full_graphs_evaluates_both_alike():
     printed, values, outputs = outputs_of("full_graph_or_mini_batches")
@@ -56,6 +59,7 @@ def test_the_notebook_about_full_graphs_evaluates_both_alike():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_types_learns_and_sees_no_future():
     printed, _, _ = outputs_of("typed_and_temporal")
