@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import signal
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.campaigns import SLICES, fewer_examples, is_of_slice, place_cases, slice_of_commit
 from tests.patience import Watch
 
+HANDLERS = pytest.StashKey[dict]()
 torch.set_num_threads(1)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 # Compiling on first use makes first examples slow; a fixed seed makes a failure in CI a failure everywhere.
@@ -91,3 +93,33 @@ def pytest_runtest_protocol(item):
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with Watch(lambda: capture and capture.suspend_global_capture(in_=True)):
         return (yield)
+
+
+def handlers():
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    item.stash[HANDLERS] = handlers()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Fail a test that leaves Ctrl-C to somebody else: a later one could end the whole process."""
+    outcome = yield
+    before, after = item.stash[HANDLERS], handlers()
+    if after != before:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        pytest.fail(f"handlers of signals were {before} before, and are {after}", pytrace=False)
+    return outcome
+
+
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -66,7 +66,8 @@ def run(pytester):
     pytester.makepyfile(f"import pytest\n{TESTS}")
 
     def run_with(*arguments):
-        result = pytester.runpytest_inprocess("-s", "-p", "no:xdist", *arguments)
+        # faulthandler is of the whole process, in which these tests run too.
+        result = pytester.runpytest_inprocess("-s", "-p", "no:xdist", "-p", "no:faulthandler", *arguments)
         ran = [
             report.nodeid for report in result.reprec.getreports("pytest_runtest_logreport") if report.when == "call"
         ]

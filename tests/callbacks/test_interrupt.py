@@ -23,12 +23,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.fixture(scope="module")

@@ -182,6 +182,7 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
     assert loaders[0].ring.num_slots == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     waiting, release = threading.Event(), threading.Event()
 
