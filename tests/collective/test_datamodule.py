@@ -84,6 +84,7 @@ def test_without_order_each_seed_comes_once_per_epoch(plan):
     assert content[0] == content[1]
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -124,6 +125,7 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 # -- a life with Lightning
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
