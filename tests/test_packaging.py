@@ -30,6 +30,7 @@ def wheel(tmp_path_factory):
     return next(folder.glob("*.whl"))
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_wheel_holds_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
@@ -49,6 +50,7 @@ def test_the_wheel_holds_one_package(wheel):
     assert "lightning_gnn/ascend_ops/host/CMakeLists.txt" in names
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_command_runs_in_another_directory(wheel, tmp_path):
     environment = tmp_path / "venv"

@@ -78,6 +78,7 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
     assert f"neither {tmp_path / 'no_folder'}, {package} nor" in said
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_folder_that_was_given_in_vain_is_named(tmp_path):
     (tmp_path / "file").write_text("")

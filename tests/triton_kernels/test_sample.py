@@ -309,6 +309,7 @@ def test_errors():
         TritonNeighborSampler(indptr, indices).sample(torch.tensor([0]), [1] * 31, 1)
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_racing_programs_give_the_same_samples():
     """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""
