@@ -30,7 +30,6 @@ def wheel(tmp_path_factory):
     return next(folder.glob("*.whl"))
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_wheel_holds_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
