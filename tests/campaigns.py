@@ -75,7 +75,7 @@ def drawn(count: int) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(test: Callable[..., Any]) -> Any:
-        test = fewer_examples(hypothesis.settings(max_examples=count // SLICES)(test))
+        test = hypothesis.settings(max_examples=count // SLICES)(test)
 
         def run(number: int) -> None:
             hypothesis.seed(number)(test)()
