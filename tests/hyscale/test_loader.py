@@ -474,6 +474,7 @@ def plain(kind, options, epochs=2):
 def shared(rank, kinds, **options):
     """Return the like of a rank's slices, with what it was told of each."""
     warnings.simplefilter("ignore")
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long torch waits for each worker that it ends
     results = []
     with joined():
         weights = [1.0, 0.0, 2.0][: dist.get_world_size()] if dist.get_world_size() > 2 else [1.0, 3.0]
