@@ -461,8 +461,6 @@ KINDS = [
 ]
 LAST = 5
 """Mini-batches of an epoch at most."""
-LEFT = 0.5
-"""Seconds that torch waits for each worker process of an iterator that is left, instead of five."""
 
 
 def plain(kind, options, epochs=2):
@@ -476,7 +474,6 @@ def plain(kind, options, epochs=2):
 def shared(rank, kinds, **options):
     """Return the like of a rank's slices, with what it was told of each."""
     warnings.simplefilter("ignore")
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = LEFT
     results = []
     with joined():
         weights = [1.0, 0.0, 2.0][: dist.get_world_size()] if dist.get_world_size() > 2 else [1.0, 3.0]
@@ -502,8 +499,7 @@ def shared(rank, kinds, **options):
     [(2, {}), (3, {}), (2, {"num_workers": 2})],
     ids=str,
 )
-def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", LEFT)
+def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options):
     kinds = KINDS if not options else ["neighbor imbalanced", "link", "heterogeneous", "graphs weighted"]
     results = launch.run(shared_with, num_ranks, kinds, options)
     for place, kind in enumerate(kinds):
