@@ -236,6 +236,7 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
             assert torch.equal(a, b)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("step", [3, 9, 12, 15, 24])
 def test_resuming_without_order_trains_each_seed_once(tmp_path, step):
     def run(folder, **kwargs):
