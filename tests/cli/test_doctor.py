@@ -98,6 +98,7 @@ def test_the_arguments_are_checked(arguments, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_it_is_a_command_of_lgnn(tmp_path):
     command = [sys.executable, "-m", "lightning_gnn", "doctor", "--json"]

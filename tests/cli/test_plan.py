@@ -216,6 +216,7 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["predicted", "measured"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(_Profiling, "on_train_batch_end", lambda *args: signal.raise_signal(signal.SIGINT))
     assert plan(tmp_path, *COLLECTIVE) == 130
@@ -226,6 +227,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
 # -- what is refused
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),

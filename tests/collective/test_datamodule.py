@@ -84,6 +84,7 @@ def test_without_order_each_seed_comes_once_per_epoch(plan):
     assert content[0] == content[1]
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -124,6 +125,7 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 # -- a life with Lightning
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
@@ -182,6 +184,7 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
     assert loaders[0].ring.num_slots == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     waiting, release = threading.Event(), threading.Event()
 
@@ -233,6 +236,7 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
             assert torch.equal(a, b)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("step", [3, 9, 12, 15, 24])
 def test_resuming_without_order_trains_each_seed_once(tmp_path, step):
     def run(folder, **kwargs):

@@ -29,6 +29,7 @@ def assert_same_content(a, b):
             assert a[key] == b[key], key
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -64,6 +65,7 @@ def more(kind):
     return graph, options.get(kind, {"sampler": "labor", "batch_dependency": 2})
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["types", "types with times", "times", "weights", "LABOR"])
 def test_batches_of_every_kind_equal_those_of_the_cpu(kind):
