@@ -94,18 +94,18 @@ def cases(draw):
 
 
 def assert_same_batches(data, options, plan, **more):
-    """Compare all loaders; without deterministic, those of an epoch by their numbers."""
+    """Compare all loaders, those that go out of order by number; return that of the training set."""
     ours = CollectiveDataModule(data, plan=plan, cache_plan=False, **options, **more)
     theirs = NeighborDataModule(data, **options)
-    for name in LOADERS:
-        loader = getattr(ours, name)()
+    loaders = [getattr(ours, name)() for name in LOADERS]
+    for name, loader in zip(LOADERS, loaders, strict=True):
         found, expected = list(loader), list(getattr(theirs, name)())
         assert len(found) == len(expected) > 0
         order = loader.order if name == "train_dataloader" else range(len(found))
         for number, batch in zip(order, found, strict=True):
             assert contents(batch) == contents(expected[number])
         assert sorted(order) == list(range(len(expected)))
-    return ours
+    return loaders[0]
 
 
 @settings(max_examples=50)
@@ -117,7 +117,7 @@ def test_every_kind_equals_the_neighbor_datamodules(case, plan, num_workers, det
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(cases(), st.sampled_from(["device", "pinned"]))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_kind_on_the_gpu_equals_the_neighbor_datamodules(case, place):
@@ -125,8 +125,8 @@ def test_every_kind_on_the_gpu_equals_the_neighbor_datamodules(case, place):
     data, options = case
     options |= {"input_pred_nodes": options["input_val_nodes"], "batch_size": 3 + options["batch_size"]}
     places = {"topology": place, "features": place}
-    ours = assert_same_batches(data, options, COLLECTIVE, device=DEVICE, num_workers=1, **places)
-    assert next(iter(ours._loaders)).route is not None
+    loader = assert_same_batches(data, options, COLLECTIVE, device=DEVICE, num_workers=1, **places)
+    assert loader.route.node_sampler.backend == "triton"
 
 
 def test_types_share_no_buffer():
