@@ -102,7 +102,7 @@ def test_results_and_gradients_are_pygs(calls, kind, widths, heads):
     st.lists(st.integers(0, 12), min_size=3, max_size=3), st.integers(0, 40), st.integers(0, 2**32),
     st.sampled_from([RGAT, HGT]), st.sampled_from(WIDTHS),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_types_may_lack_nodes_and_edges(sizes, num_edges, seed, kind, widths):
     data = graph(sizes=sizes, widths=widths, num_edges=0 if 0 in sizes else num_edges, seed=seed)
     with pytest.MonkeyPatch.context() as patch:

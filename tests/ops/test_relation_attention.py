@@ -84,7 +84,7 @@ def gradients(outs, inputs):
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     batches(), st.booleans(), st.sampled_from([1, 2, 3, 4, 5, 7]), st.sampled_from([1, 3, 8, 20, 65]),
     st.sampled_from([0.2, 1.0]), st.tuples(*[st.booleans()] * 4), st.integers(1, 3),
@@ -104,7 +104,7 @@ def test_result_and_gradients_are_those_of_a_plain_loop(batch, across, heads, ch
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.booleans(), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
 def test_dropped_attention_is_that_of_the_reference(batch, across, dtype, threads):
     edges, layout, given, factor = drawn(batch, across, 3, 20, dtype, dropped=True)
