@@ -257,6 +257,10 @@ def gpu_of(data: Data | HeteroData) -> torch.device | None:
 def _topology(data: Data | HeteroData) -> CSCGraph | HeteroCSCGraph:
     """Take the topology from what PyG's loaders cut the edges of a mini-batch out of."""
     if isinstance(data, HeteroData):
+        if alone := [store._key for store in data.edge_stores if "graph" in store and "edge_index" not in store]:
+            raise ValueError(
+                f"PyG's loaders need data[{alone[0]}].edge_index: for its graph use the loaders of lightning_gnn"
+            )
         return HeteroCSCGraph.from_data(data)
     if data.get("adj") is not None:
         raise ValueError("data.adj is not supported: use data.edge_index")

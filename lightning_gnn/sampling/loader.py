@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.ops.hashing import key_of_part
@@ -611,6 +613,9 @@ def of_nodes(store: Any, key: str) -> bool:
 
 def of_edges(store: Any, key: str) -> bool:
     """Tell whether an attribute has a row for each edge."""
+    if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):  # PyG knows no such edges
+        value = store[key]
+        return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == graph.num_edges
     return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))
 
 
