@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from lightning_gnn.runtime.files import read_text
+
 LARGEST_PICTURE = 1 << 23
+LARGEST_TEXT = 1 << 20
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Even if something slipped in, a browser would neither run nor fetch it."""
@@ -80,6 +83,20 @@ def picture(path: Path) -> Html | None:
         return None
     data = b64encode(path.read_bytes()).decode()
     return tag("figure", tag("img", src=f"data:image/png;base64,{data}", alt=path.stem), tag("figcaption", path.name))
+
+
+def file_of(path: Path) -> Html | None:
+    """Return a text file to be unfolded; None if there is none, or it is too large."""
+    try:
+        text = read_text(path, LARGEST_TEXT)
+    except (OSError, ValueError):
+        return None
+    return tag("details", tag("summary", path.name), tag("pre", text))
+
+
+def section(title: str, *content: Html | None) -> Html | None:
+    """Return what is under a heading; None where there is nothing."""
+    return joined([tag("h2", title), *content]) if any(part is not None for part in content) else None
 
 
 def page(title: str, *sections: object) -> str:
