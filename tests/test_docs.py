@@ -82,6 +82,8 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
         assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
+    for name in re.findall(r"\bbenchmarks\.([a-z]\w+)", PAGES[page].read_text(encoding="utf-8")):
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"there is no benchmarks.{name}"
     for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
         assert any((ROOT / "tests").rglob(name)), name
 
