@@ -22,9 +22,12 @@ _STYLE = """
   --card: #1f2228; --c0: #7aa8e6; --c1: #eda45c; --c2: #6fc498; --c3: #e8857c; --c4: #b49be6; --c5: #9aa1ac; } }
 body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 70rem; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.35rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
-p { margin: .4rem 0; } .dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
-.wide { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
+p { margin: .4rem 0; overflow-wrap: anywhere; }
+.dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
+.wide { overflow-x: auto; } .wide + .wide { margin-top: 1rem; } .wide svg { min-width: 44rem; }
+.row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
 .row > * { flex: 1 1 24rem; min-width: 0; }
 table { border-collapse: collapse; } th { text-align: left; font-weight: 600; white-space: nowrap; }
 td, th { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }

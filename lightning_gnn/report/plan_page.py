@@ -15,7 +15,8 @@ from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 
 _AHEAD = ("sampling", "features", "preparing")
 """Parts of a mini-batch that workers do."""
-_PART_COLORS = {"sampling": 2, "features": 1, "preparing": 2, "products": 0, "aggregation": 4, "Lightning": 5}
+_PART_COLORS = {"sampling": 2, "features": 1, "preparing": 2}
+_PART_COLORS |= {"products": 0, "aggregation": 4, "elementwise": 1, "optimizer": 2, "Python": 3}
 _ROUTES = {"collective": "this plan", "cpu": "the CPU alone", "gpu": "the GPU alone"}
 _STAGES = {
     "cpu_batching": "a CPU worker prepares it",
@@ -79,7 +80,8 @@ def _cpu(plan: dict[str, Any], said: list[Html]) -> list[Html | None]:
         rows.append(("an epoch", shown_seconds(epoch), f"of {plan.get('batches')} mini-batches, validation left out"))
     for name, key in (("a mini-batch", "seconds"), ("training it", "training"), ("preparing it", "preparing")):
         if key in rhythm:
-            note = {"seconds": "from one to the next", "preparing": f"by {workers} workers" if workers else ""}
+            many = f"by {workers} worker{'s' * (workers != 1)}" if workers else ""
+            note = {"seconds": "from one to the next", "preparing": many}
             rows.append((name, _milliseconds(rhythm[key]), note.get(key, "")))
     name = str(plan.get("bottleneck"))
     if name in parts:
