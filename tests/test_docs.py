@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import pytorch_lightning as pl
@@ -82,6 +83,8 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
         assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
+    for name in re.findall(r"\bbenchmarks\.([a-z]\w+)", PAGES[page].read_text(encoding="utf-8")):
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"there is no benchmarks.{name}"
     for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
         assert any((ROOT / "tests").rglob(name)), name
 
@@ -320,6 +323,9 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
         loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"', text)
         loaded += re.findall(r'<link\b[^>]*\brel="(?:stylesheet|preconnect|preload)"[^>]*', text)
         assert not [item for item in loaded if "//" in item], f"{page.name} loads something from elsewhere"
+        for target in re.findall(r'<a\b[^>]*\bhref="([^"#?:]+)(?:#[^"]*)?"', text):
+            missing = page.name != "404.html" and not (page.parent / unquote(target)).exists()
+            assert not missing, f"{page.name}: {target} leads nowhere"
         assert "mermaid" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     for name in lightning_gnn.__all__:

@@ -9,6 +9,8 @@ from lightning_gnn.report.html import Html, tag
 
 Points = Sequence[tuple[float, float]]
 _COLORS = 6
+_NARROW = 540.0
+"""A wider drawing is scrolled where there is no room for it: made smaller, nobody could read it."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 44.0, 34.0
 
 
@@ -200,7 +202,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
 
 
 def _drawing(width: float, height: float, title: str, parts: Sequence[Html]) -> Html:
-    return tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title)
+    drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title)
+    return drawing if width <= _NARROW else tag("div", drawing, class_="wide")
 
 
 def _at(number: float) -> str:
