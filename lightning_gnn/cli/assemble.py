@@ -389,4 +389,15 @@ def _split_links(data: Data, num_train: float, num_val: float, num_test: float, 
             train, val, test = split(graph)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
-    return train, val, test
+    return train, _alternating(val), _alternating(test)
+
+
+def _alternating(split: Data) -> Data:
+    """Let links and non-links alternate, so that each mini-batch has both: PyG puts all links first."""
+    place = torch.empty(split.edge_label.numel(), dtype=torch.float64)
+    for kind in (split.edge_label > 0, split.edge_label == 0):
+        count = int(kind.sum())
+        place[kind] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    order = torch.argsort(place, stable=True)
+    split.edge_label, split.edge_label_index = split.edge_label[order], split.edge_label_index[:, order]
+    return split

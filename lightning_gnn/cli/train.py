@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
@@ -86,7 +87,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             console().print(summary, highlight=False, soft_wrap=True)
 
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
-    with _interruptible(trainer), explained(only_ours=True):
+    with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
         if cfg.mode == "predict":
             scores = _predict(trainer, module, datamodule, ckpt_path, cfg.output_dir)
         else:
@@ -198,6 +199,24 @@ def _predict(
         raise OSError(f"{path} cannot be written ({error}); it needs {logits.numel() * 4} bytes") from error
     console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
     return {}
+
+
+@contextmanager
+def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
+    """Keep other runs out of a folder meanwhile: each would write over the other's checkpoints and tables."""
+    lock = FileLock(Path(directory) / ".running", timeout=0, thread_local=False)
+    with ExitStack() as stack:
+        if trainer.is_global_zero:
+            try:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock)
+            except Timeout:
+                raise UserError(
+                    f"another run is writing to {directory}: wait for its end, or give hydra.run.dir=FOLDER"
+                ) from None
+            except (NotImplementedError, OSError):
+                pass  # a file system without locks
+        yield
 
 
 @contextmanager
