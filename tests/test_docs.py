@@ -189,6 +189,8 @@ def check_command(words):
         if words[0] not in ("tune", "warmup"):
             return
         words = [word for word in words[1:] if not word.startswith("-")]
+    if words[:1] == ["predict"]:
+        words = ["mode=predict", *words[1:]]
     config = "plan" if words[:1] == ["plan"] else "train"
     flags = [word for word in words if word.startswith("-")]
     assert {*flags} <= {"-m", "--help", "--help-all", "--cfg", "--version"}

@@ -19,6 +19,7 @@ from torch_geometric.transforms import RandomLinkSplit
 from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
+from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.runtime.messages import closest
@@ -38,8 +39,9 @@ def check_config(cfg: DictConfig) -> None:
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``ckpt_path``.
+        ModuleNotFoundError: The package of the format of predictions is missing.
         RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+        ValueError: An unknown mode, format or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -47,6 +49,7 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError("; ".join(f"{key} is missing; give {key}=VALUE" for key in sorted(missing)))
     if cfg.task.name not in TASKS:
         raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
+    check_format(cfg.predictions)
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
     if not isinstance(cfg.ckpt_path, (str, type(None))):

@@ -24,6 +24,8 @@ _SHOWING = ("--cfg", "-c", "--info")
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    if sys.argv[1:2] == ["predict"]:
+        sys.argv[1] = "mode=predict"
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     if command in PRINTING:

@@ -8,12 +8,11 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from filelock import FileLock, Timeout
@@ -26,6 +25,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
+from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.graph.csc import count_edges
@@ -89,7 +89,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
     with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
         if cfg.mode == "predict":
-            scores = _predict(trainer, module, datamodule, ckpt_path, cfg.output_dir)
+            scores = _predict(cfg, trainer, module, datamodule, ckpt_path)
         else:
             scores = _fit_and_test(cfg, trainer, module, datamodule, ckpt_path)
 
@@ -180,24 +180,21 @@ def _fit_and_test(
 
 
 def _predict(
+    cfg: DictConfig,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     datamodule: pl.LightningDataModule,
     ckpt_path: str | None,
-    directory: str,
 ) -> dict[str, float]:
-    """Write the outputs for each node (logits ``[num_nodes, num_classes]``) to predictions.npy."""
-    batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
-    rows = [batch.float().cpu() for batch in batches or []]  # type: ignore[union-attr]
-    logits = rows[0] if len(rows) == 1 else torch.cat(rows)  # outputs in a file need not come into memory
-    path = Path(directory) / "predictions.npy"
-    try:
-        np.save(path, logits.numpy())
-    except OSError as error:
-        with suppress(OSError):
-            path.unlink()
-        raise OSError(f"{path} cannot be written ({error}); it needs {logits.numel() * 4} bytes") from error
-    console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
+    """Write the outputs for each node as ``predictions`` says."""
+    batches: Any = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+    rows, path = as_rows(batches or []), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
+    if cfg.predictions == "parquet":
+        names = node_names(cfg, getattr(module, "target", None), len(rows))
+        said = write_parquet(rows, path, cfg.task.name, names)
+    else:
+        said = write_npy(rows, path)
+    console().print(said, highlight=False)
     return {}
 
 
