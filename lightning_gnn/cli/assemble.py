@@ -41,7 +41,8 @@ def check_config(cfg: DictConfig) -> None:
         FileNotFoundError: There is no checkpoint at ``ckpt_path``.
         ModuleNotFoundError: The package of the format of predictions is missing.
         RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode, format or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+        ValueError: An unknown mode, format or task, no checkpoint to evaluate, or a model whose depth does not fit the
+            fanouts.
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")

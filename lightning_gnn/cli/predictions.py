@@ -65,9 +65,7 @@ def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None
     import pyarrow as pa
     from pyarrow import parquet
 
-    tables = (
-        pa.table(columns(rows[begin : begin + _ROWS], task, begin, ids)) for begin in range(0, len(rows), _ROWS)
-    )
+    tables = (pa.table(columns(rows[begin : begin + _ROWS], task, begin, ids)) for begin in range(0, len(rows), _ROWS))
     first = next(tables, pa.table({"id": pa.array([], pa.int64())}))
     with whole_file(path) as file, parquet.ParquetWriter(file, first.schema) as writer:
         writer.write_table(first)

@@ -83,8 +83,8 @@ def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
         assert {int(part.sum()) for part in labels} == {5}
     pairs = torch.cat([batch.n_id[batch.edge_label_index] for batch in loader], dim=1)
     *_, test = _split_links(build_data(cfg), **cfg.task.split)
-    assert {*zip(*pairs.tolist(), torch.cat(labels).tolist())} == {
-        *zip(*test.edge_label_index.tolist(), test.edge_label.tolist())
+    assert {*zip(*pairs.tolist(), torch.cat(labels).tolist(), strict=True)} == {
+        *zip(*test.edge_label_index.tolist(), test.edge_label.tolist(), strict=True)
     }  # the same edges with the same labels
     assert lgnn(tmp_path, "trainer.limit_test_batches=1", "datamodule.batch_size=20", base=LINK) == 0
     assert 0 < metrics_of(tmp_path)["test_auc"] <= 1
