@@ -185,8 +185,8 @@ def check_command(words):
     """Compose what a command asks for, with every group that it sweeps over, and check the arguments of its classes."""
     if words and words[0] in PRINTING:
         module = importlib.import_module(f"lightning_gnn.cli.{PRINTING[words[0]]}")
-        assert {word for word in words if word.startswith("-")} <= flags_of(module)
-        if words[0] not in ("tune", "warmup"):
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= flags_of(module)
+        if words[0] not in ("export", "tune", "warmup"):
             return
         words = [word for word in words[1:] if not word.startswith("-")]
     if words[:1] == ["predict"]:

@@ -11,6 +11,7 @@ from lightning_gnn import startup
 PRINTING = {
     "cache": "cache_command",
     "doctor": "doctor",
+    "export": "export_command",
     "init": "init_command",
     "report": "report_command",
     "runs": "runs_command",
