@@ -196,11 +196,11 @@ def check_command(words):
     assert {*flags} <= {"-m", "--help", "--help-all", "--cfg", "--version"}
     words = [word for word in words[config == "plan" :] if word not in (*flags, "job")]
     parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("ckpt_path=")])
+    if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        parsed = [item for item in parsed if not item.key_or_group.startswith(("hydra/sweeper", "hydra.sweeper"))]
     swept = {item.input_line: item for item in parsed if item.is_sweep_override()}
     assert bool(swept) == ("-m" in flags)
-    values = {
-        line: [f"{item.key_or_group}={value}" for value in item.sweep_string_iterator()] for line, item in swept.items()
-    }
+    values = {line: [f"{item.key_or_group}={value}" for value in values_of(item)] for line, item in swept.items()}
     first = {item.input_line: values.get(item.input_line, [item.input_line])[0] for item in parsed}
     others = [
         {**first, line: value}
@@ -211,6 +211,11 @@ def check_command(words):
     for chosen in [first, *others]:
         launched = any(item.key_or_group.startswith("hydra") for item in parsed)
         check_arguments_of(compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched))
+
+
+def values_of(item):
+    """Return what is swept over, of an interval an end."""
+    return [item.value().start] if item.is_interval_sweep() else item.sweep_string_iterator()
 
 
 # -- Python

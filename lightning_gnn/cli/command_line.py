@@ -33,6 +33,8 @@ from lightning_gnn.runtime.messages import closest
 
 COMMANDS = ("cache", "doctor", "export", "init", "plan", "predict", "report", "runs", "tune", "warmup")
 _CONF = "lightning_gnn.conf"
+_PLUGINS = ("hydra/launcher/joblib", "hydra/sweeper/optuna")
+"""Options that packages of the extra ``sweep`` bring."""
 _USER_ERRORS = (
     ValueError,
     TypeError,
@@ -232,8 +234,10 @@ def _explain(error: Exception, typed: list[str]) -> str:
     """Return one line: what is wrong with what was typed, and the closest name."""
     cause = error.__cause__
     text = re.sub(r"\s+", " ", str(error)).strip()
-    if isinstance(error, MissingConfigException) and error.options:
+    if isinstance(error, MissingConfigException) and (error.options or error.missing_cfg_file in _PLUGINS):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if error.missing_cfg_file in _PLUGINS:
+            return f"{group}={name} needs a package: pip install 'lightning-gnn[sweep]'"
         return (
             f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
         )

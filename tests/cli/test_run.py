@@ -1,6 +1,7 @@
 """The command as a user runs it, on tiny graphs."""
 
 import csv
+import importlib.util
 import shutil
 
 import numpy as np
@@ -368,6 +369,30 @@ def test_sweep_with_joblib(tmp_path):
     run = spawn("-m", *NODE, *launcher, f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.max_epochs=1")
     assert run.returncode == 0, run.stderr
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_sweep_with_optuna(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    searched = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "seed=1"]
+    intervals = ["task.lr=tag(log,interval(0.001,0.1))", "model.dropout=interval(0.0,0.5)"]
+    run = spawn("-m", *NODE, *searched, *intervals, f"hydra.sweep.dir={tmp_path}", "trainer.max_epochs=1")
+    assert run.returncode == 0, run.stderr
+    rows = compare(tmp_path)
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert len({row["task.lr"] for row in rows}) == 3
+    assert all(0.001 <= float(row["task.lr"]) <= 0.1 for row in rows)
+    assert "settings and scores" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "plugin"), [("launcher=joblib", "hydra_joblib_launcher"), ("sweeper=optuna", "hydra_optuna_sweeper")]
+)
+def test_a_plugin_that_is_missing_is_named_with_its_extra(tmp_path, capfd, option, plugin):
+    if importlib.util.find_spec(f"hydra_plugins.{plugin}") is not None:
+        pytest.skip(f"{plugin} is installed")
+    assert lgnn(tmp_path, "-m", f"hydra/{option}", "seed=1,2") == 2
+    assert f"hydra/{option} needs a package: pip install 'lightning-gnn[sweep]'" in capfd.readouterr().err
 
 
 @pytest.mark.slow
