@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ _NUM_NODES, _NUM_EDGES = 5, 7
 """Of the graph that the program is made on; others have any numbers of both."""
 
 
-def export_program(model: nn.Module, num_features: int, num_seeds: int | None = None) -> ExportedProgram:
+def export_program(
+    model: nn.Module, num_features: int, num_seeds: int | None = None, edge_weight: bool = False
+) -> ExportedProgram:
     """Return a trained model as a program of ATen's operators for graphs of any size.
 
     It takes ``x`` float32 ``[N, num_features]`` and ``edge_index`` int64 ``[2, E]`` (source, target), and returns what
@@ -32,6 +34,7 @@ def export_program(model: nn.Module, num_features: int, num_seeds: int | None = 
         num_features: Number of features.
         num_seeds: How many rows to return, those of the first nodes: 1 for programs that answer for a single node. None
             returns all.
+        edge_weight: Whether it takes ``edge_weight`` float32 ``[E]`` besides, as a GCN may.
 
     Returns:
         What ``torch.export.save`` writes, and what is called as ``program.module()(x, edge_index)``.
@@ -56,10 +59,15 @@ def export_program(model: nn.Module, num_features: int, num_seeds: int | None = 
     x = torch.zeros(_NUM_NODES, num_features)
     nodes = torch.arange(_NUM_EDGES) % _NUM_NODES
     edge_index = torch.stack([nodes, (nodes + 1) % _NUM_NODES])
-    shapes = {"x": {0: Dim("num_nodes")}, "edge_index": {1: Dim("num_edges")}}
+    num_edges = Dim("num_edges")
+    shapes: dict[str, Any] = {"x": {0: Dim("num_nodes")}, "edge_index": {1: num_edges}}
+    given = [x, edge_index]
+    if edge_weight:
+        shapes["edge_weight"] = {0: num_edges}
+        given.append(torch.ones(_NUM_EDGES))
     try:
         with torch.no_grad():
-            return export(plain, (x, edge_index), dynamic_shapes=shapes, strict=False)
+            return export(plain, tuple(given), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # of many kinds
         name, reason = type(plain.model).__name__, str(error).strip().partition("\n")[0]
         raise ValueError(f"{name} cannot be exported for {num_features} features: {reason}") from error
@@ -121,9 +129,11 @@ class _Plain(nn.Module):
         self.model = copy.deepcopy(getattr(model, "_orig_mod", model)).cpu().float().requires_grad_(False)
         self.num_seeds = num_seeds
         for layer in self.model.modules():
-            if getattr(layer, "cached", False):  # what it keeps is of one graph
+            if getattr(layer, "cached", False):
                 layer.cached = False
+                for name in [name for name in vars(layer) if name.startswith("_cached_")]:  # of one graph
+                    setattr(layer, name, None)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        rows: Tensor = self.model(x, edge_index)
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        rows: Tensor = self.model(x, edge_index, *(() if edge_weight is None else (edge_weight,)))
         return rows if self.num_seeds is None else rows[: self.num_seeds]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lightning_gnn.cli import main as cli
 from lightning_gnn.cli import predictions
 from lightning_gnn.cli.predictions import check_format, columns, node_names, write_parquet
-from lightning_gnn.graph import save_folder
+from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.graph.synthetic import planted_power_law
 from tests.cli.command import NODE, lgnn
 

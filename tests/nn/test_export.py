@@ -61,7 +61,9 @@ def test_programs_return_what_the_model_returns(name):
 def test_of_a_neighbourhood_the_first_rows_are_those_of_the_seeds(name):
     torch.manual_seed(0)
     module = NodeClassifier(MODELS[name](), 4).eval()
-    datamodule = NeighborDataModule(small_data(), num_neighbors=[4, 3], batch_size=1)
+    data = small_data()
+    del data.edge_weight
+    datamodule = NeighborDataModule(data, num_neighbors=[4, 3], batch_size=1)
     loader = datamodule.val_dataloader()
     one, all_rows = (export_program(module, 12, num_seeds).module() for num_seeds in (1, None))
     for batch, _ in zip(loader, range(8), strict=False):
@@ -97,6 +99,17 @@ def test_a_program_runs_where_this_package_is_not(name, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert run.stdout == "equal\n", run.stderr
+
+
+def test_weights_of_edges():
+    torch.manual_seed(0)
+    model = MODELS["gcn"]().eval()
+    called = export_program(model, 12, edge_weight=True).module()
+    for x, edge_index in graphs():
+        weight = torch.rand(edge_index.size(1))
+        with torch.no_grad():
+            expected = model(x, edge_index, weight)
+        torch.testing.assert_close(called(x, edge_index, weight), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_cannot_be_exported():

@@ -25,7 +25,7 @@ from tests.batching_data import small_data
 from tests.nn.test_tasks import labelled, trainer
 
 
-def tested(module, data, tmp_path):
+def scored(module, data, tmp_path):
     """Return what is logged of a test in mini-batches, and outputs and labels of the nodes that are tested."""
     datamodule = NeighborDataModule(data, num_neighbors=[-1], batch_size=16)
     logged = trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)[0]
@@ -47,7 +47,7 @@ def test_of_classes(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["top2", "macro_f1", "weighted_acc", "ece", "macro_auroc", "mcc", "kappa", "acc"]
     module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=names)
-    found, rows, y = tested(module, classes(), tmp_path)
+    found, rows, y = scored(module, classes(), tmp_path)
     assert set(found) == {*names, "loss"}
     top = rows.topk(2).indices
     assert found["top2"] == pytest.approx((top == y[:, None]).any(1).float().mean().item())
@@ -69,7 +69,7 @@ def test_of_labels(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["macro_auroc", "micro_ap", "exact"]
     module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=names)
-    found, rows, y = tested(module, labelled("multilabel"), tmp_path)
+    found, rows, y = scored(module, labelled("multilabel"), tmp_path)
     assert set(found) == {*names, "f1", "loss"}
     rows, y = rows.double().sigmoid(), y.long()
     assert found["macro_auroc"] == pytest.approx(multilabel_auroc(rows, y, 3).item(), abs=1e-5)
@@ -85,7 +85,7 @@ def test_of_labels(tmp_path):
 def test_of_numbers(tmp_path):
     pl.seed_everything(0, verbose=False)
     module = NodeRegressor(GraphSAGE(6, 8, 1, 2), metrics=["rmse", "r2"])
-    found, rows, y = tested(module, labelled("regression"), tmp_path)
+    found, rows, y = scored(module, labelled("regression"), tmp_path)
     assert found["rmse"] == pytest.approx(mean_squared_error(rows, y, squared=False).item(), rel=1e-5)
     assert found["r2"] == pytest.approx(r2_score(rows, y).item(), rel=1e-4)
     assert found["loss"] == pytest.approx(F.mse_loss(rows, y).item(), rel=1e-5)
@@ -133,7 +133,7 @@ def ogb(monkeypatch):
 def test_an_evaluator_gets_all_nodes_once(ogb, tmp_path):
     data = classes()
     module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=["ogbn-arxiv"])
-    found, rows, y = tested(module, data, tmp_path)
+    found, rows, y = scored(module, data, tmp_path)
     assert found["ogbn-arxiv"] == pytest.approx(found["acc"])
     (given,) = Evaluator.seen
     assert given["y_true"].shape == (int(data.test_mask.sum()), 1)
@@ -143,7 +143,7 @@ def test_an_evaluator_gets_all_nodes_once(ogb, tmp_path):
 
 def test_an_evaluator_of_labels_gets_what_ranks_them(ogb, tmp_path):
     module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=["ogbn-proteins"])
-    found, rows, _ = tested(module, labelled("multilabel"), tmp_path)
+    found, rows, _ = scored(module, labelled("multilabel"), tmp_path)
     assert found["ogbn-proteins"] == pytest.approx(module._shares(rows).sum().item(), rel=1e-5)
 
 
