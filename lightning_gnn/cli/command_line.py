@@ -234,13 +234,13 @@ def _explain(error: Exception, typed: list[str]) -> str:
     """Return one line: what is wrong with what was typed, and the closest name."""
     cause = error.__cause__
     text = re.sub(r"\s+", " ", str(error)).strip()
-    if isinstance(error, MissingConfigException) and (error.options or error.missing_cfg_file in _PLUGINS):
+    if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if error.missing_cfg_file in _PLUGINS:
             return f"{group}={name} needs a package: pip install 'lightning-gnn[sweep]'"
-        return (
-            f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
-        )
+        if error.options:
+            hint = closest(name, error.options, aside=True)
+            return f"{group}={name} is unknown{hint}: there are {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
         return _explain_override(error.override, text)
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:

@@ -92,7 +92,7 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     x, edge_index = torch.randn(_NUM_NODES, num_features), torch.randint(_NUM_NODES, (2, _NUM_EDGES))
     with torch.inference_mode():
         rows = program.module()(x, edge_index)
-        expected = module.eval().model(x, edge_index)[:num_seeds]  # type: ignore[operator,union-attr]
+        expected = module.eval().model(x, edge_index)[:num_seeds]  # type: ignore[operator]
     count = "num_nodes" if num_seeds is None else num_seeds
     return (
         f"{path}: x [num_nodes, {num_features}], edge_index [2, num_edges] -> [{count}, {rows.size(1)}]; on a graph of "
