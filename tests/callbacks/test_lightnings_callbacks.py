@@ -143,9 +143,9 @@ def links():
     data = graph()
     torch.manual_seed(0)
     module = LinkPredictor(GraphSAGE(8, 16, 2), lr=0.02)
-    edges = data.edge_index[:, :200]
+    edges = {"input_train_edges": data.edge_index[:, :200], "input_val_edges": data.edge_index[:, 200:260]}
     return module, lambda size: LinkDataModule(
-        data, edges, num_neighbors=[4, 3], batch_size=size, seed=1, neg_sampling="binary"
+        data, **edges, num_neighbors=[4, 3], batch_size=size, seed=1, neg_sampling="binary"
     )
 
 
