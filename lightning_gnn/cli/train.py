@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
@@ -172,6 +172,8 @@ def _fit_and_test(
             val = val if best.best_model_score is None else best.best_model_score
         if val is not None:
             scores[f"val_{metric}"] = float(val)
+        # It would answer the load of a checkpoint with the weights in training, in the place of their average.
+        trainer.callbacks = [item for item in trainer.callbacks if not isinstance(item, WeightAveraging)]  # type: ignore[attr-defined]
     if getattr(datamodule, "test_dataloader", None) is not None:
         tested = trainer.test(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False)
         scores = {name: value for name, value in tested[0].items() if name.startswith("test_")} | scores
