@@ -16,10 +16,11 @@ from lightning_gnn.cli.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.report import save_numbers
-from lightning_gnn.report.comparison import compare
+from lightning_gnn.report.comparison import compare, print_comparison, told_differently
 from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.run_page import run_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run, shown_seconds
+from lightning_gnn.report.sweep_page import write_sweep_page
 from lightning_gnn.runtime.files import read_yaml
 from tests.cli.command import NODE, lgnn, metrics_of
 from tests.cli.test_plan import HYBRID, SERVER, plan
@@ -287,6 +288,55 @@ def test_a_sweep(tmp_path, capfd):
     assert report_command.main([str(folder)]) == 0
     assert "Comparison" in capfd.readouterr().out
     assert page_of(folder).elements == page.elements
+
+
+def sweep_of(folder, scores):
+    """Leave the files of runs with two learning rates and two seeds each, one of which has failed."""
+    for job, found in enumerate(scores):
+        hidden = folder / str(job) / ".hydra"
+        hidden.mkdir(parents=True)
+        OmegaConf.save([f"task.lr=0.{1 + job // 2}", f"seed={job % 2}"], hidden / "overrides.yaml")
+        OmegaConf.save({"hydra": {"job": {"num": job, "config_name": "train"}}}, hidden / "hydra.yaml")
+        metrics = {"error": "it broke"} if found is None else {**found, "epoch_time_s": 1.5, "test_loss": 0.3}
+        (folder / str(job) / "metrics.json").write_text(json.dumps({**metrics, "title": NASTY}))
+
+
+def test_every_score_is_compared_the_one_that_picks_first(tmp_path, capsys):
+    scores = [{"test_hits@10": 0.5 + job / 10, "test_mrr": 0.25 * job, "val_mrr": 0.2 * job} for job in range(3)]
+    sweep_of(tmp_path, [*scores, None])
+    rows = compare(tmp_path)
+    assert told_differently(rows) == ["task.lr", "seed"]
+    assert rows[1]["test_mrr_mean"] == pytest.approx(0.125)
+    assert rows[0]["test_hits@10_std"] == pytest.approx(0.1 / 2**0.5)
+    assert "test_loss" not in rows[0]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "failed"]
+    print_comparison(rows, tmp_path / "comparison.csv")
+    shown = capsys.readouterr().out
+    head = next(line for line in shown.splitlines() if "job" in line)
+    assert head.index("test_mrr") < head.index("val_mrr") < head.index("test_hits@10") < head.index("epoch_time_s")
+    assert "test_mrr: mean" in head
+    assert "0.1250 ± 0.1768 (2)" in shown
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    page = page_of(tmp_path)
+    assert "settings and scores" in page.all("svg")[0]["aria-label"]
+    assert "test_mrr, mean" in page.text("th")
+
+
+@pytest.mark.parametrize(("name", "best"), [("mae", "0.1"), ("f1", "0.2")])
+def test_errors_are_better_where_they_are_lower(tmp_path, name, best):
+    sweep_of(tmp_path, [{f"test_{name}": value} for value in (0.1, 0.2, 0.6, 0.7)])
+    rows = compare(tmp_path)
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    page = page_of(tmp_path)
+    cells = [data.strip() for tag, data in page.texts if tag == "td"]
+    means = {"0.1": "0.1500", "0.2": "0.6500"}
+    at = cells.index(means[best])
+    assert cells[at - 1] == best
+    assert at < cells.index(means["0.2" if best == "0.1" else "0.1"])
+    drawn = [line["style"] for line in page.all("polyline")]
+    assert "stroke-opacity: 0.95" in drawn[-1]  # the best on top
+    strongest = next(title for title in reversed(page.text("title").splitlines()) if title.startswith("job"))
+    assert strongest == f"job {0 if name == 'mae' else 3}: task.lr={best}, seed={0 if name == 'mae' else 1}"
 
 
 @pytest.mark.parametrize(
