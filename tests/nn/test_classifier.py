@@ -205,7 +205,7 @@ def test_checkpoint_reload_and_resume(tmp_path: Path) -> None:
         tmp_path / "a.ckpt", model=GraphSAGE(8, 16, 2, 4, dropout=0.5), weights_only=True
     )
     wanted = {"num_classes": 4, "lr": 0.02, "weight_decay": 1e-4, "target": None, "kind": "multiclass"}
-    assert dict(again.hparams) == wanted | {"class_weights": None, "label_smoothing": 0.0}
+    assert dict(again.hparams) == wanted | {"class_weights": None, "label_smoothing": 0.0, "metrics": ()}
     batch = mini_batch(2, 7)
     assert torch.equal(again.eval().predict_step(batch, 0), module.eval().predict_step(batch, 0))
     resumed = trainer(tmp_path, max_epochs=3)
