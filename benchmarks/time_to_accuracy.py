@@ -1,11 +1,12 @@
 """The time of a whole ``pl.Trainer`` fit until 90 % validation accuracy, on the CPU, against PyG's loader and layers.
 
 The graph of ``make train`` with its model (GraphSAGE, 3 layers, 128 channels), and one of 22,000 nodes with 128
-features. Both sides train with the same sizes, optimizer, fanouts and seeds, and validate on sampled neighbourhoods
-after each epoch; ours trains once as PyG's does, and once with ``precompute="first_layer"``. Before, each contestant
-has trained for an epoch that does not count, so that nothing is compiled in what does; the graph is in memory and
-sorted by nobody. Of each side's numbers of workers and of torch's threads the best one for an epoch takes part. The
-figure is seconds per fit, each with another seed; the epochs that fits took come along.
+features, of whose labels 2 % are redrawn: with the 7 % of the other one, nobody gets beyond 89 % on so few. Both sides
+train with the same sizes, optimizer, fanouts and seeds, and validate on sampled neighbourhoods after each epoch; ours
+trains once as PyG's does, and once with ``precompute="first_layer"``. Before, each contestant has trained for an epoch
+that does not count, so that nothing is compiled in what does; the graph is in memory and sorted by nobody. Of each
+side's numbers of workers and of torch's threads the best one for an epoch takes part. The figure is seconds per fit,
+each with another seed; the epochs that fits took come along.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ GRAPHS: dict[str, dict[str, Any]] = {
         "accuracy": 0.9,
     },
     "22k nodes": {
-        "graph": {"num_nodes": 22_000, "num_edges": 342_000, "num_classes": 16, "num_features": 128},
+        "graph": {
+            "num_nodes": 22_000,
+            "num_edges": 342_000,
+            "num_classes": 16,
+            "num_features": 128,
+            "label_noise": 0.02,
+        },
         "fanouts": [10, 10, 5],
         "accuracy": 0.9,
     },

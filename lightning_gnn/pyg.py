@@ -37,9 +37,9 @@ def enable_pyg_sampling() -> PyGSampling:
     enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
     enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
 
-    Graphs of one type and of several, with times and with weights, are sampled by us, without pyg-lib: those of one
-    type on the GPU where ``data.edge_index`` lies on one, all others (and in worker processes) on the CPU. The random
-    numbers come from torch's global generator, as PyG's do. ``HGTLoader`` keeps PyG's own sampler.
+    Graphs of one type and of several, with times and with weights, are sampled by us, without pyg-lib: on the GPU where
+    all of their ``edge_index`` lie on one, all others (and in worker processes) on the CPU. The random numbers come
+    from torch's global generator, as PyG's do. ``HGTLoader`` keeps PyG's own sampler.
 
     Returns:
         A handle with ``disable()``.
@@ -178,8 +178,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         self.subgraph_type = subgraph_type
         self.keep_orig_edges = False
         self._rank = ProcessRank()
-        edges = data.get("edge_index") if isinstance(data, Data) else None
-        self.device = edges.device if isinstance(edges, Tensor) and edges.device.type == "cuda" else None
+        self.device = None if remote else gpu_of(data)
         self._on_device: PersistentNeighborSampler | None = None
         if share_memory:
             self.graph.share_memory_()
@@ -221,21 +220,20 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         """Return our sampler with the options of now."""
         if (self.time_attr, self.weight_attr) != self._attributes:
             raise NotImplementedError("time_attr and weight_attr cannot be others for evaluation than for training")
-        sampler = self._sampler
         fanouts = self._fanouts()
-        # Worker processes cannot use the parent's GPU.
-        plain = isinstance(self.graph, CSCGraph) and not self.graph.is_temporal and self.graph.weight is None
-        if self.device is not None and plain and get_worker_info() is None:
-            if self._on_device is None:
-                self._on_device = PersistentNeighborSampler(self.graph, fanouts or [0], seed=0, device=self.device)
-            sampler = self._on_device
-        return sampler.with_options(
-            num_neighbors=fanouts if isinstance(fanouts, dict) else fanouts or [0],
-            replace=self.replace,
-            disjoint=self._disjoint,
-            subgraph_type=self.subgraph_type,
-            temporal_strategy=self.temporal_strategy,
-        )
+        options = {
+            "num_neighbors": fanouts if isinstance(fanouts, dict) else fanouts or [0],
+            "replace": self.replace,
+            "disjoint": self._disjoint,
+            "subgraph_type": self.subgraph_type,
+            "temporal_strategy": self.temporal_strategy,
+        }
+        if self.device is None or get_worker_info() is not None:  # worker processes cannot use the parent's GPU
+            return self._sampler.with_options(**options)
+        if self._on_device is None:
+            self._on_device = PersistentNeighborSampler.of(self._sampler, device=self.device)
+        self._on_device = self._on_device.with_options(**options)  # and keeps what these have copied there
+        return self._on_device
 
     def _sample(self, seed: Any, seed_time: Any = None, **kwargs: Any) -> Output:
         # The key is drawn from torch's global stream: each worker process has a new one in each epoch.
@@ -248,9 +246,21 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         return _restored(out) if self.sample_direction == "backward" else out
 
 
+def gpu_of(data: Data | HeteroData) -> torch.device | None:
+    """Return the GPU on which all edges of a graph lie, None if they do not."""
+    edges = [store.get("edge_index") for store in data.edge_stores]
+    places = {each.device if isinstance(each, Tensor) else None for each in edges}
+    place = places.pop() if len(places) == 1 else None
+    return place if place is not None and place.type == "cuda" else None
+
+
 def _topology(data: Data | HeteroData) -> CSCGraph | HeteroCSCGraph:
     """Take the topology from what PyG's loaders cut the edges of a mini-batch out of."""
     if isinstance(data, HeteroData):
+        if alone := [store._key for store in data.edge_stores if "graph" in store and "edge_index" not in store]:
+            raise ValueError(
+                f"PyG's loaders need data[{alone[0]}].edge_index: for its graph use the loaders of lightning_gnn"
+            )
         return HeteroCSCGraph.from_data(data)
     if data.get("adj") is not None:
         raise ValueError("data.adj is not supported: use data.edge_index")

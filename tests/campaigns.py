@@ -1,6 +1,8 @@
 """Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
 
-``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all.
+``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
+a parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
+Each slice takes a case at least, unless the mark says ``seldom=True``: a test without cases is then in one part alone.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import hypothesis
 import pytest
 
 SLICES = 8
 T = TypeVar("T")
+_PLACE = pytest.StashKey[tuple[int, int, int]]()
+"""Place among the cases, how many there are, and a number of the test."""
 
 
 def slice_of_commit(folder: Path) -> int:
@@ -31,6 +36,32 @@ def campaign(test: Callable[..., Any]) -> Any:
     return pytest.mark.campaign(pytest.mark.parametrize("number", range(SLICES))(test))
 
 
+def place_cases(items: Sequence[pytest.Item]) -> None:
+    """Give the cases of one parametrised test their places among each other, in which neighbours are not alike."""
+    mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
+    for place, item in enumerate(mixed):
+        item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
+
+
+def is_of_slice(item: pytest.Item, chosen: int) -> bool:
+    """Say whether a slice takes a test, as each does with one that is no campaign."""
+    mark = item.get_closest_marker("campaign")
+    if mark is None:
+        return True
+    if "number" in (given := item.callspec.params if hasattr(item, "callspec") else {}):
+        return bool(given["number"] == chosen)
+    place, count, test = item.stash[_PLACE]
+    parts = mark.kwargs.get("parts", SLICES)
+    if not mark.kwargs.get("seldom", False):
+        parts = min(parts, count)
+    return (place + test) % parts == chosen % parts
+
+
+def cases_of(session: pytest.Session, test: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return the parameters of all cases of a test that are run: what a fixture for all of them has to make."""
+    return [item.callspec.params for item in session.items if getattr(item, "function", None) is test]
+
+
 def one_slice(cases: Sequence[T], number: int) -> Sequence[T]:
     """Return a slice's share of the cases: every eighth, as neighbours are alike."""
     return cases[number::SLICES]
@@ -44,7 +75,7 @@ def drawn(count: int) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(test: Callable[..., Any]) -> Any:
-        test = fewer_examples(hypothesis.settings(max_examples=count // SLICES)(test))
+        test = hypothesis.settings(max_examples=count // SLICES)(test)
 
         def run(number: int) -> None:
             hypothesis.seed(number)(test)()

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import signal
 from pathlib import Path
 from zlib import crc32
 
@@ -18,15 +19,17 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from tests.campaigns import SLICES, fewer_examples, slice_of_commit
+from tests.campaigns import SLICES, fewer_examples, is_of_slice, place_cases, slice_of_commit
 from tests.patience import Watch
 
+HANDLERS = pytest.StashKey[dict]()
 torch.set_num_threads(1)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 # Compiling on first use makes first examples slow; a fixed seed makes a failure in CI a failure everywhere.
 settings.register_profile(
     "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
+settings.register_profile("half", settings.get_profile("project"), max_examples=50)  # of `make test`
 settings.register_profile("small", settings.get_profile("project"), max_examples=10)  # of `make check`
 settings.load_profile("project")
 
@@ -35,20 +38,31 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slice",
         choices=[*map(str, range(SLICES)), "all"],
-        help=f"the slice of the campaigns to run, of {SLICES}; by default the one that the commit's hash chooses",
+        help=f"the slice of the campaigns to run, of {SLICES}; by default the one that the commit's hash chooses, "
+        "or all of a test that is named",
     )
 
 
 def pytest_configure(config):
     # Set here, before xdist starts its workers with these options, so that all run the same slice.
-    config.option.slice = config.option.slice or str(slice_of_commit(Path(__file__).parent))
+    if config.option.slice is None:
+        by_name = any("::" in argument for argument in config.args)
+        config.option.slice = "all" if by_name else str(slice_of_commit(Path(__file__).parent))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Number all cases of a test, whichever of them are run."""
+    made = yield
+    if isinstance(made, list):
+        place_cases([item for item in made if isinstance(item, pytest.Item)])
+    return made
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the other slices, and begin with what takes long, so that no worker is left with it at the end."""
     chosen = config.option.slice
-    campaigns = [item for item in items if item.get_closest_marker("campaign")]
-    others = [item for item in campaigns if chosen not in ("all", str(item.callspec.params["number"]))]
+    others = [] if chosen == "all" else [item for item in items if not is_of_slice(item, int(chosen))]
     config.hook.pytest_deselected(items=others)
     for test in {item.obj for item in items if hasattr(item, "obj") and is_hypothesis_test(item.obj)}:
         fewer_examples(test)
@@ -80,3 +94,33 @@ def pytest_runtest_protocol(item):
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with Watch(lambda: capture and capture.suspend_global_capture(in_=True)):
         return (yield)
+
+
+def handlers():
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    item.stash[HANDLERS] = handlers()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Fail a test that leaves Ctrl-C to somebody else: a later one could end the whole process."""
+    outcome = yield
+    before, after = item.stash[HANDLERS], handlers()
+    if after != before:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        pytest.fail(f"handlers of signals were {before} before, and are {after}", pytrace=False)
+    return outcome
+
+
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

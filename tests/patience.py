@@ -85,6 +85,8 @@ class Watch:
         self._over.set()
 
     def _run(self):
+        if self._over.wait(LOOK):  # as for nearly all tests: a look at all processes of a machine costs milliseconds
+            return
         silence, ended = Silence(), False
         while not self._over.wait(LOOK):
             if silence.look(LOOK) * LOOK < SILENCE:

@@ -50,6 +50,7 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
@@ -580,6 +581,7 @@ def test_the_ablation_sets_predictions_beside_what_was_measured(load, monkeypatc
     assert (row["speedup"], row["against"]) == (1.25, f"{benchmark.ALONE}, 2x the CPU trainer")
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 def test_a_script_that_fails_says_why(load, tmp_path):
     scripts = load("scripts")
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*KeyError: 'nodes'") as error:
@@ -587,6 +589,7 @@ def test_a_script_that_fails_says_why(load, tmp_path):
     assert "Traceback" in str(error.value)
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_hybrid_benchmark_needs_no_hydra():
     check = "import sys, benchmarks.hyscale; assert 'hydra' not in sys.modules"
@@ -604,6 +607,7 @@ def test_the_figure_of_hybrid_training_is_drawn(load, tmp_path):
     assert (tmp_path / "hyscale.png").stat().st_size > 1000
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 def test_the_stages_of_the_sleeping_machine_give_the_epochs_they_were_solved_from(load):
     simulated = load("collective_simulated")
     for setting in (simulated.UK, simulated.PAPERS):
@@ -630,6 +634,7 @@ WAYS = {
 }
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sleeping_machine_trains_each_mini_batch_once_and_in_order(way, load):
     times = load("collective_simulated").UK.times(4, 1 / 100)

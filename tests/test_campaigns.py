@@ -28,6 +28,26 @@ def test_cases(number):
 def test_kinds(kind, number):
     pass
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("one", range(4))
+@pytest.mark.parametrize("two", range(5))
+def test_grid(one, two):
+    pass
+
+@pytest.mark.campaign(parts=3)
+@pytest.mark.parametrize("one", range(10))
+def test_parts(one):
+    pass
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("one", range(2))
+def test_few(one):
+    pass
+
+@pytest.mark.campaign(parts=4, seldom=True)
+def test_seldom():
+    pass
+
 @drawn(800)
 @given(st.integers(0, 10**9))
 def test_draws(value):
@@ -46,7 +66,8 @@ def run(pytester):
     pytester.makepyfile(f"import pytest\n{TESTS}")
 
     def run_with(*arguments):
-        result = pytester.runpytest_inprocess("-s", "-p", "no:xdist", *arguments)
+        # faulthandler is of the whole process, in which these tests run too.
+        result = pytester.runpytest_inprocess("-s", "-p", "no:xdist", "-p", "no:faulthandler", *arguments)
         ran = [
             report.nodeid for report in result.reprec.getreports("pytest_runtest_logreport") if report.when == "call"
         ]
@@ -64,23 +85,39 @@ def test_all_slices_together_are_everything(run):
     assert "campaigns: all slices" in shown
     ran = Counter(test for tests, _, _ in parts for test in tests)
     assert ran.keys() == set(whole)
-    assert {test for test in ran if ran[test] > 1} == {test for test in whole if test.endswith("test_no_campaign")}
+    # In fewer parts than there are slices, several slices take the same.
+    often = {test.rpartition("::")[2].partition("[")[0] for test in ran if ran[test] > 1}
+    assert often == {"test_no_campaign", "test_parts", "test_few", "test_seldom"}
+    assert sum(test.endswith("test_seldom") for tests, _, _ in parts for test in tests) == SLICES // 4
+    for tests, _, _ in parts:
+        counts = Counter(test.rpartition("::")[2].partition("[")[0] for test in tests)
+        assert counts["test_grid"] in (2, 3)
+        assert counts["test_parts"] in (3, 4)
+        assert counts["test_few"] == 1
     assert sum((lines for _, lines, _ in parts), Counter()) == printed
     assert {f"case {case}" for case in range(100)} <= printed.keys()
     draws = sum(count for line, count in printed.items() if line.startswith("drawn"))
-    assert draws == SLICES * max(1, 100 * settings().max_examples // 100)
+    assert draws == 800
 
 
 def test_a_run_says_its_slice_and_begins_with_what_takes_long(run):
-    ran, _, shown = run("--slice=3")
+    ran, _, shown = run("--slice=3", "-k", "not seldom")
     assert "campaigns: slice 3 of 8; repeat it with --slice=3" in shown
-    assert [test.rpartition("::")[2] for test in ran] == [
-        "test_kinds[a-3]",
-        "test_kinds[b-3]",
-        "test_cases[3]",
-        "test_draws[3]",
-        "test_no_campaign",
-    ]
+    names = [test.rpartition("::")[2] for test in ran]
+    assert names[:3] == ["test_kinds[a-3]", "test_kinds[b-3]", "test_cases[3]"]
+    others = list(dict.fromkeys(name.partition("[")[0] for name in names[3:]))
+    assert others == ["test_grid", "test_parts", "test_few", "test_draws", "test_no_campaign"]
+
+
+def test_a_test_that_is_named_is_run_whole(run, pytester):
+    (path,) = pytester.path.glob("test_*.py")
+    assert len(run(f"{path}::test_grid")[0]) == 20
+    assert len(run(f"{path}::test_seldom")[0]) == 1
+    (one,) = run(f"{path}::test_parts[4]")[0]
+    assert one.endswith("test_parts[4]")
+    # A slice has the same cases, whichever are named with it.
+    assert sum(one in run(f"--slice={number}", f"{path}::test_parts")[0] for number in range(3)) == 1
+    assert sum(one in run(f"--slice={number}")[0] for number in range(3)) == 1
 
 
 def test_a_small_profile_draws_a_tenth():

@@ -49,6 +49,7 @@ def test_the_wheel_holds_one_package(wheel):
     assert "lightning_gnn/ascend_ops/host/CMakeLists.txt" in names
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_command_runs_in_another_directory(wheel, tmp_path):
     environment = tmp_path / "venv"

@@ -300,6 +300,12 @@ def test_an_edge_index_that_is_no_tensor_is_named():
         (Data(num_nodes=3, adj_t=torch.eye(3).to_sparse_csr()), "sparse_csr: use data.edge_index"),
         (Data(num_nodes=3, graph=CSCGraph.from_edge_index(torch.tensor([[0], [1]]), 3)), "data.graph"),
         (Data(num_nodes=3, edge_index=torch.tensor([[0], [5]])), "node 5"),
+        (
+            HeteroData(
+                {"a": {"num_nodes": 3}, ("a", "to", "a"): {"graph": CSCGraph.from_edge_index(torch.eye(2).long())}}
+            ),
+            r"need data\[\('a', 'to', 'a'\)\].edge_index: for its graph use the loaders of lightning_gnn",
+        ),
     ],
 )
 def test_refused_graphs(data, message):

@@ -20,6 +20,7 @@ from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.saved_run import KeepConfig
+from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.runtime.messages import closest
 from lightning_gnn.runtime.resume import keyed_random
@@ -199,7 +200,7 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link")
     kind = _recommended(cfg, data)
-    edges, time = data[kind].edge_index, data[kind][cfg.task.time]
+    edges, time = edges_of(data, kind), data[kind][cfg.task.time]
     order = torch.argsort(time, stable=True)
     counts = [round(order.numel() * cfg.task.split[f"num_{stage}"]) for stage in ("train", "val", "test")]
     if min(counts) < 1 or sum(counts) > order.numel():

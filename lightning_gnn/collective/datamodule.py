@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
@@ -23,11 +23,16 @@ from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of, stores_of
+from lightning_gnn.sampling.neighbor import beyond_plain
 
 ROUTES = ("auto", "cpu")
 _CPU_PART = 4
 """Without an accelerator the model needs the cores: one in so many prepares mini-batches."""
+_SAMPLING = (
+    "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "temporal_strategy", "time_window", "labor",
+)  # fmt: skip
+"""What of a sampler changes how long it takes."""
 
 
 class CollectiveDataModule(PersistentSamplerDataModule):
@@ -71,8 +76,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         >>> str(datamodule.plan).splitlines()[0].split(',')[0]
         'collective batching: the CPU prepares about 33% of the mini-batches'
     """
-
-    refused = ("a graph with types", "time_attr", "weight_attr", "sampler='labor'", "subgraph_type")
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         loader = CollectiveLoader(
             self.batch_data,
             self.graph_sampler,
-            input_nodes=self._nodes[stage],
+            **self._inputs(stage),
             tables=self._host_tables(route),
             route=route,
             device=training_device,
@@ -186,12 +189,12 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         cores = cores_of_process(self.trainer)
         return max(1, cores // _CPU_PART if device.type == "cpu" and self.gpu_route == "auto" else cores - 1)
 
-    def _host_tables(self, route: Any) -> dict[str, FeatureTable]:
+    def _host_tables(self, route: Any) -> dict[Any, FeatureTable]:
         """Where the CPU gathers from: what the GPU stores in fewer bits must be the same on the host."""
-        values = self.data._store.get("x")
-        if route is None or self.gpu_route == "cpu" or not self.quantize or not isinstance(values, Tensor):
+        if route is None or self.gpu_route == "cpu" or not self.quantize:
             return {}
-        return {"x": FeatureTable(values).quantized()} if "x" in self._tables else {}
+        quantized = {name_of(store, "x"): store for _, store in stores_of(self.data) if "x" in store}
+        return {name: FeatureTable(store["x"]).quantized() for name, store in quantized.items() if name in self._tables}
 
     def _end_model(self) -> int:
         """Called when a validation in mid-epoch begins, which is not the model's time."""
@@ -331,7 +334,9 @@ def machine_name(device: torch.device, cores: int) -> str:
     return f"{processor}, {cores} cores, {accelerator}"
 
 
-def configuration_name(data: Data, sampler: Any, model: pl.LightningModule | None, settings: Sequence[Any]) -> str:
+def configuration_name(
+    data: Data | HeteroData, sampler: Any, model: pl.LightningModule | None, settings: Sequence[Any]
+) -> str:
     """Return 32 hexadecimal digits that change with what the stages' times depend on.
 
     Args:
@@ -340,9 +345,13 @@ def configuration_name(data: Data, sampler: Any, model: pl.LightningModule | Non
         model: Its class and the sizes of its parameters.
         settings: Anything else, by its ``repr``.
     """
-    tensors = {key: value for key, value in data.to_dict().items() if isinstance(value, Tensor)}
-    shapes = [(key, str(value.dtype), tuple(value.shape)) for key, value in tensors.items()]
-    sampling = [getattr(sampler, name, None) for name in ("num_neighbors", "replace", "disjoint", "backend")]
+    shapes = [
+        (name, key, str(value.dtype), tuple(value.shape))
+        for name, store in stores_of(data)
+        for key, value in store.items()
+        if isinstance(value, Tensor)
+    ]
+    sampling = [*beyond_plain(sampler), *(getattr(sampler, name, None) for name in _SAMPLING)]
     parameters = [] if model is None else [None if is_lazy(p) else tuple(p.shape) for p in model.parameters()]
     kind = None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
     graph = (data.num_nodes, shapes, type(sampler).__name__, sampling)

@@ -25,7 +25,7 @@ from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing, T
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -245,13 +245,13 @@ class CollectiveLoader(ThreadedNodeLoader):
         slot = getattr(self._slot, "value", None)
         if slot is None or not ids.is_cpu:
             return super()._rows(store, key, ids)
-        if key in self.tables:
-            table = self.tables[key]
-            return table.gather(ids, out=slot.empty(key, (ids.numel(), table.num_features), table.dtype))
+        if (name := name_of(store, key)) in self.tables:
+            table = self.tables[name]
+            return table.gather(ids, out=slot.empty(name, (ids.numel(), table.num_features), table.dtype))
         value = store[key]
         if type(value) is not Tensor or not value.is_cpu or self.data.__cat_dim__(key, value, store) != 0:
             return super()._rows(store, key, ids)
-        return gather_rows(value, ids, out=slot.empty(key, (ids.numel(), *value.shape[1:]), value.dtype))
+        return gather_rows(value, ids, out=slot.empty(name, (ids.numel(), *value.shape[1:]), value.dtype))
 
 
 _PATIENCE_S = 1.0

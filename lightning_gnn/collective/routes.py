@@ -44,7 +44,7 @@ class HostSlot:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._blocks: dict[str, Tensor] = {}
+        self._blocks: dict[Any, Tensor] = {}
         self.read_until: Any = None
         """Event after which a device no longer reads it."""
 
@@ -53,7 +53,7 @@ class HostSlot:
         """Bytes of all buffers."""
         return sum(block.numel() for block in self._blocks.values())
 
-    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the buffer of that name, whose content is lost.
 
         Raises:

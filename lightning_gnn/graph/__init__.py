@@ -5,7 +5,8 @@ and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what
 ``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
 (one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
-``graph/hetero_folder.py`` (graphs on disk), ``graph/tables.py`` (a database as a graph).
+``graph/hetero_folder.py`` (graphs on disk), ``graph/topology_files.py`` (their topologies), ``graph/tables.py`` (a
+database as a graph).
 """
 
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles

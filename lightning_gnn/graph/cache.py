@@ -7,6 +7,7 @@ Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GP
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +228,65 @@ def plan_dual_cache(
     saved = [float(gain[part].sum()) for part in parts]
     served = [float(count[node[part]].sum() / (count.sum() or 1.0)) for count, part in zip(counts, parts, strict=True)]
     return DualCachePlan(nodes[0], nodes[1], spent[0], spent[1], saved[0], saved[1], served[0], served[1])
+
+
+def plan_row_caches(counts: Mapping[Any, Tensor], row_bytes: Mapping[Any, int], budget_bytes: int) -> dict[Any, Tensor]:
+    """Split one budget between the feature rows of several types, greedily by benefit per byte.
+
+    As :func:`plan_dual_cache` does it; types have a cache, those first that are read most, if they are worth its lookup
+    table.
+
+    Args:
+        counts: How often each row was read, ``[num_nodes]`` of each type.
+        row_bytes: Bytes of a feature row of each type.
+        budget_bytes: Bytes on the device, lookup tables included.
+
+    Returns:
+        The nodes of each type that has any, int64 ``[n]``, the most beneficial first.
+
+    Raises:
+        ValueError: A negative or non-finite count.
+    """
+    cost = {name: math.ceil(row_bytes[name] / SECTOR_BYTES) * SECTOR_BYTES for name in counts}
+    gains = {name: _checked_counts(reads, reads.numel()) * cost[name] for name, reads in counts.items()}
+    names = sorted(gains, key=lambda name: -float(gains[name].sum()))
+    found = [np.flatnonzero(gains[name]) for name in names]
+    none = np.empty(0, np.int64)
+    kinds = np.repeat(np.arange(len(names)), [nodes.size for nodes in found])
+    node = np.concatenate([none, *found])
+    size = np.concatenate([none, *(np.full(own.size, row_bytes[name]) for name, own in zip(names, found, strict=True))])
+    gain = np.concatenate([none, *(gains[name][own] for name, own in zip(names, found, strict=True))])
+    order = np.argsort(-(gain / np.maximum(size, 1)), kind="stable")
+    allowed, best, best_gain, left = np.zeros(len(names), np.bool_), none, 0.0, int(budget_bytes)
+    for number, name in enumerate(names):
+        table = 4 * gains[name].size
+        allowed[number] = True
+        chosen = _fill(order, kinds, size, allowed, left - table)
+        allowed[number] = left > table and gain[chosen].sum() > best_gain
+        if allowed[number]:
+            best, best_gain, left = chosen, float(gain[chosen].sum()), left - table
+    by_type = {name: torch.from_numpy(node[best[kinds[best] == number]]) for number, name in enumerate(names)}
+    return {name: nodes for name, nodes in by_type.items() if nodes.numel()}
+
+
+def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:
+    """Return the nodes with the highest scores of all types together, by type; ties go to earlier types.
+
+    Args:
+        scores: Numbers ``[num_nodes]`` of each type, at least of one.
+        count: How many nodes.
+
+    Returns:
+        int64 ``[n]`` of each type that has any, the hottest first.
+    """
+    chosen, first = hottest(torch.cat([*scores.values()]), count), 0
+    out: dict[Any, Tensor] = {}
+    for name, own in scores.items():
+        nodes = chosen[(chosen >= first) & (chosen < first + own.numel())] - first
+        first += own.numel()
+        if nodes.numel():
+            out[name] = nodes
+    return out
 
 
 def hottest(scores: Tensor, count: int) -> Tensor:

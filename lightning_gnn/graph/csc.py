@@ -344,12 +344,13 @@ class CSCGraph:
         return folder
 
     @classmethod
-    def load(cls, folder: str | Path, mmap: bool = True) -> CSCGraph:
+    def load(cls, folder: str | Path, mmap: bool = True, num_sources: int | None = None) -> CSCGraph:
         """Read what :meth:`save` wrote.
 
         Args:
             folder: The folder.
             mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
+            num_sources: As for :meth:`from_edge_index`.
 
         Raises:
             FileNotFoundError: The folder lacks an array.
@@ -365,7 +366,7 @@ class CSCGraph:
             load_array(edge_ids, mmap) if os.path.lexists(edge_ids) else None,
         )
         try:
-            return cls.from_csc(*arrays)
+            return cls.from_csc(*arrays, num_sources)
         except (TypeError, ValueError) as error:
             raise type(error)(f"the graph in {folder}: {error}") from None
 
@@ -382,6 +383,9 @@ class CSCGraph:
 
 def count_edges(data: Data | HeteroData) -> int:
     """Return the number of edges; PyG's ``data.num_edges`` is 0 where ``graph``, a :class:`CSCGraph`, holds them."""
+    if isinstance(data, HeteroData):
+        graphs = [(store, store.get("graph")) for store in data.edge_stores]
+        return sum(int(store.num_edges if graph is None else graph.num_edges) for store, graph in graphs)
     graph = data.get("graph")
     return int(data.num_edges if graph is None else graph.num_edges)
 

@@ -32,8 +32,9 @@ from torch_geometric.transforms import NormalizeFeatures, ToUndirected
 from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.graph.arrays import check_file, load_array, new_file, save_arrays
-from lightning_gnn.graph.folder import class_numbers, load_folder, write_csc
+from lightning_gnn.graph.folder import class_numbers, load_folder
 from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
+from lightning_gnn.graph.topology_files import write_csc
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, kept, locked
 
 __all__ = ["convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit"]

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.graph.arrays import check_room, create_array, expect_scattered_reads, load_array, save_arrays
+from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.graph.checks import check_node_data, check_nodes
-from lightning_gnn.graph.csc import (
-    CSCGraph,
-    check_edge_index,
-    check_ids,
-    check_integers,
-    index_dtype,
-    sort_by_target,
-)
+from lightning_gnn.graph.csc import CSCGraph, check_integers
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero_folder import is_hetero_folder, load_hetero_folder
 from lightning_gnn.graph.synthetic_labels import Labels
-from lightning_gnn.runtime.store import checked_once, checksum, kept
+from lightning_gnn.graph.topology_files import TOPOLOGY, load_topology
 
 SPLITS = ("train", "val", "test")
 _EXPECTED = (
     "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
     "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
 )
-_TOPOLOGY = ("indptr", "indices", "edge_ids")
-KEPT_FROM = 1_000_000
-"""Edge lists with so many edges or more are kept sorted."""
-CHECKED_ONCE = 1 << 26
-"""Bytes of a topology from which it is remembered that its ids were checked."""
 
 
 def load_folder(
@@ -81,7 +67,7 @@ def load_folder(
     if is_hetero_folder(root):
         return load_hetero_folder(root, mmap, check)
     x = _features(root, mmap)
-    data = Data(x=x, graph=_topology(root, x.size(0), mmap, check))
+    data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x.npy has {x.size(0)} rows, one per node"))
     path = root / "y.npy"
     if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
         data.y = _read_labels(path, labels, x.size(0), mmap)
@@ -136,50 +122,12 @@ def save_folder(data: Data, root: str | Path) -> Path:
     graph = CSCGraph.from_data(data)
     if graph.num_nodes != num_nodes:
         raise ValueError(f"data.graph has {graph.num_nodes} nodes, but data.x has {num_nodes} rows")
-    for name in ("x", "edge_index", *_TOPOLOGY, *arrays):
+    for name in ("x", "edge_index", *TOPOLOGY, *arrays):
         if os.path.lexists(root / f"{name}.npy"):
             raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
-    topology = {name: getattr(graph, name) for name in _TOPOLOGY}
+    topology = {name: getattr(graph, name) for name in TOPOLOGY}
     save_arrays(root, {"x": features.values, **arrays, **topology})  # x gets its name last: without it, no graph
     return root
-
-
-def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: bool = True) -> None:
-    """Sort an edge list by target straight into the files of a folder, holding only ``16 * N`` bytes in memory.
-
-    Args:
-        edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
-        num_nodes: Number of nodes ``N``.
-        folder: Where to write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy``.
-        edge_ids: Keep ``edge_ids.npy``; without it, edges are numbered in CSC order.
-
-    Raises:
-        OSError: The disk has no room for it.
-        TypeError: ``edge_index`` is no integer tensor.
-        ValueError: Its shape is not ``[2, E]``, or it holds a node outside ``[0, N)``.
-    """
-    folder = Path(folder)
-    check_edge_index(edge_index)
-    for side in (0, 1):
-        check_ids(edge_index[side], num_nodes, f"edge_index[{side}]")
-    row, col = edge_index[0].numpy(), edge_index[1].numpy()
-    dtypes = {"indices": index_dtype(num_nodes), "edge_ids": index_dtype(row.size)}
-    needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
-    folder.mkdir(parents=True, exist_ok=True)
-    check_room(folder, needed + (1 << 20))
-    indices, order = (
-        np.asarray(create_array(folder / f"{name}.npy", dtype, (row.size,))) for name, dtype in dtypes.items()
-    )
-    indptr = sort_by_target(row, col, num_nodes, indices, order)
-    del indices, order  # Windows removes no file that is mapped
-    save_arrays(folder, {"indptr": indptr})
-    block = 1 << 24
-    in_order = all(
-        bool((col[at + 1 : at + 1 + block] >= col[at : at + block][: col.size - 1 - at]).all())
-        for at in range(0, col.size, block)
-    )
-    if in_order or not edge_ids:
-        (folder / "edge_ids.npy").unlink()
 
 
 def _features(root: Path, mmap: bool) -> Tensor:
@@ -194,78 +142,6 @@ def _features(root: Path, mmap: bool) -> Tensor:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return expect_scattered_reads(values) if mmap else values
-
-
-def _topology(root: Path, num_nodes: int, mmap: bool, check: bool) -> CSCGraph:
-    sorted_files = [root / "indptr.npy", root / "indices.npy"]
-    present = [path for path in sorted_files if os.path.lexists(path)]
-    edge_index = root / "edge_index.npy"
-    if os.path.lexists(edge_index):
-        if present:
-            raise ValueError(f"{edge_index} and {present[0].name} both give the topology; remove one of them")
-        return _sorted_edges(edge_index, num_nodes, mmap)
-    for path in sorted_files:
-        if not os.path.lexists(path):
-            raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
-    graph = _load_csc(root, mmap, check)
-    if graph.num_nodes != num_nodes:
-        raise ValueError(
-            f"{root / 'indptr.npy'} has {graph.num_nodes + 1} entries, but x.npy has {num_nodes} rows and so needs "
-            f"{num_nodes + 1}; write both for the same nodes"
-        )
-    return graph
-
-
-def _load_csc(folder: Path, mmap: bool, check: bool) -> CSCGraph:
-    """Like :meth:`CSCGraph.load`, with messages that name the files, and without the passes over them if wished."""
-    paths = [folder / f"{name}.npy" for name in _TOPOLOGY]
-    arrays = [load_array(path, mmap) if os.path.lexists(path) else None for path in paths]
-    indptr, indices, edge_ids = arrays
-    try:
-        if indptr is None or indices is None:
-            raise ValueError("indptr or indices is missing")
-        whole = partial(CSCGraph.from_csc, indptr, indices, edge_ids)
-        if check and sum(array.nbytes for array in arrays if array is not None) < CHECKED_ONCE:
-            return whole()
-        if check:
-            checked_once([path for path in paths if path.exists()], whole)
-        for name, array in zip(_TOPOLOGY, arrays, strict=True):
-            if array is not None:
-                check_integers(array, name)
-                if array.dim() != 1 or (array is edge_ids and array.numel() != indices.numel()):
-                    raise ValueError(f"{name} must hold one entry per edge, but has the shape {list(array.shape)}")
-        if not indptr.numel() or int(indptr[-1]) != indices.numel():
-            raise ValueError(f"indptr must end at the number of edges, {indices.numel()}")
-        return CSCGraph(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"the topology in {folder} ({', '.join(path.name for path in paths)}): {error}") from None
-
-
-def _sorted_edges(path: Path, num_nodes: int, mmap: bool) -> CSCGraph:
-    edge_index = load_array(path, mmap)
-    try:
-        check_edge_index(edge_index)
-        if edge_index.size(1) < KEPT_FROM:
-            return CSCGraph.from_edge_index(edge_index, num_nodes)
-        path = path.resolve()
-
-        def read(folder: Path, check: bool) -> CSCGraph:
-            graph = CSCGraph.load(folder / "csc", mmap) if check else _load_csc(folder / "csc", mmap, check=False)
-            if (graph.num_nodes, graph.num_edges) != (num_nodes, edge_index.size(1)):
-                raise ValueError(f"it has {graph.num_nodes} nodes and {graph.num_edges} edges")
-            return graph
-
-        graph = kept(
-            "topology",
-            checksum("sorted edges 1", str(path), num_nodes),
-            lambda folder: write_csc(edge_index, num_nodes, folder / "csc"),
-            read,
-            title=f"{path}, {num_nodes} nodes",
-            sources=[path],
-        )
-        return CSCGraph.from_edge_index(edge_index, num_nodes) if graph is None else graph
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}; x.npy has {num_nodes} rows, one per node") from None
 
 
 def _read_labels(path: Path, labels: Labels, num_nodes: int, mmap: bool) -> Tensor:

@@ -132,6 +132,15 @@ class HeteroCSCGraph:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
 
 
+def edges_of(data: HeteroData, edge_type: EdgeType) -> Tensor:
+    """Return the edges of one type in the user's order, int64 ``[2, E]``, however ``data`` holds them."""
+    store = data[edge_type]
+    edge_index = store.get("edge_index")
+    if edge_index is not None:
+        return edge_index  # type: ignore[no-any-return]
+    return _relation(store, data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes).to_edge_index()
+
+
 def _relation(store: Any, num_sources: int, num_targets: int) -> CSCGraph:
     graph = store.get("graph")
     if isinstance(graph, CSCGraph):

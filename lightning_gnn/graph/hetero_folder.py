@@ -12,8 +12,9 @@ from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.checks import check_nodes
-from lightning_gnn.graph.csc import check_edge_index, check_ids
+from lightning_gnn.graph.csc import CSCGraph, check_edge_index, check_ids
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.topology_files import TOPOLOGY, is_kept, is_sorted, load_topology
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 
 NODES, EDGES, BETWEEN = "nodes", "edges", "__"
@@ -30,13 +31,19 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
       ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
       array with a row per node, such as ``time.npy``;
     - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
+      From a million edges on it is sorted by target once, and kept in the user's cache (see ``lgnn cache``) until the
+      file changes: ``data[SOURCE, RELATION, TARGET].graph`` is then the memory-mapped
+      :class:`~lightning_gnn.graph.CSCGraph`, and there is no ``edge_index``. So it is with ``indptr.npy`` int64
+      ``[N_target + 1]``, ``indices.npy`` int32 or int64 ``[E]`` and, where other arrays have another order than these,
+      ``edge_ids.npy`` ``[E]`` instead of ``edge_index.npy``: the topology as a :class:`CSCGraph` keeps it.
 
     A file ``NAME.json`` with a list of texts, such as ``feature_names``, becomes that list.
 
     Args:
         root: The folder.
-        mmap: Leave the arrays of nodes on disk and let the system page them in; writes never reach the files.
-        check: Look for ids out of range.
+        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files. An ``edge_index``
+            that is not kept sorted is sorted in memory by whoever samples.
+        check: Look for ids out of range; a large topology that passed is not read again until its files change.
 
     Returns:
         ``HeteroData``.
@@ -44,8 +51,8 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
     Raises:
         FileNotFoundError: The folder or a file that it needs is missing.
         TypeError: An array of another dtype.
-        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, or a folder of edges whose
-            name names no types of nodes.
+        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology that is given
+            twice, or a folder of edges whose name names no types of nodes.
     """
     root = Path(root)
     types = sorted(path.name for path in (root / NODES).glob("*") if path.is_dir())
@@ -67,7 +74,8 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     """Write a graph with types as a folder that :func:`load_hetero_folder` reads.
 
     Args:
-        data: Attributes of nodes and edges must be tensors, or lists of texts.
+        data: Attributes of nodes and edges must be tensors, or lists of texts; the ``graph`` of a type, a
+            :class:`CSCGraph`, is written in CSC order.
         root: The folder; it must not hold a graph yet.
 
     Returns:
@@ -77,22 +85,26 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
         FileExistsError: The folder holds a graph already.
         OSError: The disk has no room for it, or cannot be written to.
         TypeError: An attribute is neither a tensor nor a list of texts.
-        ValueError: A name cannot be that of a folder, or the graph has attributes of its own.
+        ValueError: A name cannot be that of a folder, the graph has attributes of its own, or a type has both ``graph``
+            and ``edge_index``, or a ``graph`` with times or weights.
     """
     root = Path(root)
     if (root / NODES).exists() or (root / EDGES).exists():
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
-    folders: dict[str, dict[str, Tensor]] = {}
+    folders: dict[str, dict[str, Tensor | None]] = {}
     texts: dict[str, str] = {}
     for store in (*data.node_stores, *data.edge_stores):
         parts = [store._key] if isinstance(store._key, str) else list(store._key)
         if any(not part or "/" in part or "\\" in part or part.startswith(".") or BETWEEN in part for part in parts):
             raise ValueError(f"{store._key!r} cannot be the name of a folder; rename the type")
-        arrays = {}
+        arrays: dict[str, Tensor | None] = {}
         folder = f"{NODES if len(parts) == 1 else EDGES}/{BETWEEN.join(parts)}"
         for name, value in store.items():
             if _are_texts(value):
                 texts[f"{folder}/{name}.json"] = json.dumps(value, ensure_ascii=False)
+                continue
+            if name == "graph" and isinstance(value, CSCGraph):
+                arrays |= _sorted_arrays(store, value)
                 continue
             if name == "num_nodes":
                 value = torch.tensor(value)
@@ -108,6 +120,16 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     for path, text in texts.items():
         write_whole(root / path, text)
     return root
+
+
+def _sorted_arrays(store: BaseStorage, graph: CSCGraph) -> dict[str, Tensor | None]:
+    if "edge_index" in store:
+        raise ValueError(f"data[{store._key!r}] has both graph and edge_index; remove one of them")
+    if graph.time is not None or graph.weight is not None:
+        raise ValueError(
+            f"data[{store._key!r}].graph has times or weights, which are not saved: give them as attributes of edges"
+        )
+    return {name: getattr(graph, name) for name in TOPOLOGY}
 
 
 def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bool) -> None:
@@ -141,24 +163,31 @@ def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None
             f"{folder} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with types of nodes that there are: "
             f"{', '.join(data.node_types)}"
         )
-    arrays = _arrays(folder, mmap)
-    if "edge_index" not in arrays:
+    arrays, store = _arrays(folder, mmap), data[kind]
+    num_sources, num_targets = (data[end].num_nodes for end in (kind[0], kind[2]))
+    edge_index = arrays.get("edge_index")
+    if edge_index is None and not is_sorted(folder):
         raise FileNotFoundError(f"{folder / 'edge_index.npy'} does not exist")
-    edge_index = arrays.pop("edge_index")
-    try:
-        check_edge_index(edge_index)
-        for side, end in enumerate((kind[0], kind[2])):
-            if check:
-                check_ids(edge_index[side], data[end].num_nodes, f"edge_index[{side}]")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{folder / 'edge_index.npy'}: {error}") from None
-    store = data[kind]
-    store.edge_index = edge_index.to(torch.int64)
+    if is_sorted(folder) or is_kept(edge_index):
+        counted = f"there are {num_sources} nodes of {kind[0]!r} and {num_targets} of {kind[2]!r}"
+        store.graph = load_topology(folder, num_targets, mmap, check, counted, num_sources)
+        num_edges = store.graph.num_edges
+    else:
+        assert edge_index is not None
+        try:
+            check_edge_index(edge_index)
+            for side, count in enumerate((num_sources, num_targets)):
+                if check:
+                    check_ids(edge_index[side], count, f"edge_index[{side}]")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{folder / 'edge_index.npy'}: {error}") from None
+        store.edge_index = edge_index.to(torch.int64)
+        num_edges = edge_index.size(1)
     for key, value in arrays.items():
-        if value.dim() == 0 or value.size(0) != edge_index.size(1):
-            raise ValueError(
-                f"{folder / key}.npy has the shape {list(value.shape)}, but there are {edge_index.size(1)} edges"
-            )
+        if key == "edge_index" or (is_sorted(folder) and key in TOPOLOGY):
+            continue
+        if value.dim() == 0 or value.size(0) != num_edges:
+            raise ValueError(f"{folder / key}.npy has the shape {list(value.shape)}, but there are {num_edges} edges")
         store[key] = value
     _read_texts(store, folder)
 

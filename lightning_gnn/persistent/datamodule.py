@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import HeteroData
 from torch_geometric.loader.utils import get_input_nodes
+from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.typing import NodeType
 
-from lightning_gnn.graph.cache import hottest, plan_dual_cache
+from lightning_gnn.graph.cache import hottest_of_types, plan_dual_cache, plan_row_caches
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
+from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_on_gpu, find_gpu
+from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.loader import ThreadedNodeLoader, of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
@@ -43,8 +45,8 @@ class PersistentSamplerDataModule(NeighborDataModule):
             lie on the device.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
-            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache). For
-            uniform sampling in graphs of one type, as ``cache_rows`` for these alone.
+            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache). Lists
+            have a share in uniform sampling of graphs of one type; else rows, of all types, have all of it.
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             graphs of one type; all else runs hop by hop); the samples are equal.
@@ -107,12 +109,6 @@ class PersistentSamplerDataModule(NeighborDataModule):
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use NeighborDataModule with it"
             )
-        check_on_gpu(self.graph_sampler)
-        check_on_gpu(self.eval_graph_sampler)
-        if (cache_rows or cache_bytes) and isinstance(self.data, HeteroData):
-            raise ValueError("cache_rows and cache_bytes are for graphs of one type: leave them out")
-        if cache_bytes and (what := beyond_plain(self.graph_sampler)):
-            raise ValueError(f"cache_bytes counts what uniform sampling reads, not {what[0]}: give cache_rows")
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
         self.mode, self.fetch_size = mode, fetch_size
@@ -139,9 +135,8 @@ class PersistentSamplerDataModule(NeighborDataModule):
         return ThreadedNodeLoader(
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
-            input_nodes=self._seeds(stage),
             tables=self._tables,
-            **({} if self._times[stage] is None else {"input_time": self._times[stage]}),
+            **self._inputs(stage),
             **kwargs,
         )
 
@@ -174,21 +169,25 @@ class PersistentSamplerDataModule(NeighborDataModule):
             for at, table in tables.items()
         }
         topology = choose_place(self.topology, sampler.graph.num_bytes, device, "the topology")
-        features = tables.get((None, "x")) if places.get((None, "x")) == "pinned" else None
+        features = {
+            name: table
+            for (name, key), table in tables.items()
+            if key == "x" and places[name, key] == "pinned" and not isinstance(name, tuple)
+        }
         hot_rows, hot_lists = self._hot_nodes(features, topology == "pinned")
         for at, table in tables.items():
             if places[at] == "device":
                 placed = table.to(device)
             else:
                 placed = pinned(table, table.num_nodes * table.row_bytes, device, named[at])
-                placed = placed.cached(hot_rows, device) if at[1] == "x" and hot_rows is not None else placed
+                placed = placed.cached(hot_rows[at[0]], device) if at[1] == "x" and at[0] in hot_rows else placed
             self._tables[at[1] if at[0] is None else at] = placed
         for (name, key), value in values.items():
             if (name, key) not in tables:
                 part = self._placed_data if name is None else self._placed_data[name]
                 part[key] = value.to(device)
         train = PersistentNeighborSampler.of(
-            sampler.with_options(exclude_seed_edges=False),  # there are none
+            sampler,
             device=device,
             topology=topology,
             mode=self.mode,
@@ -200,26 +199,29 @@ class PersistentSamplerDataModule(NeighborDataModule):
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
 
-    def _hot_nodes(self, features: FeatureTable | None, lists: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Choose whose rows, and whose adjacency lists, the device holds of what lies in host memory.
+    def _hot_nodes(self, tables: dict[NodeType | None, FeatureTable], lists: bool) -> tuple[Any, Tensor | None]:
+        """Choose whose rows, of each type, and whose adjacency lists, the device holds of what lies in host memory.
 
         Args:
-            features: The features, if they lie in host memory.
+            tables: The features of nodes that lie in host memory, by type; None names the only one.
             lists: Whether the topology does.
         """
-        graph = self.graph_sampler.graph
-        if self.cache_rows and features is not None:
-            return hottest(graph.out_degrees, self.cache_rows), None
-        if not self.cache_bytes or not (features is not None or lists):
-            return None, None
-        counts = count_accesses(
-            graph,
-            get_input_nodes(self.data, self._nodes["train"])[1],
-            self.graph_sampler.num_neighbors,
-            self.loader_kwargs["batch_size"],
-            _PRESAMPLED_BATCHES,
-            seed=self.seed,
-        )
+        sampler, graph = self.graph_sampler, self.graph_sampler.graph
+        if self.cache_rows and tables:
+            return hottest_of_types({name: _out_degrees(graph, name) for name in tables}, self.cache_rows), None
+        if not self.cache_bytes or not (tables or lists):
+            return {}, None
+        kind, seeds, _ = get_input_nodes(self.data, self._seeds("train"))
+        size = self.loader_kwargs["batch_size"]
+        if beyond_plain(sampler):
+            if not tables:
+                return {}, None
+            inputs = NodeSamplerInput(None, seeds, self._times["train"], kind)
+            reads = count_rows(sampler, inputs, size, _PRESAMPLED_BATCHES, seed=self.seed)
+            widths = {name: table.row_bytes for name, table in tables.items()}
+            return plan_row_caches({name: reads[name] for name in tables}, widths, self.cache_bytes), None
+        counts = count_accesses(graph, seeds, sampler.num_neighbors, size, _PRESAMPLED_BATCHES, seed=self.seed)
+        features = tables.get(None)
         plan = plan_dual_cache(
             counts.features if features is not None else torch.zeros_like(counts.features),
             counts.adjacency if lists else torch.zeros_like(counts.adjacency),
@@ -228,7 +230,19 @@ class PersistentSamplerDataModule(NeighborDataModule):
             graph.indices.element_size(),
             self.cache_bytes,
         )
-        return (plan.feature_nodes if features is not None else None), (plan.adjacency_nodes if lists else None)
+        rows = {} if features is None else {None: plan.feature_nodes}
+        return rows, (plan.adjacency_nodes if lists else None)
+
+
+def _out_degrees(graph: CSCGraph | HeteroCSCGraph, name: NodeType | None) -> Tensor:
+    """Return how many edges come from each node of a type, int64 ``[num_nodes]``."""
+    if isinstance(graph, CSCGraph):
+        return graph.out_degrees
+    degrees = torch.zeros(graph.sizes[str(name)], dtype=torch.int64)
+    for (source, _, _), relation in graph.relations.items():
+        if source == name:
+            degrees += relation.out_degrees
+    return degrees
 
 
 def _is_table(value: Tensor) -> bool:
@@ -288,24 +302,48 @@ def count_accesses(
         )
     features = torch.zeros(graph.num_nodes, dtype=torch.int64)
     adjacency = torch.zeros(graph.num_nodes, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    per_epoch = -(-seeds.numel() // batch_size)
-    for number in range(num_batches):
-        epoch, batch = divmod(number, per_epoch)
-        if batch == 0:
-            order = seeds[torch.randperm(seeds.numel(), generator=generator)]
-        key = batch_key(seed, epoch=epoch, batch=batch)
-        out = sample_neighbors(
-            graph,
-            order[batch * batch_size : (batch + 1) * batch_size],
-            fanouts,
-            key,
-            replace=replace,
-            disjoint=disjoint,
-            backend=backend,
-        )
+    for index, key in _shuffled(seeds.numel(), batch_size, num_batches, seed):
+        out = sample_neighbors(graph, seeds[index], fanouts, key, replace=replace, disjoint=disjoint, backend=backend)
         # A node can stand in a batch more than once: a seed given twice, or once per tree of a disjoint sample.
         features.index_add_(0, out.node, torch.ones_like(out.node))
         targets = out.node[out.edge_index[1]]
         adjacency.index_add_(0, targets, torch.ones_like(targets))
     return AccessCounts(features, adjacency, num_batches)
+
+
+def count_rows(
+    sampler: NeighborSampler, inputs: NodeSamplerInput, batch_size: int, num_batches: int, seed: int = 0
+) -> dict[NodeType | None, Tensor]:
+    """Sample mini-batches of shuffled seeds in any way and count how often each feature row is read.
+
+    Args:
+        sampler: Draws them.
+        inputs: The training nodes, with their type and times.
+        batch_size: Seeds per mini-batch.
+        num_batches: How many mini-batches; seeds are shuffled anew when they run out.
+        seed: Start of the random stream.
+
+    Returns:
+        Of each type of nodes, None where there is one, int64 ``[num_nodes]``.
+    """
+    sizes = sampler.graph.num_nodes
+    counts = {
+        name: torch.zeros(size, dtype=torch.int64)
+        for name, size in (sizes if isinstance(sizes, dict) else {None: sizes}).items()
+    }
+    for index, key in _shuffled(inputs.node.numel(), batch_size, num_batches, seed):
+        node = sampler.sample_from_nodes(inputs[index], key=key).node
+        for name, ids in (node if isinstance(node, dict) else {None: node}).items():
+            counts[name].index_add_(0, ids, torch.ones_like(ids))
+    return counts
+
+
+def _shuffled(num_seeds: int, batch_size: int, num_batches: int, seed: int) -> Iterator[tuple[Tensor, int]]:
+    """Give the positions of the seeds of each mini-batch, int64 ``[batch_size]`` or fewer, and its key."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    per_epoch = -(-num_seeds // batch_size)
+    for number in range(num_batches):
+        epoch, batch = divmod(number, per_epoch)
+        if batch == 0:
+            order = torch.randperm(num_seeds, generator=generator)
+        yield order[batch * batch_size : (batch + 1) * batch_size], batch_key(seed, epoch=epoch, batch=batch)

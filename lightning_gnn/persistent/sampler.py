@@ -19,7 +19,7 @@ from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
-from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
 
 MODES = ("fused", "persistent")
 
@@ -44,11 +44,13 @@ class PersistentNeighborSampler(NeighborSampler):
             graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the queue claims at a time.
         hot_nodes: Nodes whose adjacency lists are copied to the device where the topology is in pinned memory.
-        **options: Times, weights, LABOR and kinds of subgraphs, as for :class:`NeighborSampler`.
+        **options: Times, weights, LABOR, kinds of subgraphs and ``exclude_seed_edges``, as for
+            :class:`NeighborSampler`. Induced subgraphs with weights need the graph there twice, with weights and
+            without.
 
     Raises:
         TypeError: ``data`` is no graph, fanouts are no integers, or an option is unknown.
-        ValueError: A graph, fanout, topology, mode, fetch size or option that is not valid, or that does not work here.
+        ValueError: A graph, fanout, topology, mode, fetch size or option that is not valid.
         RuntimeError: Page-locked memory was refused; the message has the sizes.
 
     Examples:
@@ -99,7 +101,6 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
         other = cls.__new__(cls)
         other.__dict__.update(vars(sampler))
-        other.check_options()
         other._place(device, topology, mode, fetch_size, hot_nodes)
         return other
 
@@ -117,7 +118,7 @@ class PersistentNeighborSampler(NeighborSampler):
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
         if mode not in MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
-        host = self.graph
+        host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
             raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
@@ -127,35 +128,54 @@ class PersistentNeighborSampler(NeighborSampler):
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
         self.backend = "triton"
-        place = choose_place(topology, host.num_bytes, self.device, "the topology")
-        if place == "device":
-            self.graph = host.to(self.device)
-        else:
-            self.graph = pinned(host, host.num_bytes, self.device, "the topology")
-            # Offsets are few, and read first; that they are on the device also says where to sample.
-            if isinstance(host, HeteroCSCGraph):
-                self.graph = self.graph.map_relations(lambda _, part: _with_offsets(part, self.device))
-            else:
-                self.graph = _with_offsets(self.graph, self.device)
-        self.whole_graph = self.graph
+        self._topology = choose_place(topology, host.num_bytes, self.device, "the topology")
+        self.graph = self._placed(host)
+        if isinstance(whole, HeteroCSCGraph):  # edges of types without weights are the same
+            whole = whole.map_relations(
+                lambda name, part: self.graph.relations[name] if part is host.relations[name] else part
+            )
+        self.whole_graph = self.graph if self.whole_graph is host else whole
+        self._place_whole()
         hot = None
-        if place == "pinned" and hot_nodes is not None:
+        if self._topology == "pinned" and hot_nodes is not None:
             hot = host.cache_adjacency(hot_nodes, self.device)
         if plain:
             self._kernel = triton_sampler(
                 self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
             )
 
-    def check_options(self) -> None:
-        """Check what can be set later, too: as for :class:`NeighborSampler`, and what does not work here.
+    def _placed(self, graph: Any) -> Any:
+        """Return a copy of a graph where the GPU reads it."""
+        assert self.device is not None
+        if isinstance(graph, HeteroCSCGraph):
+            return graph.map_relations(lambda _, part: self._placed(part))
+        if self._topology == "device":
+            return graph.to(self.device)
+        # Offsets are few, and read first; that they are on the device also says where to sample.
+        there = pinned(graph, graph.num_bytes, self.device, "the topology")
+        return changed(there, indptr=there.indptr.to(self.device))
 
-        Raises:
-            ValueError: An option that does not work on a GPU.
-        """
-        super().check_options()
-        if self.exclude_seed_edges:
-            raise ValueError("exclude_seed_edges does not work on a GPU: use NeighborSampler")
-        check_on_gpu(self)
+    def _place_whole(self) -> None:
+        """Copy all edges to where the GPU reads them, if induced subgraphs need more than those that are picked."""
+        if self.device is None or self.subgraph_type != SubgraphType.induced or self._is_there(self.whole_graph):
+            return
+        whole = self.whole_graph
+        if isinstance(whole, HeteroCSCGraph):  # edges of types without weights are there already
+            self.whole_graph = whole.map_relations(lambda _, part: part if self._is_there(part) else self._placed(part))
+        else:
+            self.whole_graph = self._placed(whole)
+
+    def _is_there(self, graph: Any) -> bool:
+        assert self.device is not None
+        parts = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
+        return {part.indptr.device.type for part in parts} <= {self.device.type}
+
+    def with_options(self, **options: object) -> PersistentNeighborSampler:
+        """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
+        other = super().with_options(**options)
+        assert isinstance(other, PersistentNeighborSampler)
+        other._place_whole()
+        return other
 
     def sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
         """Sample the neighbourhoods of seeds on the GPU, by type if the graph has several.
@@ -203,19 +223,6 @@ class PersistentNeighborSampler(NeighborSampler):
         if self.device is None or graph.edge_ids is None:
             return super().original_positions(graph, edge)
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
-
-
-def _with_offsets(graph: CSCGraph, device: Any) -> CSCGraph:
-    return changed(graph, indptr=graph.indptr.to(device))
-
-
-def check_on_gpu(sampler: Any) -> None:
-    """Raise a ValueError if a sampler's options exclude each other on a GPU."""
-    if "weight_attr" in beyond_plain(sampler) and sampler.subgraph_type == SubgraphType.induced:
-        raise ValueError(
-            "weight_attr with subgraph_type='induced' needs the graph twice, with weights and without, which a GPU is "
-            "not given: use NeighborSampler or NeighborDataModule"
-        )
 
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:

@@ -62,8 +62,6 @@ class MiniBatchDataModule(ResumableDataModule):
 
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
-    refused: ClassVar[tuple[str, ...]] = ()
-    """What of :func:`~lightning_gnn.sampling.neighbor.beyond_plain` this class cannot sample."""
     _first_layer: FirstLayer | None = None
 
     def __init__(
@@ -125,7 +123,6 @@ class MiniBatchDataModule(ResumableDataModule):
             check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
         evaluation = _with_overrides(sampler, self.sampler_overrides)
-        self._check_sampled(beyond_plain(evaluation))
         self.precompute = check_option(precompute, self.data)
         if self.precompute is not None:
             self._first_layer = FirstLayer(self.precompute)
@@ -137,7 +134,6 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def _check_together(self, asked: list[str], precompute: str | None) -> None:
         """Refuse what this DataModule cannot do with a sampler, whoever has made it."""
-        self._check_sampled(asked)
         for whole, on, none_of in (
             (
                 "precompute",
@@ -150,10 +146,6 @@ class MiniBatchDataModule(ResumableDataModule):
                 raise ValueError(
                     f"{whole} goes over all edges at once, which does not go with {what[0]}: leave one out"
                 )
-
-    def _check_sampled(self, asked: list[str]) -> None:
-        if what := [name for name in asked if name in self.refused]:
-            raise ValueError(f"{what[0]}: {type(self).__name__} does not sample this; use NeighborDataModule")
 
     def _checked_times(self, stage: str, time: Any, count: int | None, what: str) -> Any:
         """Return the times of the seeds of a stage as a tensor.

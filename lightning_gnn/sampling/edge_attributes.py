@@ -25,7 +25,8 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
         name: The attribute, or None: nothing is done.
 
     Returns:
-        The topology, and the times of nodes, by type if there are several; None where edges have times of their own.
+        The topology, and the times of nodes, by type if there are several, on the CPU; None where edges have times of
+        their own.
 
     Raises:
         ValueError: Neither nodes nor edges have such an attribute, or both have.
@@ -33,7 +34,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     if name is None:
         return graph, None
     if isinstance(data, Data) and isinstance(graph, CSCGraph):
-        time = _attribute(data, name)
+        time = _attribute(data, name).cpu()
         if data.is_node_attr(name):
             return graph.with_source_time(time), time
         if data.is_edge_attr(name) or time.numel() == graph.num_edges:
@@ -46,7 +47,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     if bool(of_nodes) == bool(of_edges):
         both = "both nodes and edges have" if of_nodes else "no node type and no edge type has"
         raise ValueError(f"{both} times called {name!r}: give those of nodes, or those of edges")
-    given = {key: torch.as_tensor(time) for key, time in {**of_nodes, **of_edges}.items()}
+    given = {key: torch.as_tensor(time).cpu() for key, time in {**of_nodes, **of_edges}.items()}
     of_nodes = {key: given[key] for key in of_nodes}
     floating = any(time.is_floating_point() for time in given.values())
 

@@ -15,7 +15,7 @@ from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
@@ -234,9 +234,7 @@ def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeT
     if edges is None:
         if edge_type not in data.edge_types:
             raise ValueError(f"{name}: there is no edge type {edge_type}; give the edges too")
-        edges = data[edge_type].get("edge_index")
-        if edges is None:  # adj_t
-            edges = HeteroCSCGraph.from_data(data).relations[edge_type].to_edge_index()
+        edges = edges_of(data, edge_type)
     return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
 
 

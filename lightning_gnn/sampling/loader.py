@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.ops.hashing import key_of_part
@@ -343,8 +345,6 @@ class _ThreadedLoader:
                     part[key] = None
                 elif (name, key) in trained:
                     part[key], left[name, key] = torch.empty(0), ids  # the place among the attributes
-                elif typed and (name, key) in self.tables:
-                    part[key] = self.tables[name, key].gather(ids)
                 else:
                     part[key] = self._rows(store, key, ids)
             if node is not None and "n_id" not in store:
@@ -426,8 +426,8 @@ class _ThreadedLoader:
                 raise RuntimeError(f"{getattr(code, '__qualname__', code)} raised StopIteration") from error
 
     def _rows(self, store: Any, key: str, ids: Tensor) -> Any:
-        if key in self.tables:
-            return self.tables[key].gather(ids)
+        if (name := name_of(store, key)) in self.tables:
+            return self.tables[name].gather(ids)
         value = store[key]
         dim = self.data.__cat_dim__(key, value, store)
         if isinstance(value, Tensor) and value.is_cpu and ids.is_cpu and dim == 0:
@@ -457,7 +457,7 @@ class _ThreadedLoader:
                     f"{where} requires gradients, but the batch_sampler has no __len__: without it Lightning "
                     "fetches each mini-batch before the step that changes its rows"
                 )
-            if (key if name is None else (name, key)) in self.tables:
+            if name_of(store, key) in self.tables:
                 raise ValueError(f"{where} is trained, so no table can stand for it")
             if self.sparse_grad and (value.dim() != 2 or self.data.__cat_dim__(key, value, store) != 0):
                 raise ValueError(
@@ -601,6 +601,11 @@ def stores_of(data: Any) -> list[tuple[Any, Any]]:
     return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
 
 
+def name_of(store: Any, key: str) -> Any:
+    """Return the name of an attribute among those of all types: by (type, attribute) where there are several."""
+    return key if store._key is None else (store._key, key)
+
+
 def of_nodes(store: Any, key: str) -> bool:
     """Tell whether an attribute has a row for each node."""
     return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
@@ -608,6 +613,9 @@ def of_nodes(store: Any, key: str) -> bool:
 
 def of_edges(store: Any, key: str) -> bool:
     """Tell whether an attribute has a row for each edge."""
+    if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):  # PyG knows no such edges
+        value = store[key]
+        return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == graph.num_edges
     return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))
 
 

@@ -369,7 +369,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         }  # fmt: skip
         if self.subgraph_type == SubgraphType.induced:
             graph, counts = self.whole_graph, {}
-            whole = sample_hetero_neighbors(graph, out.node, [-1])
+            whole = sample_hetero_neighbors(graph, out.node, [-1], backend=self.backend)
             inside = {name: whole.edge_index[name][0] < out.node[name[0]].numel() for name in edge_index}
             edge_index = {name: whole.edge_index[name][:, inside[name]] for name in inside}
             edge = {name: whole.edge[name][inside[name]] for name in inside}
@@ -397,7 +397,12 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         )
 
     def _both_ways(self, out: Output) -> Output:
-        return out.to_bidirectional() if self.subgraph_type == SubgraphType.bidirectional else out
+        if self.subgraph_type != SubgraphType.bidirectional:
+            return out
+        both = out.to_bidirectional()
+        if isinstance(both, SamplerOutput):
+            both.edge = _first_edges(out)
+        return both
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
@@ -456,6 +461,20 @@ def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
     except ValueError:
         kinds = ", ".join(kind.value for kind in SubgraphType)
         raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
+
+
+def _first_edges(out: SamplerOutput) -> Tensor:
+    """Return the ids of the edges of a bidirectional subgraph, by (target, source).
+
+    Several edges, and reverses, between the same two nodes become one: PyG takes any id, this the first.
+    """
+    num_nodes = out.node.numel()
+    ends = torch.cat([out.col * num_nodes + out.row, out.row * num_nodes + out.col])
+    ends, order = ends.sort(stable=True)
+    first = torch.ones_like(ends, dtype=torch.bool)
+    first[1:] = ends[1:] != ends[:-1]
+    edge: Tensor = torch.cat([out.edge, out.edge])[order[first]]
+    return edge
 
 
 class ProcessRank:

@@ -162,6 +162,11 @@ class NeighborDataModule(MiniBatchDataModule):
             raise ValueError(f"there are no nodes for {stage}ing; give input_{stage.removesuffix('ict')}_nodes")
         return nodes if chosen is None else (chosen, nodes)
 
+    def _inputs(self, stage: str) -> dict[str, Any]:
+        """Return the seeds of a stage, and their times if they were given, as our loaders take them."""
+        times = self._times[stage]
+        return {"input_nodes": self._seeds(stage), **({} if times is None else {"input_time": times})}
+
     def _count(self, stage: str) -> int:
         return int(get_input_nodes(self.data, self._seeds(stage))[1].numel())
 
@@ -171,8 +176,7 @@ class NeighborDataModule(MiniBatchDataModule):
         return ThreadedNodeLoader(
             self.batch_data,
             self.graph_sampler if stage == "train" else self.eval_graph_sampler,
-            input_nodes=self._seeds(stage),
-            **({} if self._times[stage] is None else {"input_time": self._times[stage]}),
+            **self._inputs(stage),
             **self.loader_arguments(stage, self._count(stage)),
         )
 

@@ -98,7 +98,8 @@ def _reverse(name: EdgeType, given: Mapping[EdgeType, EdgeType | None], known: C
 
 
 def _others(row: Tensor, col: Tensor, pairs: Tensor) -> Tensor:
-    """Tell which edges, in ids of the graph, are none of some pairs; bool ``[m]``."""
+    """Tell which edges, in ids of the graph, are none of some pairs; bool ``[m]``, where the edges are."""
+    pairs = pairs.to(row.device)
     _, first = torch.unique(torch.cat([row, pairs[0]]), return_inverse=True)
     seconds, second = torch.unique(torch.cat([col, pairs[1]]), return_inverse=True)
     number = first * seconds.numel() + second
@@ -106,5 +107,6 @@ def _others(row: Tensor, col: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _kept_per_hop(kept: Tensor, counts: list[int]) -> list[int]:
-    ends = list(accumulate(counts))
-    return [int(kept[end - count : end].sum()) for count, end in zip(counts, ends, strict=True)]
+    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+    numbers: list[int] = before[torch.tensor(list(accumulate(counts, initial=0)), device=kept.device)].diff().tolist()
+    return numbers

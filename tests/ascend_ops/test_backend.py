@@ -304,6 +304,7 @@ def test_gat_trains_as_on_the_cpu():
     assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
 
 
+@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
 def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
@@ -324,6 +325,7 @@ def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
     assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
 
 
+@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
     """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: nothing but the chip is missing."""

@@ -333,6 +333,7 @@ print("clean")
 """
 
 
+@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_under_the_sanitizers():

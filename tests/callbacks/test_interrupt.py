@@ -23,12 +23,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +46,7 @@ def assert_same_weights(left, right):
         assert torch.equal(value, right[name]), name
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", [2, 5, 8])
@@ -114,6 +110,7 @@ def test_interrupted_in_the_test(tmp_path, capfd):
     assert "checkpoints/" in capfd.readouterr().err
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "one-cycle"])
 def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):

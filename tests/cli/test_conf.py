@@ -44,6 +44,7 @@ def test_every_key_is_explained(path):
             assert " # " in line or above, f"line {number + 1} has no comment: {line}"
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "choice",
     [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))],

@@ -98,6 +98,7 @@ def test_the_arguments_are_checked(arguments, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_it_is_a_command_of_lgnn(tmp_path):
     command = [sys.executable, "-m", "lightning_gnn", "doctor", "--json"]
@@ -120,5 +121,5 @@ def test_cache_is_a_command_of_lgnn(tmp_path, monkeypatch, capsys):
 def test_it_says_which_layers_are_fused(capsys):
     doctor.main([])
     printed = capsys.readouterr().out
-    for name in ("GCNConv", "SAGEConv", "GINConv", "HeteroGraphSAGE", "RGCN", "RGAT", "all others"):
+    for name in ("GCNConv", "SAGEConv", "GINConv", "HeteroGraphSAGE", "RGCN", "RGAT", "HGT", "all others"):
         assert name in printed

@@ -101,12 +101,14 @@ def one_line(directory, capfd, overrides, expected):
     return out
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("overrides", COMPOSED)
 def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
     assert one_line(tmp_path, capfd, overrides, COMPOSED[overrides]) == ""
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", BUILT)
 def test_a_configuration_that_cannot_be_built(tmp_path, capfd, overrides):

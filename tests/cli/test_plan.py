@@ -216,6 +216,22 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["predicted", "measured"]
 
 
+@pytest.mark.slow
+def test_the_collective_plan_of_a_graph_with_types(tmp_path, capfd):
+    typed = [
+        "data=hetero_synthetic", "data.num_papers=600", "data.num_authors=300", "data.num_topics=40",
+        "data.num_classes=3", "data.num_features=8", "data.split=[0.8,0.1,0.1]", "model=rgcn", "model.num_layers=2",
+        "model.hidden_channels=16", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "torch_threads=1",
+        "trainer.enable_progress_bar=false", "trainer.max_epochs=1", *COLLECTIVE[:3],
+    ]  # fmt: skip
+    assert plan(tmp_path, base=typed) == 0
+    made = CollectivePlan.load(tmp_path / "plan.yaml")
+    assert made.num_batches == 8
+    assert "CPU only" in capfd.readouterr().out
+    assert lgnn(tmp_path / "run", f"datamodule.plan={tmp_path}/plan.yaml", base=typed) == 0
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(_Profiling, "on_train_batch_end", lambda *args: signal.raise_signal(signal.SIGINT))
     assert plan(tmp_path, *COLLECTIVE) == 130
@@ -226,6 +242,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
 # -- what is refused
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),

@@ -79,6 +79,7 @@ TYPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["rgcn", "hetero_sage", "rgat", "hgt"])
 def test_graphs_with_types(tmp_path, model):
@@ -97,6 +98,7 @@ def test_a_folder_with_types_is_trained_and_evaluated(tmp_path):
     assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("model", ["rgcn", "hetero_sage"])
 def test_types_without_features_get_embeddings(tmp_path, capfd, model):
     data = planted_papers(300, 90, 20, 3, 8, split=(0.4, 0.2, 0.2))
@@ -200,6 +202,7 @@ def test_full_graph(tmp_path, capfd):
     assert plain["test_loss"] == pytest.approx(metrics["test_loss"], rel=1e-3)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["model=gat", "logger=none", "callbacks=none", "trainer=fast_dev", "experiment=smoke"]
@@ -279,6 +282,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", ERRORS)
 def test_wrong_configurations_are_one_line(tmp_path, capfd, overrides):
@@ -333,6 +337,7 @@ def test_sweep_compares_and_a_failed_job_does_not_hide_the_others(tmp_path, capf
     assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
 
 
+@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_sweep_with_joblib(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -342,6 +347,7 @@ def test_sweep_with_joblib(tmp_path):
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "ok"]
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     run = spawn(*NODE, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={tmp_path}")

@@ -16,6 +16,7 @@ from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.persistent.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, trainer
+from tests.sampling.test_typed import contents, typed_data
 
 pytestmark = [
     pytest.mark.cuda,
@@ -75,6 +76,30 @@ def test_batches_that_are_kept_equal_those_of_the_cpu(data, plain, places, plan)
             assert batch.x.is_cuda
             assert batch.edge_index.is_cuda
             assert_same_content(batch, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"time_attr": "time"},
+        {"weight_attr": "weight", "subgraph_type": "induced"},
+        {"sampler": "labor", "batch_dependency": 2},
+        {"subgraph_type": "bidirectional"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
+def test_batches_of_every_kind_equal_those_of_the_cpu(options, plan):
+    options = {"num_neighbors": [4, 3], "batch_size": 20, "seed": 3, **options}
+    places = {"topology": "pinned", "features": "pinned", "cache_rows": 50}
+    ours = CollectiveDataModule(typed_data(), plan=plan, num_workers=2, **options, **places)
+    theirs = NeighborDataModule(typed_data(), **options)
+    for name in ("train_dataloader", "val_dataloader"):
+        for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
+            assert contents(a) == contents(b)
+            assert all(part.x.is_cuda for part in a.node_stores if "x" in part)
+            assert all(part.edge_index.is_cuda for part in a.edge_stores)
 
 
 def test_batches_are_whole_when_the_model_reads_them_at_once(data, plain):

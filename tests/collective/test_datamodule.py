@@ -72,6 +72,7 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
         assert_same_training(fitted(collective(plan)), expected)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -85,9 +86,7 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
 def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
     sizes = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
     data = small_data(num_nodes=60, num_edges=300)
-    module = CollectiveDataModule(
-        data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, **options
-    )
+    module = CollectiveDataModule(data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, **options)
     loader = module.train_dataloader()
     batches = list(loader)
     assert loader.route is not None
@@ -109,6 +108,7 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 # -- a life with Lightning
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -162,6 +162,7 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
     assert loaders[0].ring.num_slots == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     waiting, release = threading.Event(), threading.Event()
 

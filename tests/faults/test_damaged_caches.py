@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes, keep_plan, kept_plan
-from lightning_gnn.graph import CompressedGraph, CSCGraph, folder
+from lightning_gnn.graph import CompressedGraph, CSCGraph, topology_files
 from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.nn import FullInference, GraphSAGE, full_batch, infer
@@ -31,7 +31,7 @@ TICK = {"seconds": 0.0}
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(folder, "KEPT_FROM", 0)
+    monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
     monkeypatch.setattr(full_batch, "KEPT_FROM", 0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here
     return tmp_path / "cache"
@@ -241,12 +241,12 @@ CHILD = """
 import random, sys, warnings
 from pathlib import Path
 import torch
-from lightning_gnn.graph import folder
+from lightning_gnn.graph import folder, topology_files
 from lightning_gnn.ops import sample_neighbors
 from tests.faults import test_damaged_caches as damage
 
 warnings.simplefilter("ignore")
-folder.KEPT_FROM = 0
+topology_files.KEPT_FROM = 0
 root, cache = map(Path, sys.argv[1:])
 truth = folder.load_folder(root).graph
 damages = [damage.fill_with_ones, damage.change_the_last_bytes, damage.copy_over, damage.truncate]
@@ -260,6 +260,7 @@ print("alive")
 """
 
 
+@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_process_that_samples_survives(tmp_path, cache):
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(data_folder(tmp_path / "g")), str(cache / "topology")]

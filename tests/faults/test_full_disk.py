@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,11 @@ from torch_geometric.data import Data
 
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.folder import save_folder, write_csc
+from lightning_gnn.graph.folder import save_folder
+from lightning_gnn.graph.topology_files import write_csc
 from lightning_gnn.nn import FullInference, GraphSAGE
 from lightning_gnn.nn.inference import infer
+from tests.full_graph.launch import run_script
 
 resource = pytest.importorskip("resource", reason="no limits on the size of files here")
 
@@ -187,9 +188,9 @@ infer(GraphSAGE(8, 64, num_layers=2, out_channels=4).eval(), torch.rand(n, 8), g
 
 
 @pytest.mark.slow
-def test_streamed_inference_on_a_full_disk_ends_with_a_message(small_disk: Path) -> None:
-    run = [sys.executable, "-c", SCRIPT, str(small_disk / "layers")]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+def test_streamed_inference_on_a_full_disk_ends_with_a_message(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run_script(tmp_path / "script.py", str(small_disk / "layers"))
     assert done.returncode == 1, done.stderr[-2000:]  # and no signal
     assert re.search(
         r"OSError: \[Errno 28\] \S+layer_0\.npy needs \d+ bytes and cannot be written \(No space left on device\): "

@@ -20,7 +20,7 @@ from tests.full_graph.training import (
     trainer_of,
 )
 
-EPOCHS = {"max_epochs": 10, "check_val_every_n_epoch": 10}
+EPOCHS = {"max_epochs": 5, "check_val_every_n_epoch": 5}
 
 
 def train_in_groups(rank, num_ranks, numbers, models, logs):

@@ -5,12 +5,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.cache import SECTOR_BYTES, RowCache, hottest, plan_dual_cache
+from lightning_gnn.graph.cache import (
+    SECTOR_BYTES,
+    RowCache,
+    hottest,
+    hottest_of_types,
+    plan_dual_cache,
+    plan_row_caches,
+)
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent import count_accesses
+from lightning_gnn.persistent.datamodule import count_rows
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
 
 
@@ -120,6 +130,45 @@ def test_ties_budgets_and_lookup_tables():
     assert "100.0%" in str(plan)
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 100)), max_size=3), st.integers(0, 600)
+)
+def test_rows_of_types_against_all_plans(types, budget):
+    reads = {number: counts(*read) for number, (read, _) in enumerate(types)}
+    widths = {number: width for number, (_, width) in enumerate(types)}
+    chosen = plan_row_caches(reads, widths, budget)
+    assert all(nodes.numel() and nodes.unique().numel() == nodes.numel() for nodes in chosen.values())
+    assert sum(nodes.numel() * widths[name] + 4 * reads[name].numel() for name, nodes in chosen.items()) <= budget
+
+    def gain(name, node):
+        return int(reads[name][node]) * -(-widths[name] // SECTOR_BYTES) * SECTOR_BYTES
+
+    found = [
+        (name, node, widths[name], gain(name, node))
+        for name, read in reads.items()
+        for node in range(read.numel())
+        if read[node]
+    ]
+    total = sum(gain(name, node) for name, nodes in chosen.items() for node in nodes.tolist())
+    best = best_gain(found, budget, {name: 4 * read.numel() for name, read in reads.items()})
+    assert total <= best
+    if len(types) == 1:
+        alone = plan_dual_cache(reads[0], 0 * reads[0], reads[0], widths[0], 8, budget)
+        assert chosen.get(0, counts()).tolist() == alone.feature_nodes.tolist()
+    if budget >= sum(4 * read.numel() + widths[name] * read.numel() for name, read in reads.items()):
+        assert total == best  # there is room for all
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=3), st.integers(0, 16))
+def test_the_hottest_of_all_types(scores, count):
+    chosen = hottest_of_types({number: counts(*part) for number, part in enumerate(scores)}, count)
+    order = sorted((-score, name, node) for name, part in enumerate(scores) for node, score in enumerate(part))
+    assert sorted((name, node) for name, nodes in chosen.items() for node in nodes.tolist()) == sorted(
+        entry[1:] for entry in order[:count]
+    )
+
+
 def test_measured_costs_move_the_split():
     reads, picks, degrees = counts(*range(1, 101)), counts(*range(100, 0, -1)), counts(*[20] * 100)
     budget = 12_000
@@ -201,6 +250,17 @@ def test_counts_are_those_of_the_mini_batches():
     for arguments in ((seeds[:0], [2], 1, 1), (seeds, [2], 0, 1), (seeds, [2], 1, 0)):
         with pytest.raises(ValueError, match="pre-sampling needs"):
             count_accesses(graph, *arguments)
+
+
+def test_rows_that_any_sampler_reads_are_counted():
+    graph = CSCGraph.from_csc(*power_law_graph(300, 2000))
+    seeds = torch.arange(0, 300, 2)
+    for options in ({}, {"replace": True}, {"disjoint": True}):
+        expected = count_accesses(graph, seeds, [4, 3], batch_size=40, num_batches=5, seed=7, **options).features
+        sampler = NeighborSampler(graph, [4, 3], **options)
+        found = count_rows(sampler, NodeSamplerInput(None, seeds), 40, 5, seed=7)
+        assert list(found) == [None]
+        assert torch.equal(found[None], expected)
 
 
 def test_from_counts_to_caches_within_the_budget():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.graph import CSCGraph, folder
+from lightning_gnn.graph import CSCGraph, topology_files
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.runtime import manifest
 from lightning_gnn.runtime.store import is_writable
@@ -158,7 +158,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """A cache of its own, in which graphs of any size are kept."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
-    monkeypatch.setattr(folder, "KEPT_FROM", 0)
+    monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
     return root
 
 
@@ -208,7 +208,7 @@ def test_small_graphs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_large_topology_is_checked_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "CHECKED_ONCE", 0)
+    monkeypatch.setattr(topology_files, "CHECKED_ONCE", 0)
     monkeypatch.setattr(manifest, "_SETTLED_NS", 0)
     passes = []
     check = CSCGraph.from_csc.__func__  # type: ignore[attr-defined]
@@ -286,7 +286,7 @@ def bad_edge(value: int) -> np.ndarray:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no x": ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
-    "no topology": ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected x\.npy"),
+    "no topology": ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected indptr\.npy"),
     "half a topology": (
         {"edge_index": None, "indptr": np.zeros(N + 1, np.int64)},
         FileNotFoundError,

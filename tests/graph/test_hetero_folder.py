@@ -1,13 +1,19 @@
 """Graphs with types on disk, and drawn."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from lightning_gnn import CSCGraph, HeteroCSCGraph, LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn.graph import topology_files
+from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers, planted_ratings
-from tests.sampling.test_typed import WRITES, typed_data
+from tests.sampling.test_typed import CITES, WRITES, typed_data
 
 
 def same(one, other):
@@ -79,6 +85,170 @@ def test_damage_is_named(tmp_path, change, error, message):
     root = written(tmp_path)
     change(root)
     with pytest.raises(error, match=message):
+        load_hetero_folder(root)
+
+
+def in_csc_order(data):
+    """Return the graph with each type's topology as a graph of its own, and no edge list."""
+    for kind in data.edge_types:
+        sizes = [data[end].num_nodes for end in (kind[2], kind[0])]
+        data[kind].graph = CSCGraph.from_edge_index(data[kind].edge_index, *sizes)
+        del data[kind].edge_index
+    return data
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """A cache of its own, in which edges of any number are kept."""
+    root = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
+    monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
+    return root
+
+
+def files_of(tensor):
+    """The files that are mapped where a tensor lies."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found = []
+    for line in maps:
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end and "/" in line:
+            found.append(Path(line[line.index("/") :]).name)
+    return found
+
+
+def batches(data, **options):
+    settings = {"num_neighbors": [4, 3], "batch_size": 30, "seed": 5} | options
+    seeds = ("paper", torch.arange(150))
+    return list(NeighborDataModule(data, seeds, **settings).train_dataloader())
+
+
+def same_batches(one, other):
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert set(ours.metadata()[1]) == set(theirs.metadata()[1])
+        for a in (*ours.node_stores, *ours.edge_stores):
+            b = theirs[a._key]
+            assert set(a) == set(b)
+            for key, value in a.items():
+                assert torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key], key
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("how", ["written in CSC order", "kept sorted"])
+def test_a_mapped_topology_gives_the_same_batches(tmp_path, cache, how):
+    data = typed_data()
+    if how == "kept sorted":
+        save_hetero_folder(data, tmp_path / "graph")
+    else:
+        save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+        assert not list((tmp_path / "graph").rglob("edge_index.npy"))
+    for _ in range(2):
+        loaded = load_folder(tmp_path / "graph")
+        assert len(list(cache.glob("topology/*"))) == (5 if how == "kept sorted" else 0)
+        graph = NeighborSampler(loaded, [4, 3]).graph
+        assert isinstance(graph, HeteroCSCGraph)
+        assert not any("edge_index" in store for store in loaded.edge_stores)
+        for relation in graph.relations.values():
+            # Nothing on the way from the file to the sampler makes a copy.
+            for name in ("indptr", "indices", "edge_ids"):
+                tensor = getattr(relation, name)
+                assert tensor is None or files_of(tensor) == [f"{name}.npy"]
+        assert graph.relations[CITES].edge_ids is not None
+        assert count_edges(loaded) == count_edges(data) == 4900
+        same_batches(batches(loaded), batches(data))
+        same_batches(batches(loaded, weight_attr=None, replace=True), batches(data, replace=True))
+    module = LinkDataModule(loaded, WRITES, num_neighbors=[3], batch_size=64, seed=2)
+    other = LinkDataModule(data, WRITES, num_neighbors=[3], batch_size=64, seed=2)
+    same_batches(list(module.train_dataloader()), list(other.train_dataloader()))
+
+
+def test_times_and_weights_of_a_mapped_topology(tmp_path):
+    data, root = typed_data(), save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+    loaded = load_folder(root)
+    for graph in (data, loaded):
+        del graph["paper"].time
+    same_batches(batches(loaded, weight_attr="weight"), batches(data, weight_attr="weight"))
+    for graph in (data, loaded):
+        graph[CITES].time = torch.arange(2500).flip(0)
+    options = {"time_attr": "time", "input_train_time": torch.arange(150) * 10, "disjoint": True}
+    same_batches(batches(loaded, **options), batches(data, **options))
+
+
+def test_a_mapped_topology_is_written_again(tmp_path):
+    root = save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+    again = save_hetero_folder(load_hetero_folder(root), tmp_path / "again")
+    files = sorted(path.relative_to(root) for path in root.rglob("*.npy"))
+    assert files == sorted(path.relative_to(again) for path in again.rglob("*.npy"))
+    assert all((root / path).read_bytes() == (again / path).read_bytes() for path in files)
+    data = in_csc_order(typed_data())
+    data[CITES].edge_index = torch.zeros(2, 2500, dtype=torch.int64)
+    with pytest.raises(ValueError, match="has both graph and edge_index; remove one of them"):
+        save_hetero_folder(data, tmp_path / "other")
+    del data[CITES].edge_index
+    data[CITES].graph = data[CITES].graph.with_weight(torch.ones(2500))
+    with pytest.raises(ValueError, match=r"graph has times or weights, which are not saved"):
+        save_hetero_folder(data, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda folder: cut(folder / "indices.npy"), ValueError, "indices.npy is not a complete .npy file"),
+        (lambda folder: (folder / "indptr.npy").unlink(), FileNotFoundError, "indptr.npy does not exist; expected"),
+        (
+            lambda folder: replace(folder / "edge_index.npy", np.zeros((2, 900), np.int64)),
+            ValueError,
+            "edge_index.npy and indptr.npy both give the topology; remove one of them",
+        ),
+        (
+            lambda folder: replace(folder / "indices.npy", np.full(900, 120, np.int32)),
+            ValueError,
+            "author__writes__paper (indptr.npy, indices.npy, edge_ids.npy): indices holds node 120, but the graph has",
+        ),
+        (
+            lambda folder: replace(folder / "indptr.npy", np.array([0, 900])),
+            ValueError,
+            "indptr.npy has 2 entries, but there are 120 nodes of 'author' and 300 of 'paper', and so it needs 301",
+        ),
+        (
+            lambda folder: replace(folder / "edge_ids.npy", np.arange(899)),
+            ValueError,
+            "author__writes__paper (indptr.npy, indices.npy, edge_ids.npy): edge_ids must hold one id per edge, 900",
+        ),
+        (lambda folder: replace(folder / "indices.npy", np.zeros(900)), TypeError, "indices must be int32 or int64"),
+        (
+            lambda folder: replace(folder / "time.npy", np.zeros(899)),
+            ValueError,
+            "time.npy has the shape [899], but there are 900 edges",
+        ),
+    ],
+)
+def test_damage_of_a_sorted_topology_is_named(tmp_path, change, error, message):
+    root = save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+    change(root / "edges" / "author__writes__paper")
+    with pytest.raises(error, match=re.escape(message)):
+        load_folder(root)
+
+
+def test_a_list_of_edges_that_is_kept_is_checked(tmp_path, cache):
+    root = written(tmp_path)
+    path = root / "edges/author__writes__paper/edge_index.npy"
+    edges = np.load(path)
+    replace(path, edges[:, ::-1].astype(np.int32))
+    load_hetero_folder(root)  # int32 as well
+    edges[0, 7] = 120
+    replace(path, edges)
+    message = "edge_index[0] holds node 120, but the graph has 120 nodes; there are 120 nodes of 'author' and 300 of"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_hetero_folder(root)
+    replace(path, edges[0])
+    with pytest.raises(ValueError, match=r"edge_index.npy: edge_index must have the shape"):
         load_hetero_folder(root)
 
 

@@ -15,6 +15,7 @@ from pytorch_lightning.profilers import SimpleProfiler
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gnn.nn import GAT, GraphSAGE, NodeClassifier
+from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
 
@@ -291,8 +292,10 @@ def each(rank, num_ranks, names, **strategy):
 
 
 @functools.cache
-def outcome(num_ranks):
-    return run(each, num_ranks, num_ranks, list(KINDS), limit=200)
+def outcome(session, num_ranks):
+    cases = cases_of(session, test_all_ranks_have_what_a_plain_trainer_has)
+    names = [case["name"] for case in cases if case["num_ranks"] == num_ranks]
+    return run(each, num_ranks, num_ranks, names, limit=200)
 
 
 @functools.cache
@@ -308,10 +311,11 @@ def compare(found, expected, tolerance=1e-12):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=why)
 
 
+@pytest.mark.campaign(parts=4)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
-def test_all_ranks_have_what_a_plain_trainer_has(name, num_ranks):
-    for found in outcome(num_ranks):
+def test_all_ranks_have_what_a_plain_trainer_has(name, num_ranks, request):
+    for found in outcome(request.session, num_ranks):
         assert name in found, f"not reached: {list(found.values())[-1]}"
         compare(found[name], alone(name))
 
@@ -338,14 +342,15 @@ def some(rank, num_ranks, names):
 
 
 @functools.cache
-def by_options(num_ranks):
-    names = [name for name, (number, _) in OPTIONS.items() if number == num_ranks]
-    return run(some, num_ranks, num_ranks, names, limit=200)
+def by_options(session, num_ranks):
+    names = [case["name"] for case in cases_of(session, test_with_any_options_of_the_strategy)]
+    return run(some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks], limit=200)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_with_any_options_of_the_strategy(name):
-    for found in by_options(OPTIONS[name][0]):
+def test_with_any_options_of_the_strategy(name, request):
+    for found in by_options(request.session, OPTIONS[name][0]):
         for kind in FEW:
             assert kind in found[name], f"not reached: {list(found[name].values())[-1]}"
             compare(found[name][kind], alone(kind))

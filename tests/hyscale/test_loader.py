@@ -493,6 +493,7 @@ def shared(rank, kinds, **options):
     return results
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [(2, {}), (3, {}), (2, {"num_workers": 2})],

@@ -9,6 +9,7 @@ import torchmetrics
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
+from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.training import SILENT, Plain, datamodule, fit, hybrid
 
@@ -111,9 +112,10 @@ def hybrid_like(strategy):
     return hybrid(number, **options)
 
 
-def ranks(rank, num_ranks):
+def ranks(rank, num_ranks, names):
     found = {}
-    for name, (number, options) in STRATEGIES.items():
+    for name in names:
+        number, options = STRATEGIES[name]
         if number == num_ranks:
             strategy = hybrid(number, **options)
             strategy.test_name = name
@@ -122,8 +124,9 @@ def ranks(rank, num_ranks):
 
 
 @functools.cache
-def outcomes(num_ranks):
-    return run(ranks, num_ranks, num_ranks, limit=200)
+def outcomes(session, num_ranks):
+    names = [case["name"] for case in cases_of(session, test_values_are_those_of_one_device_on_all_ranks)]
+    return run(ranks, num_ranks, num_ranks, names, limit=200)
 
 
 @functools.cache
@@ -140,9 +143,10 @@ def same(found, expected, only_rank_zero=()):
             assert a[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
 
 
+@pytest.mark.campaign(parts=2)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_values_are_those_of_one_device_on_all_ranks(name):
-    for found in outcomes(STRATEGIES[name][0]):
+def test_values_are_those_of_one_device_on_all_ranks(name, request):
+    for found in outcomes(request.session, STRATEGIES[name][0]):
         values, tested, validated, predicted, alone = found[name]
         expected = plain()
         few = {f"{split}of_few{end}" for split in ("train_", "val_", "test_") for end in ("", "_step", "_epoch")}

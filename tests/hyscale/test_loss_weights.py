@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from tests.campaigns import cases_of
 from tests.full_graph.launch import observe, run
 from tests.hyscale.training import Plain, fit, hybrid, state
 
@@ -156,12 +157,15 @@ def about_losses(module, strategy):
     return [str(warning.message) for warning in caught if "no mean over" in str(warning.message)]
 
 
-def ranks(rank, num_ranks):
+def ranks(rank, num_ranks, names):
     weights = {}
-    for name, (kind, options) in BY_NAME.items():
+    for name in names:
+        kind, options = BY_NAME[name]
         module = Weighted(kind)
         fit(module, hybrid(num_ranks), **options)
         weights[name] = state(module)
+    if num_ranks > 2:
+        return weights, {}, {}
     for name, (make, options) in IGNORING.items():
         weights[name] = trained(make, options, hybrid(num_ranks))
     warned = {name: about_losses(make(), hybrid(num_ranks)) for name, (make, _) in WARNED.items()}
@@ -171,8 +175,9 @@ def ranks(rank, num_ranks):
 
 
 @functools.cache
-def outcomes(num_ranks=2):
-    return run(ranks, num_ranks, num_ranks, limit=200)
+def outcomes(session, num_ranks=2):
+    names = [case["name"] for case in cases_of(session, test_weights_that_are_returned_make_it_the_undivided_batch)]
+    return run(ranks, num_ranks, num_ranks, names, limit=200)
 
 
 def compare(found, expected):
@@ -180,35 +185,36 @@ def compare(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("name", BY_NAME)
-def test_weights_that_are_returned_make_it_the_undivided_batch(name):
+def test_weights_that_are_returned_make_it_the_undivided_batch(name, request):
     kind, options = BY_NAME[name]
     module = Weighted(kind)
     fit(module, **options)
     for num_ranks in (2, 3):
-        for weights, *_ in outcomes(num_ranks):
+        for weights, *_ in outcomes(request.session, num_ranks):
             compare(weights[name], state(module))
 
 
 @pytest.mark.parametrize("name", IGNORING)
-def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name):
+def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name, request):
     make, options = IGNORING[name]
     expected = trained(make, options)  # of cross_entropy without labels, gradients are zero there too
-    for weights, *_ in outcomes():
+    for weights, *_ in outcomes(request.session):
         compare(weights[name], expected)
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_without_a_weight_such_a_loss_is_warned_about_once(name):
+def test_without_a_weight_such_a_loss_is_warned_about_once(name, request):
     make, said = WARNED[name]
-    told = [message for _, warned, _ in outcomes() for message in warned[name]]
+    told = [message for _, warned, _ in outcomes(request.session) for message in warned[name]]
     assert 1 <= len(told) <= 2  # by each rank that sees it
     assert all(said in message and "'weight': weight" in message for message in told)
     assert not about_losses(make(), hybrid(1))
 
 
-def test_means_are_not_warned_about_nor_losses_with_a_weight():
-    for _, warned, means in outcomes():
+def test_means_are_not_warned_about_nor_losses_with_a_weight(request):
+    for _, warned, means in outcomes(request.session):
         assert not any(warned[f"not {name}"] for name in SILENT)
         compare(means, trained(Means, "plain"))
 

@@ -15,6 +15,7 @@ from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import STAGES, WorkBalance
 from lightning_gnn.hyscale.workload import Platform, Processor
+from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.test_resume import SaveAt, same, train
 from tests.hyscale.training import SILENT, Plain, datamodule
@@ -300,10 +301,10 @@ SCENARIOS = (
 )
 
 
-def play(rank, folder):
-    """Go through all scenarios; return what went wrong in each."""
+def play(rank, folder, scenarios):
+    """Go through scenarios; return what went wrong in each."""
     errors = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         path = Path(folder, scenario.__name__)
         path.mkdir(exist_ok=True)
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -316,11 +317,13 @@ def play(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
+def errors(request, tmp_path_factory):
     """Of one start of two ranks."""
-    return run(play, 2, str(tmp_path_factory.mktemp("repeat")))
+    scenarios = [case["scenario"] for case in cases_of(request.session, test_on_two_ranks)]
+    return run(play, 2, str(tmp_path_factory.mktemp("repeat")), scenarios)
 
 
+@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_on_two_ranks(scenario, errors):

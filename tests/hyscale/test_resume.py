@@ -28,6 +28,7 @@ from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.campaigns import cases_of
 from tests.full_graph.launch import observe, run
 from tests.hyscale.training import SILENT, Plain, datamodule, graph, hybrid, state
 
@@ -119,6 +120,7 @@ def log_of_decisions(path):
     return str(path)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("drm", [False, "replay"])
 def test_eight_kills_leave_no_trace(drm, tmp_path):
@@ -166,12 +168,13 @@ ORDERS = {"by itself": Shuffling, "own sampler": own_sampler, "PyG's": OfPyG}
 BATCHES = (1, 3, 6)  # in the first epoch, at its end, in the second
 
 
-def interrupted(rank, folder):
+def interrupted(rank, folder, orders):
     found = {}
     with enable_pyg_sampling():
-        for name, data in ORDERS.items():
+        for name, batches in orders.items():
+            data = ORDERS[name]
             _, whole = train(hybrid(), data=data)
-            for batch in BATCHES:
+            for batch in batches:
                 path = Path(folder, f"{name} {batch}.ckpt")
                 train(hybrid(), [SaveAt(path, batch)], data=data)
                 rest = [train(hybrid(), path=path, data=data, seed=seed)[1] for seed in (11, 12)]
@@ -180,10 +183,14 @@ def interrupted(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def goes_on(tmp_path_factory):
-    return run(interrupted, 2, str(tmp_path_factory.mktemp("orders")))
+def goes_on(request, tmp_path_factory):
+    orders = {}
+    for case in cases_of(request.session, test_orders_that_are_drawn_go_on):
+        orders.setdefault(case["order"], []).append(case["batch"])
+    return run(interrupted, 2, str(tmp_path_factory.mktemp("orders")), orders)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("order", ORDERS)

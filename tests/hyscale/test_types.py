@@ -7,6 +7,7 @@ import torch
 
 from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.nn import RGCN, HeteroGraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor, TypeEmbeddings
+from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.training import fit, hybrid, state
 from tests.sampling.test_typed import WRITES, typed_data
@@ -85,19 +86,21 @@ def trained(name, strategy="auto"):
     return after
 
 
-def each(rank):
-    return {name: trained(name, hybrid(2)) for name in KINDS}
+def each(rank, names):
+    return {name: trained(name, hybrid(2)) for name in names}
 
 
 @functools.cache
-def outcomes():
-    return run(each, 2, limit=200)
+def outcomes(session):
+    names = [case["name"] for case in cases_of(session, test_two_ranks_train_what_one_does)]
+    return run(each, 2, names, limit=200)
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_train_what_one_does(name):
+def test_two_ranks_train_what_one_does(name, request):
     expected = trained(name)
-    for found in outcomes():
+    for found in outcomes(request.session):
         assert found[name].keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[name][key], value, rtol=1e-7, atol=1e-9)

@@ -69,6 +69,7 @@ def test_hashing_grows_with_the_batch():
     assert_equal(hashed, table)
 
 
+@pytest.mark.campaign(parts=4)
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("fanout", [1, 2, 5, 15, 16, 33, 64, 65])
@@ -207,15 +208,33 @@ def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
         assert torch.equal(part, again[number % 3])
 
 
-@pytest.mark.slow
+COPIES = 1000
+
+
+def side_by_side(edge_index, num_nodes):
+    """COPIES of a graph as one, so that a mini-batch makes as many trials: each node draws for itself.
+
+    Returns the graph and the number of the first node of each copy; edges of each copy are in the order of CSC.
+    """
+    first = num_nodes * torch.arange(COPIES)
+    edges = (edge_index[:, None] + first[:, None]).reshape(2, -1)
+    return CSCGraph.from_edge_index(edges, num_nodes * COPIES), first
+
+
+def picks_of(out, num_edges):
+    """The picks of each copy in a mini-batch of one hop, as edges of the copy."""
+    picks = out.edge.view(COPIES, -1) - num_edges * torch.arange(COPIES)[:, None]
+    return map(tuple, picks.tolist())
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_picks_are_uniform_over_subsets(replace):
     degree, fanout, trials = 6, 3, 30_000
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
+    graph, centres = side_by_side(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
     counts = Counter()
-    for trial in range(trials):
-        out = sample_neighbors(graph, torch.tensor([0]), [fanout], batch_key(5, batch=trial), replace=replace)
-        counts[tuple(out.edge.tolist())] += 1  # ordered: stronger than subsets
+    for batch in range(trials // COPIES):
+        out = sample_neighbors(graph, centres, [fanout], batch_key(5, batch=batch), replace=replace)
+        counts.update(picks_of(out, degree))  # ordered: stronger than subsets
     cells = math.perm(degree, fanout) if not replace else degree**fanout
     expected = trials / cells
     statistic = sum((count - expected) ** 2 / expected for count in counts.values())
@@ -225,12 +244,12 @@ def test_picks_are_uniform_over_subsets(replace):
 
 def test_joint_picks_of_two_nodes_are_uniform():
     edges = torch.tensor([[2, 3, 4, 5] * 2, [0] * 4 + [1] * 4])
-    graph = CSCGraph.from_edge_index(edges, 6)
+    graph, first = side_by_side(edges, 6)
+    seeds = torch.stack([first, first + 1], dim=1).flatten()
     counts = Counter()
     trials = 30_000
-    for trial in range(trials):
-        out = sample_neighbors(graph, torch.tensor([0, 1]), [1], batch_key(1, epoch=trial))
-        counts[tuple(out.edge.tolist())] += 1
+    for epoch in range(trials // COPIES):
+        counts.update(picks_of(sample_neighbors(graph, seeds, [1], batch_key(1, epoch=epoch)), 8))
     cells = 16
     statistic = sum(
         (counts[c] - trials / cells) ** 2 / (trials / cells) for c in itertools.product(range(4), range(4, 8))
@@ -282,7 +301,6 @@ def test_trees_are_the_same_however_a_batch_is_cut(data, graph, fanouts, key, re
             assert tree(part, number) == tree(whole, start + number)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["the seed's own picks", "those of a node that both trees reach"])
 def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
     degree, trials = 4, 24_000
@@ -290,13 +308,14 @@ def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
     edges = torch.stack([source, torch.full((degree,), 1 if nested else 0)])
     if nested:  # 0 <- 1 <- the others
         edges = torch.cat([torch.tensor([[1], [0]]), edges], dim=1)
-    graph = CSCGraph.from_edge_index(edges)
+    graph, first = side_by_side(edges, 6)
     joint = Counter()
-    for trial in range(trials):
+    for batch in range(trials // COPIES):
         out = sample_neighbors(
-            graph, torch.tensor([0, 0]), [1, 1] if nested else [1], batch_key(2, batch=trial), disjoint=True
+            graph, first.repeat_interleave(2), [1, 1] if nested else [1], batch_key(2, batch=batch), disjoint=True
         )
-        joint[tuple(out.edge[-2:].tolist())] += 1
+        picks = out.edge[-2 * COPIES :].view(COPIES, 2) - edges.shape[1] * torch.arange(COPIES)[:, None]
+        joint.update(map(tuple, picks.tolist()))
     cells = list(itertools.product(sorted({edge for pair in joint for edge in pair}), repeat=2))
     assert len(cells) == degree**2
     for counts, freedom in (

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, batch_key, sample_hetero_neighbors, sample_neighbors
-from tests.ops.test_sample import hashing
+from tests.ops.test_sample import COPIES, hashing, picks_of, side_by_side
 from tests.strategies import fanouts, graphs, keys, seeds_of, typed_graphs, typed_seeds
 
 labors = st.builds(Labor, st.booleans(), st.sampled_from([1, 2, 7]), st.integers(0, 20))
@@ -176,12 +176,11 @@ def chi_square_passes(counts, expected):
 @pytest.mark.parametrize("fanout", [1, 2, 3, 4])
 def test_successive_picks_have_the_chance_of_their_weights(fanout):
     weight, trials = [0.5, 3.0, 1e-6, 1.0, 6.0], 40_000
-    star = CSCGraph.from_edge_index(torch.tensor([[1, 2, 3, 4, 5], [0] * 5]), 6)
-    graph = star.with_weight(torch.tensor(weight, dtype=torch.float64))
-    counts = Counter(
-        tuple(sample_neighbors(graph, torch.tensor([0]), [fanout], batch_key(3, batch=trial)).edge.tolist())
-        for trial in range(trials)
-    )
+    graph, centres = side_by_side(torch.tensor([[1, 2, 3, 4, 5], [0] * 5]), 6)
+    graph = graph.with_weight(torch.tensor(weight * COPIES, dtype=torch.float64))
+    counts = Counter()
+    for batch in range(trials // COPIES):
+        counts.update(picks_of(sample_neighbors(graph, centres, [fanout], batch_key(3, batch=batch)), 5))
     expected = {}
     for picks in itertools.permutations(range(5), fanout):  # marginals, pairs and all others are sums of these
         chance, left = 1.0, sum(weight)
@@ -194,14 +193,14 @@ def test_successive_picks_have_the_chance_of_their_weights(fanout):
 
 def test_weights_over_twelve_orders_of_magnitude():
     weight, trials = [10.0**-power for power in range(13)], 20_000
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 14), torch.zeros(13).long()]), 14)
-    graph = graph.with_weight(torch.tensor(weight, dtype=torch.float64))
+    graph, centres = side_by_side(torch.stack([torch.arange(1, 14), torch.zeros(13).long()]), 14)
+    graph = graph.with_weight(torch.tensor(weight * COPIES, dtype=torch.float64))
     counts, pairs = Counter(), Counter()
-    for trial in range(trials):
-        picks = sample_neighbors(graph, torch.tensor([0]), [12], batch_key(8, batch=trial)).edge.tolist()
-        assert len(set(picks)) == 12
-        counts[picks[0]] += 1
-        pairs[tuple(picks[:2])] += 1
+    for batch in range(trials // COPIES):
+        for picks in picks_of(sample_neighbors(graph, centres, [12], batch_key(8, batch=batch)), 13):
+            assert len(set(picks)) == 12
+            counts[picks[0]] += 1
+            pairs[picks[:2]] += 1
     chi_square_passes(counts, {edge: trials * w / sum(weight) for edge, w in enumerate(weight)})
     chi_square_passes(
         pairs,
@@ -214,13 +213,13 @@ def test_weights_over_twelve_orders_of_magnitude():
 
 def test_picks_by_time_are_uniform_in_their_range():
     trials, times = 30_000, torch.tensor([5, 1, 3, 2, 9, 3, 7])
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    graph, centres = side_by_side(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8)
+    graph, now = graph.with_time(times.repeat(COPIES)), torch.full((COPIES,), 5)
     counts = Counter()
-    for trial in range(trials):
-        out = sample_neighbors(
-            graph, torch.tensor([0]), [2], batch_key(1, batch=trial), seed_time=torch.tensor([5]), time_window=4
-        )
-        counts[tuple(graph.edge_ids[out.edge].tolist())] += 1
+    for batch in range(trials // COPIES):
+        out = sample_neighbors(graph, centres, [2], batch_key(1, batch=batch), seed_time=now, time_window=4)
+        picks = graph.edge_ids[out.edge].view(COPIES, 2) % 7
+        counts.update(map(tuple, picks.tolist()))
     allowed = [edge for edge, time in enumerate(times.tolist()) if 1 < time <= 5]
     assert len(allowed) == 4
     chi_square_passes(counts, dict.fromkeys(itertools.permutations(allowed, 2), trials / 12))
@@ -238,13 +237,14 @@ def test_the_last_edges_are_the_newest():
 def test_labor_picks_every_subset_alike_and_shares_sources(duplicates):
     # Two targets with the same sources: each picks uniformly, both the same.
     trials, sources = 24_000, [2, 3, 4, 4] if duplicates else [2, 3, 4, 5]
-    graph = CSCGraph.from_edge_index(torch.tensor([sources * 2, [0] * 4 + [1] * 4]), 6)
+    graph, first = side_by_side(torch.tensor([sources * 2, [0] * 4 + [1] * 4]), 6)
+    seeds = torch.stack([first, first + 1], dim=1).flatten()
     counts = Counter()
-    for trial in range(trials):
-        out = sample_neighbors(graph, torch.tensor([0, 1]), [2], batch_key(4, batch=trial), labor=Labor())
-        first, second = out.edge.view(2, 2).tolist()
-        assert [edge - 4 for edge in second] == first
-        counts[tuple(first)] += 1
+    for batch in range(trials // COPIES):
+        out = sample_neighbors(graph, seeds, [2], batch_key(4, batch=batch), labor=Labor())
+        picks = out.edge.view(COPIES, 4) - 8 * torch.arange(COPIES)[:, None]
+        assert torch.equal(picks[:, 2:] - 4, picks[:, :2])
+        counts.update(map(tuple, picks[:, :2].tolist()))
     chi_square_passes(counts, dict.fromkeys(itertools.combinations(range(4), 2), trials / 6))
 
 

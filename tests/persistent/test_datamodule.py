@@ -29,6 +29,7 @@ def assert_same_content(a, b):
             assert a[key] == b[key], key
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -64,6 +65,7 @@ def more(kind):
     return graph, options.get(kind, {"sampler": "labor", "batch_dependency": 2})
 
 
+@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["types", "types with times", "times", "weights", "LABOR"])
 def test_batches_of_every_kind_equal_those_of_the_cpu(kind):
@@ -92,17 +94,27 @@ def test_features_of_types_are_quantised():
             assert not torch.equal(a[name].x.cpu(), b[name].x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("types", {"cache_rows": 3}, "cache_rows and cache_bytes are for graphs of one type"),
-        ("weights", {"cache_bytes": 300}, "cache_bytes counts what uniform sampling reads, not weight_attr"),
-    ],
-)
-def test_what_is_not_cached_is_named(kind, options, message):
-    graph, sampling = more(kind)
-    with pytest.raises(ValueError, match=message):
-        PersistentSamplerDataModule(graph, num_neighbors=[2], **sampling, **options)
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [{"cache_rows": 30}, {"cache_bytes": 2600}], ids=str)
+@pytest.mark.parametrize("kind", ["types", "types with times", "times", "weights", "LABOR"])
+def test_hot_rows_of_every_kind_change_nothing(kind, cache):
+    graph, options = more(kind)
+    options |= {"num_neighbors": [3], "batch_size": 4, "seed": 3}
+    ours = PersistentSamplerDataModule(
+        graph, **options, **cache, topology="pinned", features="pinned", device=DEVICE, quantize=kind == "LABOR"
+    )
+    loader = ours.train_dataloader()
+    tables = {name: table for name, table in loader.tables.items() if table.cache is not None}
+    assert tables
+    assert set(tables) <= {"x", ("paper", "x"), ("author", "x")}
+    if "cache_rows" in cache:
+        assert sum(table.cache_rows for table in tables.values()) == 30
+    else:
+        assert sum(table.cache.nbytes for table in tables.values()) <= 2600
+    for a, b in zip(loader, NeighborDataModule(graph, **options).train_dataloader(), strict=True):
+        if kind == "LABOR":
+            a.x = b.x  # rounded
+        assert contents(a) == contents(b)
 
 
 def test_evaluation_may_sample_otherwise():

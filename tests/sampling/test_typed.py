@@ -16,7 +16,6 @@ from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.utils import subgraph, trim_to_layer
 
 from lightning_gnn import (
-    CollectiveDataModule,
     CSCGraph,
     FeatureTable,
     LinkDataModule,
@@ -395,21 +394,6 @@ def test_mistakes_are_named(kwargs, error, message):
         NeighborDataModule(data, **{"num_neighbors": [2], **kwargs})
 
 
-def test_what_cannot_be_sampled_is_named():
-    with pytest.raises(ValueError, match="a graph with types: CollectiveDataModule does not sample this"):
-        CollectiveDataModule(typed_data(), num_neighbors=[2])
-    for kind, options, message in (
-        (CollectiveDataModule, {"weight_attr": "edge_weight"}, r"weight_attr: .* use NeighborDataModule"),
-        (CollectiveDataModule, {"sampler": "labor"}, r"sampler='labor': CollectiveDataModule does not"),
-        (CollectiveDataModule, {"eval_loader_kwargs": {"subgraph_type": "induced"}}, "subgraph_type: Collective"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kind(small_data(), num_neighbors=[2], **options)
-    options = {"weight_attr": "edge_weight", "eval_loader_kwargs": {"subgraph_type": "induced"}}
-    with pytest.raises(ValueError, match="weight_attr with subgraph_type='induced' needs the graph twice"):
-        PersistentSamplerDataModule(small_data(), num_neighbors=[2], **options)
-
-
 def test_whole_graphs_leak_what_times_hide():
     data = small_data()
     data.time = torch.arange(400)
@@ -442,8 +426,6 @@ def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, mo
     with pytest.raises(ValueError, match=message):
         LinkDataModule(data, link_sampler=sampler, **more)
     if "exclude_seed_edges" not in options:
-        with pytest.raises(ValueError, match="CollectiveDataModule does not sample this"):
-            CollectiveDataModule(data, node_sampler=sampler)
         assert not can_sample_on(ThreadedNodeLoader(data, sampler), torch.device("cpu"))
 
 

@@ -78,6 +78,7 @@ def kernel_result(table, index, out_dtype, scales=None, slot=None, cache=None):
     return gather(table, index, out, scales, slot, cache).cpu()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("columns", [1, 7, 100, 129, 602])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cached", CACHES)

@@ -16,7 +16,7 @@ from lightning_gnn.ops.dropout import dropout
 
 UNFUSED_UP_TO = 1 << 17
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
-_FUSED_DTYPES = (torch.float32, torch.float64)
+FUSED_DTYPES = (torch.float32, torch.float64)
 _GATHER = 16
 """Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
 _SCORE = 3
@@ -42,7 +42,7 @@ def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bo
     autocast = torch.is_autocast_enabled(source.device.type)
     dtypes = AUTOCAST_DTYPES if autocast else (source.dtype,)
     computed_in = torch.float32 if autocast else source.dtype
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or computed_in not in _FUSED_DTYPES:
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or computed_in not in FUSED_DTYPES:
         return False
     fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
     fits = fits and source.dtype in dtypes and target.dtype in dtypes
@@ -85,9 +85,9 @@ def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) ->
     weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
     by_target = others[0] if others else weight
     # A score needs the product of a node's features with a vector, not that with the weight.
-    scores = target @ _through(layer.att_dst, by_target).t()
+    scores = target @ through(layer.att_dst, by_target).t()
     if aggregates_first(source, edges, weight, heads):
-        out = attend(edges, source, _through(layer.att_src, weight), scores, weight, factor, slope)
+        out = attend(edges, source, through(layer.att_src, weight), scores, weight, factor, slope)
     else:
         out = attend(edges, F.linear(source, weight), layer.att_src.squeeze(0), scores, None, factor, slope)
     return _finish(layer, out, target)
@@ -120,7 +120,21 @@ def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads:
         weight: ``[heads * out, in]``.
         heads: How many.
     """
-    wide, narrow, num_edges, num_targets = weight.size(1), weight.size(0), edges[1].numel(), edges[0].numel() - 1
+    before, after = costs(source, edges[1].numel(), edges[0].numel() - 1, weight, heads)
+    return before < after
+
+
+def costs(source: Tensor, num_edges: int, num_targets: int, weight: Tensor, heads: int) -> tuple[float, float]:
+    """Return what it costs to aggregate the features for each head and then multiply, and the other way round.
+
+    Args:
+        source: ``[num_sources, in]``.
+        num_edges: How many edges there are.
+        num_targets: How many targets.
+        weight: ``[heads * out, in]``.
+        heads: How many.
+    """
+    wide, narrow = weight.size(1), weight.size(0)
     grad = torch.is_grad_enabled()
     wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)
     # What is read along the edges, by targets and, backward, by sources; then the products.
@@ -128,10 +142,10 @@ def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads:
     before += _TILED * num_targets * wide * narrow * (1 + 2 * wants)
     after = num_edges * narrow * ((1 + wants) * (_GATHER + _SCORE) + wants * _GATHER)
     after += source.size(0) * wide * narrow * (1 + wants + wants_x)
-    return before < after
+    return before, after
 
 
-def _through(att: Tensor, weight: Tensor) -> Tensor:
+def through(att: Tensor, weight: Tensor) -> Tensor:
     """Return the vector of each head that gives ``att · (weight x)`` as its product with x, ``[heads, in]``."""
     by_head = weight.reshape(att.size(1), -1, weight.size(1))
     return (by_head * att.squeeze(0).unsqueeze(2)).sum(1)

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import HeteroConv
 from torch_geometric.nn import conv as pyg
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.nn.conv.attention import FUSED_DTYPES
 from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obstacle, runs_here
+from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
+from lightning_gnn.nn.hetero.attention import attend_types, pays
 from lightning_gnn.nn.hetero.rows import Part, TypedRows
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 from lightning_gnn.ops.relation_update.definition import Relation, relation_update
@@ -38,7 +42,7 @@ def update_types(
         mean: Divide sums by the number of edges of the relation.
         then: ReLU and dropout.
     """
-    types = list(dict.fromkeys([*part.targets, *part.sources]))
+    types = list(part.sources)  # as they lie in the tables; what is computed is among them
     number = {name: at for at, name in enumerate(types)}
     out: Tensor | None = None
     for table, counts in zip(rows.tables, rows.counts, strict=True):
@@ -118,24 +122,18 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
 class TypedConv(HeteroConv):  # type: ignore[misc]
     """PyG's ``HeteroConv`` that computes no more rows than are asked for.
 
-    With a GraphSAGE layer per relation, those of a layer run as one operator on the CPU, unless something about one of
-    them is out of the ordinary.
+    With a GraphSAGE or GAT layer per relation, those of a layer run as one operator on the CPU, unless something about
+    one of them is out of the ordinary.
     """
 
     def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
         """Return the rows of the targets of all types, and what comes then."""
+        convs = {kind: self.convs[kind] for kind in part.edges}
         if self._fuses(rows, part):
-            convs = {kind: self.convs[kind] for kind in part.edges}
-            weights = {kind: conv.lin_l.weight.t() for kind, conv in convs.items()}
-            own: dict[NodeType, Any] = {}
-            shift: dict[NodeType, Any] = {}
-            for (_, _, name), conv in convs.items():
-                if conv.root_weight:
-                    own[name] = own.get(name, 0) + conv.lin_r.weight.t()
-                if conv.lin_l.bias is not None:
-                    shift[name] = shift.get(name, 0) + conv.lin_l.bias
-            aggr = next(iter(convs.values())).aggr
-            return update_types(rows, part, weights, own, shift, aggr == "mean", then)
+            if type(next(iter(convs.values()))) is SAGEConv:
+                return _sage(convs, rows, part, then)
+            if pays(convs, rows, part):
+                return TypedRows([activated(attend_types(convs, rows, part), then)], [dict(part.targets)])
         x = rows.to_dict()
         pairs = {kind: (x[kind[0]], x[kind[2]][: part.targets[kind[2]]]) for kind in part.edges}
         found = super().forward(pairs, part.edges)
@@ -146,25 +144,55 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
         convs = [self.convs[kind] for kind in part.edges]
         if not runs_here([*rows.tables, *part.edges.values()]) or has_hooks(self):
             return False
-        if not all(type(conv) is SAGEConv and obstacle(conv) is None and _plain(conv) for conv in convs):
+        kind, attends = type(convs[0]), type(convs[0]) is GATConv
+        if kind not in _ALIKE or not all(type(conv) is kind and obstacle(conv) is None for conv in convs):
             return False
-        if len({conv.aggr for conv in convs}) > 1 or any(has_hooks(conv) for conv in convs):
+        if any(has_hooks(conv) or not _plain(conv) for conv in convs):
             return False
-        weights = [lin.weight for conv in convs for lin in conv.fused.products(conv).values()]
+        if len({tuple(getattr(conv, name) for name in _ALIKE[kind]) for conv in convs}) > 1:
+            return False
+        products = [list(conv.fused.products(conv).values()) for conv in convs]
+        residuals = [conv.res for conv in convs if attends and conv.res is not None]
+        weights = [lin.weight for lin in (*(lin for lins in products for lin in lins), *residuals)]
         if any(nn.parameter.is_lazy(weight) for weight in weights):
             return False
-        dtype = rows.tables[0].dtype
-        dtypes = AUTOCAST_DTYPES if torch.is_autocast_enabled("cpu") else (dtype,)
-        if any(tensor.dtype not in dtypes for tensor in (*rows.tables, *weights)):
+        dtype, autocast = rows.tables[0].dtype, torch.is_autocast_enabled("cpu")
+        dtypes: tuple[torch.dtype, ...] = AUTOCAST_DTYPES if autocast else (dtype,)
+        if any(table.dtype not in dtypes for table in rows.tables):
+            return False
+        if attends:
+            dtypes = (torch.float32,) if autocast else tuple({dtype} & {*FUSED_DTYPES})
+        if any(weight.dtype not in dtypes for weight in weights):
             return False
         width = {name: table.size(1) for table, names in zip(rows.tables, rows.counts, strict=True) for name in names}
         # Shapes that do not fit are PyG's to complain about.
         return all(
-            conv.lin_l.weight.size(1) == width[kind[0]]
-            and (not conv.root_weight or conv.lin_r.weight.size(1) == width[kind[2]])
-            for kind, conv in zip(part.edges, convs, strict=True)
+            lins[0].weight.size(1) == width[kind[0]] and (len(lins) == 1 or lins[1].weight.size(1) == width[kind[2]])
+            for kind, lins in zip(part.edges, products, strict=True)
         )
 
 
-def _plain(conv: SAGEConv) -> bool:
+_ALIKE: dict[type, tuple[str, ...]] = {
+    SAGEConv: ("aggr",),
+    GATConv: ("heads", "out_channels", "concat", "negative_slope", "dropout", "training"),
+}
+"""Layers of which those of all relations run as one operator, and what these must have in common."""
+
+
+def _plain(conv: SAGEConv | GATConv) -> bool:
+    if isinstance(conv, GATConv):
+        return not conv.add_self_loops and (conv.res is None or (type(conv.res) is Linear and not has_hooks(conv.res)))
     return conv.aggr in ("mean", "sum", "add") and not conv.project and not conv.normalize
+
+
+def _sage(convs: dict[EdgeType, Any], rows: TypedRows, part: Part, then: ReluDropout | None) -> TypedRows:
+    weights = {kind: conv.lin_l.weight.t() for kind, conv in convs.items()}
+    own: dict[NodeType, Any] = {}
+    shift: dict[NodeType, Any] = {}
+    for (_, _, name), conv in convs.items():
+        if conv.root_weight:
+            own[name] = own.get(name, 0) + conv.lin_r.weight.t()
+        if conv.lin_l.bias is not None:
+            shift[name] = shift.get(name, 0) + conv.lin_l.bias
+    aggr = next(iter(convs.values())).aggr
+    return update_types(rows, part, weights, own, shift, aggr == "mean", then)

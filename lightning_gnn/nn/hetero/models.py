@@ -6,17 +6,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch_geometric.nn import HeteroDictLinear, HGTConv
+from torch_geometric.nn import HeteroDictLinear
 from torch_geometric.typing import EdgeType, Metadata, NodeType
 
 from lightning_gnn.nn.conv.fused import relu_dropout
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv, TypedConv
-from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
+from lightning_gnn.nn.hetero.rows import TypedRows, parts
 
 Channels = int | Mapping[NodeType, int]
 
@@ -296,14 +296,4 @@ class HGT(_HeteroGNN):
     def _conv(
         self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
     ) -> nn.Module:
-        return _TransformerConv(next(iter(width.values())), channels, (self.node_types, read), **options)
-
-
-class _TransformerConv(HGTConv):  # type: ignore[misc]
-    """PyG's ``HGTConv`` on the rows of all types."""
-
-    def forward(self, rows: TypedRows, part: Part, then: None = None) -> TypedRows:
-        """Return the rows of the targets of all types."""
-        out = super().forward(rows.to_dict(), part.edges)
-        out = torch.cat([out[name][:count] for name, count in part.targets.items()])
-        return TypedRows([out], [dict(part.targets)])
+        return TransformerConv(next(iter(width.values())), channels, (self.node_types, read), **options)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_gnn.nn.conv.gat import GATConv
+from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv
-from lightning_gnn.nn.hetero.models import RGAT, RGCN, HeteroGraphSAGE
+from lightning_gnn.nn.hetero.models import HGT, RGAT, RGCN, HeteroGraphSAGE
 
 
 def fused_models() -> list[tuple[str, str]]:
@@ -12,5 +12,6 @@ def fused_models() -> list[tuple[str, str]]:
     return [
         (HeteroGraphSAGE.__name__, RelationalConv.fused.what),
         (RGCN.__name__, RelationalConv.fused.what),
-        (RGAT.__name__, f"{GATConv.fused.what}, of a relation at a time"),
+        (RGAT.__name__, TransformerConv.fused.what),
+        (HGT.__name__, TransformerConv.fused.what),
     ]

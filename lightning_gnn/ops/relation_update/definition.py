@@ -71,6 +71,29 @@ def relation_update(
         ValueError: A wrong shape, or relations that are not sorted.
     """
     _check(x, num_sources, num_targets, relations, weight, self_weight, bias)
+    edges, count = sort_relations(num_sources, num_targets, relations)
+    first_source = _starts(num_sources)
+    own = [first if sources else -1 for first, sources in zip(first_source, num_sources, strict=True)]
+    return _update(x, edges, weight, self_weight, bias, _Layout(list(num_targets), count, own), mean, then)
+
+
+def sort_relations(
+    num_sources: Sequence[int], num_targets: Sequence[int], relations: Sequence[Relation]
+) -> tuple[list[Tensor], list[int]]:
+    """Sort the edges of all relations by target and relation: a row of edges is a target and a relation.
+
+    Args:
+        num_sources: How many nodes each type has.
+        num_targets: How many of them, the first ones, are targets.
+        relations: The edges, sorted by type of target.
+
+    Returns:
+        ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table of all types' nodes; and
+        how many relations reach each type, which is how many rows its targets have.
+
+    Raises:
+        IndexError: On the CPU: an edge is outside its types. Other devices assert it when they come to it.
+    """
     count = [0] * len(num_targets)
     for relation in relations:
         count[relation.target] += 1
@@ -82,7 +105,7 @@ def relation_update(
     for relation in relations:
         rows_of.append(first_row[relation.target] + slots[relation.target])
         slots[relation.target] += 1
-    first_source = [sum(num_sources[:kind]) for kind in range(len(num_sources))]
+    first_source = _starts(num_sources)
     edges = torch.ops.lightning_gnn.relation_edges(
         [relation.edge_index for relation in relations],
         [num_sources[relation.source] for relation in relations],
@@ -92,8 +115,11 @@ def relation_update(
         [count[relation.target] for relation in relations],
         row,
     )
-    own = [first if sources else -1 for first, sources in zip(first_source, num_sources, strict=True)]
-    return _update(x, edges, weight, self_weight, bias, _Layout(list(num_targets), count, own), mean, then)
+    return edges, count
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:kind]) for kind in range(len(sizes))]
 
 
 class _Layout(NamedTuple):
