@@ -192,7 +192,7 @@ class CollectiveLoader(ThreadedNodeLoader):
                 f"collective batching: the {where} does not suffice for a mini-batch beside what is there ({reason}); "
                 "lower batch_size or num_neighbors, or leave less of the graph in it"
             ) from error
-        most = (held, inf) if on_device else (inf, held)
+        most = (held - ReorderBuffer.AHEAD, inf) if on_device else (inf, held)
         on_gpu, on_cpu = (
             min(size, int(max(1, min(size // 2, limit)))) for size, limit in zip(buffers, most, strict=True)
         )

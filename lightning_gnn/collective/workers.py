@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -49,7 +50,8 @@ class Workers:
         """Page-locked memory was refused; who makes the schedule's buffers smaller sets it back."""
         self._tasks, self._pulled = tasks, dict[int, Task]()
         self._prepare, self._drop, self._recorder = prepare, drop, recorder
-        self._busy = 0
+        self._num_threads, self._busy = num_threads, 0
+        self._assigned: deque[int] = deque()  # to a worker that is about to begin
         self._news = self._seen = 0
         self._crew = Crew(self._claim, [THREAD_NAME], self._begin)
         self._crew.grow(0, num_threads)
@@ -68,8 +70,7 @@ class Workers:
             if self.shortage is not None:
                 return Step("wait", phase="blocking")
             step = self.schedule.next()
-            if step.kind in ("transfer", "train"):
-                self._crew.wake(0)  # there is room in host memory, or more that is far enough ahead
+            self._assign()  # there may be room in host memory, or more that is far enough ahead
             return step
 
     def wait(self) -> None:
@@ -101,7 +102,7 @@ class Workers:
                 self.shortage = None
                 for number in list(self.host):
                     self._give_up(number)
-            self._crew.wake(0)
+            self._assign()
 
     def give_up(self, number: int) -> None:
         """Free a mini-batch, for which the device had no room; whoever is next prepares it again."""
@@ -149,10 +150,17 @@ class Workers:
             works(lambda: torch.accelerator.set_device_index(device))
 
     def _claim(self, group: int, lane: int) -> Job | None:
-        if self.shortage is not None or (number := self.schedule.claim()) is None:
-            return None
-        self._busy += 1
-        return partial(self._work, lane, self._task(number))
+        self._assign()
+        return partial(self._work, lane, self._task(self._assigned.popleft())) if self._assigned else None
+
+    def _assign(self) -> None:
+        """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
+        while (
+            self.shortage is None and self._busy < self._num_threads and (number := self.schedule.claim()) is not None
+        ):
+            self._busy += 1
+            self._assigned.append(number)
+            self._crew.wake(0)
 
     def _work(self, lane: int, task: Task) -> None:
         number, start = task[1], time.perf_counter()
@@ -161,8 +169,10 @@ class Workers:
         except HostMemoryError as error:
             with self._crew.lock:  # the workers wait for smaller buffers
                 self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
-                self.schedule.give_up(number)
-                self._busy -= 1
+                for each in (number, *self._assigned):
+                    self.schedule.give_up(each)
+                self._busy -= 1 + len(self._assigned)
+                self._assigned.clear()
                 self._tell()
             return
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
@@ -177,6 +187,7 @@ class Workers:
 
     def _ready(self, number: int) -> None:
         self.schedule.ready(number)
+        self._assign()
         self._tell()
 
     def _tell(self) -> None:
