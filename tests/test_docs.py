@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import pytorch_lightning as pl
@@ -82,6 +83,8 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
         assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
+    for name in re.findall(r"\bbenchmarks\.([a-z]\w+)", PAGES[page].read_text(encoding="utf-8")):
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"there is no benchmarks.{name}"
     for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
         assert any((ROOT / "tests").rglob(name)), name
 
@@ -186,20 +189,22 @@ def check_command(words):
     """Compose what a command asks for, with every group that it sweeps over, and check the arguments of its classes."""
     if words and words[0] in PRINTING:
         module = importlib.import_module(f"lightning_gnn.cli.{PRINTING[words[0]]}")
-        assert {word for word in words if word.startswith("-")} <= flags_of(module)
-        if words[0] not in ("tune", "warmup"):
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= flags_of(module)
+        if words[0] not in ("export", "tune", "warmup"):
             return
         words = [word for word in words[1:] if not word.startswith("-")]
+    if words[:1] == ["predict"]:
+        words = ["mode=predict", *words[1:]]
     config = "plan" if words[:1] == ["plan"] else "train"
     flags = [word for word in words if word.startswith("-")]
     assert {*flags} <= {"-m", "--help", "--help-all", "--cfg", "--version"}
     words = [word for word in words[config == "plan" :] if word not in (*flags, "job")]
     parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("ckpt_path=")])
+    if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        parsed = [item for item in parsed if not item.key_or_group.startswith(("hydra/sweeper", "hydra.sweeper"))]
     swept = {item.input_line: item for item in parsed if item.is_sweep_override()}
     assert bool(swept) == ("-m" in flags)
-    values = {
-        line: [f"{item.key_or_group}={value}" for value in item.sweep_string_iterator()] for line, item in swept.items()
-    }
+    values = {line: [f"{item.key_or_group}={value}" for value in values_of(item)] for line, item in swept.items()}
     first = {item.input_line: values.get(item.input_line, [item.input_line])[0] for item in parsed}
     others = [
         {**first, line: value}
@@ -210,6 +215,11 @@ def check_command(words):
     for chosen in [first, *others]:
         launched = any(item.key_or_group.startswith("hydra") for item in parsed)
         check_arguments_of(compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched))
+
+
+def values_of(item):
+    """Return what is swept over, of an interval an end."""
+    return [item.value().start] if item.is_interval_sweep() else item.sweep_string_iterator()
 
 
 # -- Python
@@ -320,6 +330,9 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
         loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"', text)
         loaded += re.findall(r'<link\b[^>]*\brel="(?:stylesheet|preconnect|preload)"[^>]*', text)
         assert not [item for item in loaded if "//" in item], f"{page.name} loads something from elsewhere"
+        for target in re.findall(r'<a\b[^>]*\bhref="([^"#?:]+)(?:#[^"]*)?"', text):
+            missing = page.name != "404.html" and not (page.parent / unquote(target)).exists()
+            assert not missing, f"{page.name}: {target} leads nowhere"
         assert "mermaid" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     for name in lightning_gnn.__all__:

@@ -70,6 +70,20 @@ def test_the_notebook_about_types_learns_and_sees_no_future():
     assert late == "0"
 
 
+@pytest.mark.slow
+def test_the_notebook_about_timelines_records_what_it_speaks_of():
+    printed, _, outputs = outputs_of("reading_a_timeline")
+    assert len(re.findall(r"Largest part: \w+, \d+% of an epoch", printed)) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    predicted, measured = printed.split("predicted, ")[1].split("measured, ")
+    for part in (predicted, measured):  # lanes and phases of both timelines
+        found = set(re.findall(r"^  (CPU as GPU|CPU as PCIe|CPU|filling|flushing) .*%$", part, re.MULTILINE))
+        assert found >= {"CPU", "CPU as PCIe", "CPU as GPU", "flushing"}
+    for seconds in re.findall(r"^[a-z ]{22}((?: +\d+\.\d{3}){6})$", printed, re.MULTILINE):
+        epoch, model, waiting, other, *_ = map(float, seconds.split())
+        assert model + waiting + other == pytest.approx(epoch, abs=0.002)
+
+
 def run(name, *arguments):
     done = run_script(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr
@@ -81,6 +95,34 @@ def run(name, *arguments):
 def test_the_script_runs():
     done = run("node_classification.py", "--epochs", "6")
     assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", done.stdout).group(1)) > 0.3
+
+
+def own_module(system, ranks):
+    done = run("own_module.py", system, "--num-nodes", "10000")
+    accuracy = re.search(rf"{system}: {ranks} training, test accuracy (\d\.\d+)", done.stdout).group(1)
+    assert float(accuracy) > 0.6
+    return accuracy, done.stderr
+
+
+@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
+def test_an_own_module_trains_the_same_whoever_prepares_its_mini_batches():
+    accuracy, _ = own_module("plain", ranks=1)
+    for system, said in {
+        "persistent": "No GPU for the persistent sampler",
+        "collective": "No GPU for collective batching",
+    }.items():
+        found, stderr = own_module(system, ranks=1)
+        assert found == accuracy
+        if not torch.cuda.is_available():
+            assert said in stderr
+
+
+@pytest.mark.campaign(parts=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["hyscale", "ascend_hybrid"])
+def test_an_own_module_trains_on_two_processes(system):
+    own_module(system, ranks=2)
 
 
 @pytest.mark.campaign(parts=2, seldom=True)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +53,31 @@ def test_the_wheel_holds_one_package(wheel):
 
 
 @pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
+def test_the_wheel_is_for_every_platform(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as held:
+        (about,) = (name for name in held.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert "Root-Is-Purelib: true" in held.read(about).decode()
+        built = (".so", ".pyd", ".dll", ".dylib", ".a", ".o", ".pyc")
+        assert not [name for name in held.namelist() if name.endswith(built)]
+
+
+def test_an_installation_on_a_cpu_stays_below_one_and_a_half_gigabytes():
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch has several gigabytes of its own")
+    sizes, left = {}, ["lightning-gnn"]
+    while left:
+        found = distribution(left.pop())
+        if found.name not in sizes:
+            files = (Path(found.locate_file(file)) for file in found.files or ())
+            sizes[found.name] = sum(file.stat().st_size for file in files if file.is_file())
+            needs = map(Requirement, found.requires or ())
+            left += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    assert sizes["torch"] > 1e8
+    assert sum(sizes.values()) < 1.5e9, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
 @pytest.mark.slow
 def test_the_command_runs_in_another_directory(wheel, tmp_path):
     environment = tmp_path / "venv"

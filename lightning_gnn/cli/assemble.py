@@ -19,6 +19,7 @@ from torch_geometric.transforms import RandomLinkSplit
 from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
 from lightning_gnn.cli.command_line import check_writable
+from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
@@ -39,8 +40,10 @@ def check_config(cfg: DictConfig) -> None:
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``ckpt_path``.
+        ModuleNotFoundError: The package of the format of predictions is missing.
         RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode or task, no checkpoint to evaluate, or a model whose depth does not fit the fanouts.
+        ValueError: An unknown mode, format or task, no checkpoint to evaluate, or a model whose depth does not fit the
+            fanouts.
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -48,6 +51,7 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError("; ".join(f"{key} is missing; give {key}=VALUE" for key in sorted(missing)))
     if cfg.task.name not in TASKS:
         raise ValueError(f"task.name={cfg.task.name!r} is unknown; use one of {', '.join(TASKS)}")
+    check_format(cfg.predictions)
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
     if not isinstance(cfg.ckpt_path, (str, type(None))):
@@ -390,4 +394,15 @@ def _split_links(data: Data, num_train: float, num_val: float, num_test: float, 
             train, val, test = split(graph)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
-    return train, val, test
+    return train, _alternating(val), _alternating(test)
+
+
+def _alternating(split: Data) -> Data:
+    """Let links and non-links alternate, so that each mini-batch has both: PyG puts all links first."""
+    place = torch.empty(split.edge_label.numel(), dtype=torch.float64)
+    for kind in (split.edge_label > 0, split.edge_label == 0):
+        count = int(kind.sum())
+        place[kind] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    order = torch.argsort(place, stable=True)
+    split.edge_label, split.edge_label_index = split.edge_label[order], split.edge_label_index[:, order]
+    return split

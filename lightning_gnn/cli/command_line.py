@@ -31,8 +31,10 @@ from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.messages import closest
 
-COMMANDS = ("cache", "doctor", "init", "plan", "report", "runs", "tune", "warmup")
+COMMANDS = ("cache", "doctor", "export", "init", "plan", "predict", "report", "runs", "tune", "warmup")
 _CONF = "lightning_gnn.conf"
+_PLUGINS = ("hydra/launcher/joblib", "hydra/sweeper/optuna")
+"""Options that packages of the extra ``sweep`` bring."""
 _USER_ERRORS = (
     ValueError,
     TypeError,
@@ -232,11 +234,13 @@ def _explain(error: Exception, typed: list[str]) -> str:
     """Return one line: what is wrong with what was typed, and the closest name."""
     cause = error.__cause__
     text = re.sub(r"\s+", " ", str(error)).strip()
-    if isinstance(error, MissingConfigException) and error.options:
+    if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return (
-            f"{group}={name} is unknown{closest(name, error.options, aside=True)}: there are {', '.join(error.options)}"
-        )
+        if error.missing_cfg_file in _PLUGINS:
+            return f"{group}={name} needs a package: pip install 'lightning-gnn[sweep]'"
+        if error.options:
+            hint = closest(name, error.options, aside=True)
+            return f"{group}={name} is unknown{hint}: there are {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
         return _explain_override(error.override, text)
     if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:

@@ -11,6 +11,7 @@ from lightning_gnn import startup
 PRINTING = {
     "cache": "cache_command",
     "doctor": "doctor",
+    "export": "export_command",
     "init": "init_command",
     "report": "report_command",
     "runs": "runs_command",
@@ -24,6 +25,8 @@ _SHOWING = ("--cfg", "-c", "--info")
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    if sys.argv[1:2] == ["predict"]:
+        sys.argv[1] = "mode=predict"
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     if command in PRINTING:

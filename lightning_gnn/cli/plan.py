@@ -35,8 +35,10 @@ from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.report import forecast, given_numbers, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.planning.report import sentences
 from lightning_gnn.report import reporting
-from lightning_gnn.report.console import be_quiet, console, describe
+from lightning_gnn.report.console import be_quiet, console, describe, warn
+from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Timeline
 
@@ -57,6 +59,7 @@ def run(cfg: DictConfig) -> None:
         UserError: There is nothing to plan, or the run could not be started.
     """
     be_quiet()
+    said: list[str] = []
     with explained():
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise ValueError("lgnn plan makes one plan at a time: leave out -m, and call it once for each choice")
@@ -77,7 +80,8 @@ def run(cfg: DictConfig) -> None:
             hybrid.save(cfg.output_dir)
     if kind == "cpu":
         with explained(only_ours=True), _signals_kept():
-            plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
+            found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
+            said = sentences(found)
     if kind == "collective":
         assert isinstance(datamodule, CollectiveDataModule)
         with explained(only_ours=True):
@@ -85,8 +89,11 @@ def run(cfg: DictConfig) -> None:
             collective = profile(datamodule, module, partial(_trainer, cfg), cfg.plan.max_batches, bar)
         collective.print(console())
         collective.save(title, cfg.output_dir)
+        said = collective.notes
         plan = f"The run takes this plan with datamodule.plan={Path(cfg.output_dir) / 'plan.yaml'}"
         console().print(plan, soft_wrap=True, highlight=False)
+    with reporting(Path(cfg.output_dir) / "plan.html", warn):
+        write_plan_page(cfg.output_dir, f"{title} · {size}", said)
     console().print(f"files in {cfg.output_dir}", soft_wrap=True, highlight=False)
 
 
@@ -143,15 +150,21 @@ class CollectiveForecast:
     timeline: Timeline | None
     on_cpu: bool = False
 
+    @property
+    def notes(self) -> list[str]:
+        """What to know about it."""
+        found = []
+        if self.on_cpu:
+            found.append("The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is.")
+        if self.timeline is None:
+            found.append("There is no predicted timeline: the plan does not know what the stages take.")
+        return found
+
     def print(self, console: Console) -> None:
         """Print stages, buffers and predicted epochs."""
         console.print(str(self.plan), highlight=False, markup=False, soft_wrap=True)
-        if self.on_cpu:
-            text = "The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is."
-            console.print(text, highlight=False, soft_wrap=True)
-        if self.timeline is None:
-            text = "There is no predicted timeline: the plan does not know what the stages take."
-            console.print(text, highlight=False, soft_wrap=True)
+        for note in self.notes:
+            console.print(note, highlight=False, soft_wrap=True)
 
     def save(self, title: str, directory: str | Path) -> None:
         """Write ``plan.yaml``, ``timeline.png`` and ``timeline.json``."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from lightning_gnn.cli.runs_command import FOLDERS
 from lightning_gnn.report.comparison import compare, print_comparison, told_differently
 from lightning_gnn.report.metrics import print_table
+from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.run_page import write_run_page
 from lightning_gnn.report.runs import find_runs, is_run, read_run
 from lightning_gnn.report.sweep_page import write_sweep_page
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a report, and make its page where there is none; returns 1 where there is no run."""
     parser = argparse.ArgumentParser("lgnn report", description="What came out of a run or of a sweep.")
     parser.add_argument("folder", nargs="?", help="of a run or a sweep; by default that of the latest run")
-    parser.add_argument("--open", action="store_true", help="open report.html in the browser")
+    parser.add_argument("--open", action="store_true", help="open its page in the browser")
     chosen = parser.parse_args(arguments)
     folder = _folder(chosen.folder)
     if folder is None:
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{what}; `lgnn runs` lists those in {' and '.join(FOLDERS)}.", file=sys.stderr)
         return 1
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    path = folder / "report.html"
+    path = folder / ("plan.html" if is_run(folder) and read_run(folder).state == "plan" else "report.html")
     try:
         path = _run(folder, console, path) if is_run(folder) else _sweep(folder, path)
         console.print(str(path), soft_wrap=True, markup=False)
@@ -60,7 +61,9 @@ def _run(folder: Path, console: Console, path: Path) -> Path:
     else:
         console.print(f"{title}: {run.state}", markup=False, soft_wrap=True)
     console.print(run.command, markup=False, soft_wrap=True)
-    return path if path.is_file() else write_run_page(folder)
+    if path.is_file():
+        return path
+    return write_plan_page(folder) if run.state == "plan" else write_run_page(folder)
 
 
 def _sweep(folder: Path, path: Path) -> Path:

@@ -38,7 +38,7 @@ GROUPS = {
 """The key of the configuration that a group fills."""
 _OTHER_RUNS = ("task", "experiment")
 """Groups that fill the keys of others."""
-_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan")
+_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan", "predictions")
 """Keys that belong to one start alone."""
 
 

@@ -8,23 +8,24 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
+from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
 from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
+from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.graph.csc import count_edges
@@ -86,9 +87,9 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             console().print(summary, highlight=False, soft_wrap=True)
 
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
-    with _interruptible(trainer), explained(only_ours=True):
+    with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
         if cfg.mode == "predict":
-            scores = _predict(trainer, module, datamodule, ckpt_path, cfg.output_dir)
+            scores = _predict(cfg, trainer, module, datamodule, ckpt_path)
         else:
             scores = _fit_and_test(cfg, trainer, module, datamodule, ckpt_path)
 
@@ -171,6 +172,8 @@ def _fit_and_test(
             val = val if best.best_model_score is None else best.best_model_score
         if val is not None:
             scores[f"val_{metric}"] = float(val)
+        # It would answer the load of a checkpoint with the weights in training, in the place of their average.
+        trainer.callbacks = [item for item in trainer.callbacks if not isinstance(item, WeightAveraging)]  # type: ignore[attr-defined]
     if getattr(datamodule, "test_dataloader", None) is not None:
         tested = trainer.test(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False)
         scores = {name: value for name, value in tested[0].items() if name.startswith("test_")} | scores
@@ -179,25 +182,40 @@ def _fit_and_test(
 
 
 def _predict(
+    cfg: DictConfig,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     datamodule: pl.LightningDataModule,
     ckpt_path: str | None,
-    directory: str,
 ) -> dict[str, float]:
-    """Write the outputs for each node (logits ``[num_nodes, num_classes]``) to predictions.npy."""
-    batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
-    rows = [batch.float().cpu() for batch in batches or []]  # type: ignore[union-attr]
-    logits = rows[0] if len(rows) == 1 else torch.cat(rows)  # outputs in a file need not come into memory
-    path = Path(directory) / "predictions.npy"
-    try:
-        np.save(path, logits.numpy())
-    except OSError as error:
-        with suppress(OSError):
-            path.unlink()
-        raise OSError(f"{path} cannot be written ({error}); it needs {logits.numel() * 4} bytes") from error
-    console().print(f"predictions.npy: float32 {list(logits.shape)}", highlight=False)
+    """Write the outputs for each node as ``predictions`` says."""
+    batches: Any = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+    rows, path = as_rows(batches or []), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
+    if cfg.predictions == "parquet":
+        names = node_names(cfg, getattr(module, "target", None), len(rows))
+        said = write_parquet(rows, path, cfg.task.name, names)
+    else:
+        said = write_npy(rows, path)
+    console().print(said, highlight=False)
     return {}
+
+
+@contextmanager
+def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
+    """Keep other runs out of a folder meanwhile: each would write over the other's checkpoints and tables."""
+    lock = FileLock(Path(directory) / ".running", timeout=0, thread_local=False)
+    with ExitStack() as stack:
+        if trainer.is_global_zero:
+            try:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock)
+            except Timeout:
+                raise UserError(
+                    f"another run is writing to {directory}: wait for its end, or give hydra.run.dir=FOLDER"
+                ) from None
+            except (NotImplementedError, OSError):
+                pass  # a file system without locks
+        yield
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 Reading order: ``nn/conv`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
 trimmed exactly), ``nn/hetero`` (graphs with types), ``nn/module.py`` and what comes from it (training),
 ``nn/full_batch.py`` (the whole graph as one batch), ``nn/inference.py`` (outputs for all nodes),
-``nn/layer_files.py`` (outputs that do not fit into memory).
+``nn/layer_files.py`` (outputs that do not fit into memory), ``nn/export.py`` (programs for other places).
 """
 
 from lightning_gnn.nn.classifier import NodeClassifier
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, unfused_layers
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.embeddings import TypeEmbeddings
+from lightning_gnn.nn.export import export_onnx, export_program
 from lightning_gnn.nn.hetero import HGT, RGAT, RGCN, HeteroGraphSAGE
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.link import LinkPredictor
@@ -38,6 +39,8 @@ __all__ = [
     "NodeRegressor",
     "SAGEConv",
     "TypeEmbeddings",
+    "export_onnx",
+    "export_program",
     "infer",
     "unfused_layers",
 ]

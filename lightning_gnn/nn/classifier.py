@@ -36,7 +36,7 @@ class NodeClassifier(NodeModule):
     ``y`` is int64, ``[N]`` or ``[N, 1]``; for ``kind="multilabel"`` it holds 0 and 1 (or False and True), ``[N,
     num_classes]``. Logged, each weighted by the number of labelled nodes: ``train_loss`` (``train_loss_step``,
     ``train_loss_epoch``), ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``; with several labels,
-    in place of the accuracy, the micro-averaged F1 score: ``train_f1``, ``val_f1``, ``test_f1``.
+    in place of the accuracy, the micro-averaged F1 score: ``train_f1``, ``val_f1``, ``test_f1``; and the ``metrics``.
 
     Checkpoints keep ``num_classes``, ``lr`` and ``weight_decay`` but no objects; give these again:
     ``NodeClassifier.load_from_checkpoint(path, model=model)``.
@@ -55,6 +55,8 @@ class NodeClassifier(NodeModule):
             it, torch's ``pos_weight``.
         label_smoothing: That of torch's ``cross_entropy``, in [0, 1): the part of a label that is spread over all
             classes.
+        metrics: What else is logged of validation and test, by the names of
+            :func:`~lightning_gnn.nn.metrics.named_metric`: ``["top5", "macro_f1"]`` as ``val_top5``, ``val_macro_f1``.
         embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
@@ -77,6 +79,7 @@ class NodeClassifier(NodeModule):
         kind: Literal["multiclass", "multilabel"] = "multiclass",
         class_weights: Sequence[float] | None = None,
         label_smoothing: float = 0.0,
+        metrics: Sequence[str] = (),
         embeddings: TypeEmbeddings | None = None,
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
@@ -113,6 +116,12 @@ class NodeClassifier(NodeModule):
                 if kind == "multiclass"
                 else MultilabelF1Score(num_classes, average="micro", validate_args=False),
             )
+        self._take_metrics(metrics, kind, num_classes)
+
+    def _shares(self, rows: Tensor) -> Tensor:
+        # Of labels, any increasing map with 1/2 at 0 will do; a sigmoid would round high outputs to ties at 1.
+        rows = rows.float()
+        return rows.softmax(1) if self.kind == "multiclass" else (F.softsign(rows) + 1) / 2
 
     def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         weights = self.class_weights

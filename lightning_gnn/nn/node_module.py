@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 from torchmetrics import Metric
 
+from lightning_gnn.nn.metrics import Kind, named_metric
 from lightning_gnn.nn.module import GNNModule
 
 
@@ -17,10 +19,12 @@ class NodeModule(GNNModule):
     """What all predictions for nodes share: which nodes have labels in a batch, loss and metric of a stage.
 
     A class derived from it has ``metric_name``, a metric per stage as its attribute ``{stage}_{metric_name}``,
-    :meth:`_labels`, :meth:`_losses` and ``target``, the node type in question, or None.
+    :meth:`_labels`, :meth:`_losses` and ``target``, the node type in question, or None; :meth:`_take_metrics` adds what
+    else is logged of validation and test.
     """
 
     metric_name: str
+    metric_names: Sequence[str] = ()
     target: NodeType | None
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Any]:
@@ -46,6 +50,18 @@ class NodeModule(GNNModule):
             return rows[: part.batch_size]
         nodes = part.get("pred_nodes")
         return rows if nodes is None else rows[nodes.to(rows.device)]
+
+    def _take_metrics(self, names: Sequence[str], kind: Kind, num_outputs: int = 1) -> None:
+        """Build metrics by name; see :func:`~lightning_gnn.nn.metrics.named_metric`."""
+        names = [names] if isinstance(names, str) else names
+        self.metric_names = [name for name in dict.fromkeys(names) if name != self.metric_name]
+        for stage in ("val", "test"):
+            for name in self.metric_names:
+                setattr(self, f"{stage}_{name}", named_metric(name, kind, num_outputs))
+
+    def _shares(self, rows: Tensor) -> Tensor:
+        """Return outputs as the named metrics take them: numbers from 0 to 1, where labels are classes."""
+        return rows
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
         """Return checked labels of the nodes in question.
@@ -103,9 +119,17 @@ class NodeModule(GNNModule):
         metric.update(rows.detach(), labels)
         name, size = f"{stage}_{self.metric_name}", labels.size(0)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
+        if stage != "train" and self.metric_names:
+            self._log_named(stage, self._shares(rows.detach()), labels)
         weights = self._weights(labels)
         loss = self._log_loss(stage, self._losses(rows, labels), weights)
         return loss, size if weights is None else weights.sum()
+
+    def _log_named(self, stage: str, shares: Tensor, labels: Tensor) -> None:
+        for name in self.metric_names:
+            metric: Metric = getattr(self, f"{stage}_{name}")
+            metric.update(shares, labels)
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, batch_size=labels.size(0))
 
 
 def _labelled_nodes(batch: Any, stage: str) -> slice | Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ class NodeRegressor(NodeModule):
 
     Batches are those of :class:`~lightning_gnn.nn.NodeClassifier`; ``y`` is floating, ``[N]`` or ``[N, T]``, and the
     model has as many outputs. Logged, each weighted by the number of labelled nodes: ``train_loss``, ``val_loss``,
-    ``test_loss``, and the mean absolute error: ``train_mae``, ``val_mae``, ``test_mae``. Checkpoints keep no objects:
-    ``NodeRegressor.load_from_checkpoint(path, model=model)``.
+    ``test_loss``, and the mean absolute error: ``train_mae``, ``val_mae``, ``test_mae``; and the ``metrics``.
+    Checkpoints keep no objects: ``NodeRegressor.load_from_checkpoint(path, model=model)``.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to numbers ``[N, T]``.
@@ -31,6 +31,7 @@ class NodeRegressor(NodeModule):
         optimizer: Takes the parameters and returns an optimizer in place of Adam.
         scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The node type in question, for graphs with types.
+        metrics: What else is logged of validation and test: ``"mse"``, ``"rmse"``, ``"r2"``, as ``val_r2``.
         embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
@@ -48,6 +49,7 @@ class NodeRegressor(NodeModule):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
         target: NodeType | None = None,
+        metrics: Sequence[str] = (),
         embeddings: TypeEmbeddings | None = None,
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
@@ -56,6 +58,7 @@ class NodeRegressor(NodeModule):
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         for stage in STAGES:
             setattr(self, f"{stage}_mae", MeanAbsoluteError())
+        self._take_metrics(metrics, "regression")
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
         if y.dim() not in (1, 2) or not y.is_floating_point():

@@ -142,7 +142,7 @@ def save_forecast(found: CPUForecast, options: list[Option], limits: MachineLimi
         "threads": found.threads,
         "cores": found.cores,
         "limits": asdict(limits),
-        "options": [asdict(option) for option in options],
+        "options": [{**asdict(option), "helps": option.helps(found)} for option in options],
         "unknown": list(found.unknown),
         "busy": found.busy,
     }

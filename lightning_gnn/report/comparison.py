@@ -7,7 +7,7 @@ import io
 import math
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,13 +25,8 @@ from lightning_gnn.report.sweep_page import write_sweep_page
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, write_whole
 
 _SCORES = ("acc", "auc", "f1", "mae", "mrr")
-SCORES = tuple(f"{stage}_{score}" for stage in ("test", "val") for score in _SCORES)
-FIGURES = (
-    *(f"{stage}_{score}" for score in _SCORES for stage in ("test", "val")),
-    "epoch_time_s",
-    "sampled_edges_per_s",
-    "mteps",
-)
+"""Those that pick checkpoints by default, which stand first."""
+_SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
 
 
 class ComparisonTable(Callback):
@@ -90,18 +85,27 @@ def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyT
     for path, given in zip(jobs, overrides, strict=True):
         metrics = _metrics(path.parents[1])
         error = metrics.get("error")
+        figures = (*_scores(metrics), *_SPEEDS)
         succeeded = not math.isnan(returned.get(_job_number(path), math.nan))
         rows.append(
             {
                 "job": _job_number(path),
                 "status": "failed" if error and not succeeded else "ok",
                 **{key: given.get(key, "") for key in varied},
-                **{name: metrics[name] for name in FIGURES if metrics.get(name) is not None},
+                **{name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))},
                 "error": error or "",
             }
         )
     _add_statistics(rows, [key for key in varied if key != "seed"])
     return rows
+
+
+def _scores(figures: Iterable[str]) -> list[str]:
+    """Return which of these are scores of validation and test, in the order in which they are shown."""
+    known = [f"{stage}_{score}" for score in _SCORES for stage in ("test", "val")]
+    found = [name for name in figures if name.startswith(("test_", "val_"))]
+    found = [name for name in found if not name.endswith(("_loss", "_mean", "_std"))]
+    return sorted(dict.fromkeys(found), key=lambda name: known.index(name) if name in known else len(known))
 
 
 def _job_number(overrides: Path) -> int:
@@ -125,7 +129,7 @@ def _add_statistics(rows: list[dict[str, Any]], keys: list[str]) -> None:
         if row["status"] == "ok":
             groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     for group in groups.values():
-        for score in SCORES:
+        for score in _scores(name for row in group for name in row):
             values = [row[score] for row in group if score in row]
             if not values:
                 continue
@@ -150,15 +154,16 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
 
 def told_differently(rows: list[dict[str, Any]]) -> list[str]:
     """Return the columns of :func:`compare` that hold what the runs were told."""
-    statistics_of = {f"{name}_{kind}" for name in SCORES for kind in ("mean", "std")} | {"runs"}
-    return [key for key in _columns(rows) if key not in {*FIGURES, *statistics_of, "job", "status", "error"}]
+    others = {*_SPEEDS, "runs", "job", "status", "error"}
+    return [key for key in _columns(rows) if key not in others and not key.startswith(("test_", "val_"))]
 
 
 def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
     """Print the rows of :func:`compare` as a table; ``path`` stands below it."""
-    score = next((name for name in SCORES if any(name in row for row in rows)), "test_acc")
+    scores = _scores(_columns(rows))
+    score = next((name for name in scores if name.startswith("test_")), next(iter(scores), "test_acc"))
     told = told_differently(rows)
-    figures = [name for name in FIGURES if any(name in row for row in rows)]
+    figures = [name for name in (*scores, *_SPEEDS) if any(name in row for row in rows)]
     table = Table(
         title="Comparison",
         title_justify="left",
@@ -197,7 +202,7 @@ def _shown(name: str, value: float | None) -> str:
         return ""
     if name.endswith("_acc"):
         return f"{value:.2%}"
-    return f"{value:.4f}" if name in SCORES else f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
+    return f"{value:.4f}" if name not in _SPEEDS else f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
 
 
 def _spread(row: dict[str, Any], score: str) -> str:

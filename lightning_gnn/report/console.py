@@ -60,6 +60,8 @@ def be_quiet() -> None:
         ".*your dataloader is not resumable.*",
         ".*The dirpath has changed from.*",
         ".*sync_dist=True.*",
+        ".*callbacks used to create the checkpoint need to be provided.*",
+        ".*You're using the WeightAveraging callback.*",
         ".*could not find the monitored key in the returned metrics.*",  # resumed behind the validation of an epoch
     ):
         warnings.filterwarnings("ignore", message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ _SCORES = {
 }
 _SHOWN = 40
 _WIDTH = 13.0
+_LETTER, _BESIDE = 0.075, 0.6
+"""Inches of a letter of the legend, and of what is beside a label."""
 _DIGIT = 0.065
 """Inches of a digit of a batch number."""
 
@@ -228,7 +231,8 @@ def save_timeline(
                 _draw_marks(axis, [mark for mark in marks if mark.weight == "decision"], whole.begin, scale, span)
         axes[-1].set_xlabel(unit)
         axes[-1].set_xlim(0, span * scale)
-        figure.legend(handles=_legend(parts.values()), loc="outside lower left", ncols=9, fontsize=9, handlelength=1.2)
+        handles = _legend(parts.values())
+        figure.legend(handles=handles, loc="outside lower left", ncols=_columns(handles), fontsize=9, handlelength=1.2)
         return save(figure, path)
 
 
@@ -276,6 +280,19 @@ def _heading(name: str, shown: Timeline, whole: Timeline) -> str:
     seconds = whole.makespan
     took = f"{seconds:.3g} s" if seconds >= 2 else f"{1e3 * seconds:.4g} ms"
     return f"{name[:1].upper()}{name[1:]}: {of}, all in {took}"
+
+
+def _columns(handles: Sequence[Patch]) -> int:
+    """Return as many columns as fit beside one another, each as wide as its longest label."""
+    lengths = [len(str(handle.get_label())) for handle in handles]
+    for columns in range(len(lengths), 1, -1):
+        left, width = iter(lengths), 0.0
+        for column in range(columns):  # the first ones have one more where they cannot have equally many
+            rows = len(lengths) // columns + (column < len(lengths) % columns)
+            width += _LETTER * max(islice(left, rows)) + _BESIDE
+        if width <= _WIDTH - _BESIDE:
+            return columns
+    return 1
 
 
 def _legend(timelines: Iterable[Timeline]) -> list[Patch]:

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from lightning_gnn.runtime.files import read_text
+
 LARGEST_PICTURE = 1 << 23
+LARGEST_TEXT = 1 << 20
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Even if something slipped in, a browser would neither run nor fetch it."""
@@ -19,9 +22,12 @@ _STYLE = """
   --card: #1f2228; --c0: #7aa8e6; --c1: #eda45c; --c2: #6fc498; --c3: #e8857c; --c4: #b49be6; --c5: #9aa1ac; } }
 body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 70rem; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.35rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
-p { margin: .4rem 0; } .dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
-.wide { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
+p { margin: .4rem 0; overflow-wrap: anywhere; }
+.dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
+.wide { overflow-x: auto; } .wide + .wide { margin-top: 1rem; } .wide svg { min-width: 44rem; }
+.row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
 .row > * { flex: 1 1 24rem; min-width: 0; }
 table { border-collapse: collapse; } th { text-align: left; font-weight: 600; white-space: nowrap; }
 td, th { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
@@ -80,6 +86,20 @@ def picture(path: Path) -> Html | None:
         return None
     data = b64encode(path.read_bytes()).decode()
     return tag("figure", tag("img", src=f"data:image/png;base64,{data}", alt=path.stem), tag("figcaption", path.name))
+
+
+def file_of(path: Path) -> Html | None:
+    """Return a text file to be unfolded; None if there is none, or it is too large."""
+    try:
+        text = read_text(path, LARGEST_TEXT)
+    except (OSError, ValueError):
+        return None
+    return tag("details", tag("summary", path.name), tag("pre", text))
+
+
+def section(title: str, *content: Html | None) -> Html | None:
+    """Return what is under a heading; None where there is nothing."""
+    return joined([tag("h2", title), *content]) if any(part is not None for part in content) else None
 
 
 def page(title: str, *sections: object) -> str:

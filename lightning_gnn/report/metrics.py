@@ -26,6 +26,7 @@ NAMES = {
 STAGES = {"test": "Test", "val": "Validation"}
 BOUNDED = ("acc", "auc", "mrr")
 """Scores from 0 to 1."""
+LOWER_IS_BETTER = ("mae", "mse", "rmse", "ece")
 
 
 class MeasuredEpoch(Protocol):
@@ -94,11 +95,10 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
     table.add_column(style="dim")
     for name, value in metrics.items():
         stage, _, kind = name.partition("_")
-        if stage in STAGES and kind in NAMES and value is not None:
+        if stage in STAGES and isinstance(value, (int, float)):
             shown = f"{value:.2%}" if kind == "acc" else f"{value:.4f}"
-            table.add_row(
-                f"{STAGES[stage]} {NAMES[kind]}", shown, _note(metrics), style="bold" if kind != "loss" else None
-            )
+            title, style = f"{STAGES[stage]} {NAMES.get(kind, kind)}", "bold" if kind != "loss" else None
+            table.add_row(title, shown, _note(metrics), style=style)
     if metrics.get("epoch_time_s") is not None:
         table.add_section()
         for row in _speed(metrics):

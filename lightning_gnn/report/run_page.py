@@ -6,17 +6,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.report.html import Html, joined, page, picture, table, tag
+from lightning_gnn.report.html import Html, file_of, joined, page, picture, section, table, tag
 from lightning_gnn.report.metrics import BOUNDED, NAMES, STAGES, split_rows, tested
 from lightning_gnn.report.runs import Run, read_curves, read_run, shown_score, shown_seconds
 from lightning_gnn.report.svg import bars, line_chart
-from lightning_gnn.runtime.files import read_text, write_whole
+from lightning_gnn.runtime.files import write_whole
 
 WAITING = (
     "Waiting: seconds for which the training thread has asked for a mini-batch and not got it yet. With num_workers=0 "
     "it prepares the mini-batch itself then."
 )
-_LARGEST = 1 << 20
 _UNKNOWN: dict[str, float | None] = dict.fromkeys(("sampling_s", "features_s", "model_s", "wait_s", "other_s"))
 _TRAINING = (("model", "model_s", 0), ("waiting", "wait_s", 3), ("other", "other_s", 5))
 """Parts of the training thread's time: what to call them, where they are, and the number of their colour."""
@@ -43,19 +42,15 @@ def run_page(run: Run) -> str:
         tag("h1", title),
         tag("p", line, class_="dim"),
         tag("p", metrics["error"], class_="bad") if metrics.get("error") else None,
-        _section("Scores", _scores(metrics)),
-        _section("Curves", _curves(run)),
-        _section("Where the time went", _time(metrics)),
-        _section("Timeline", *(picture(path) for path in sorted(run.folder.glob("timeline*.png")))),
-        _section("Plan", *_plan(run)),
-        _section("Repeat it", tag("pre", f"cd {shlex.quote(run.cwd)}\n{run.command}" if run.cwd else run.command)),
-        _section("Configuration", _file(run.folder / ".hydra/config.yaml")),
-        _section("Environment", _pairs(metrics.get("environment"))),
+        section("Scores", _scores(metrics)),
+        section("Curves", _curves(run)),
+        section("Where the time went", _time(metrics)),
+        section("Timeline", *(picture(path) for path in sorted(run.folder.glob("timeline*.png")))),
+        section("Plan", *_plan(run)),
+        section("Repeat it", tag("pre", f"cd {shlex.quote(run.cwd)}\n{run.command}" if run.cwd else run.command)),
+        section("Configuration", file_of(run.folder / ".hydra/config.yaml")),
+        section("Environment", _pairs(metrics.get("environment"))),
     )
-
-
-def _section(title: str, *content: Html | None) -> Html | None:
-    return joined([tag("h2", title), *content]) if any(part is not None for part in content) else None
 
 
 def _scores(metrics: dict[str, Any]) -> Html | None:
@@ -123,15 +118,7 @@ def _plan(run: Run) -> list[Html | None]:
         if isinstance(predicted, (int, float)) and isinstance(measured, (int, float)) and measured:
             rows = [("predicted epoch", f"{predicted:.3g} s"), ("measured epoch", f"{measured:.3g} s")]
             parts.append(table([*rows, ("predicted / measured", f"{predicted / measured:.2f}")], numbers=[1]))
-    return [*parts, _file(run.folder / "plan.yaml")]
-
-
-def _file(path: Path) -> Html | None:
-    try:
-        text = read_text(path, _LARGEST)
-    except (OSError, ValueError):
-        return None
-    return tag("details", tag("summary", path.name), tag("pre", text))
+    return [*parts, file_of(run.folder / "plan.yaml")]
 
 
 def _pairs(values: Any) -> Html | None:

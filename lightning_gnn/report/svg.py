@@ -9,6 +9,8 @@ from lightning_gnn.report.html import Html, tag
 
 Points = Sequence[tuple[float, float]]
 _COLORS = 6
+_NARROW = 540.0
+"""A wider drawing is scrolled where there is no room for it: made smaller, nobody could read it."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 44.0, 34.0
 
 
@@ -102,13 +104,16 @@ def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, int]]], unit:
     return _drawing(width, height, title, [*drawn, *legend])
 
 
-def parallel_coordinates(columns: Mapping[str, Sequence[str | float | None]], names: Sequence[str]) -> Html | None:
+def parallel_coordinates(
+    columns: Mapping[str, Sequence[str | float | None]], names: Sequence[str], lowest: bool = False
+) -> Html | None:
     """Draw one line per run across what it was told and what came out; the last column's best is drawn strongest.
 
     Args:
         columns: The values of all runs, by column. Where all are numbers the axis is one of numbers, logarithmic where
             they span two decades or more; else each text has its place.
         names: Of the runs.
+        lowest: Whether the least value of the last column is the best.
     """
     if len(columns) < 2 or len(names) < 2:
         return None
@@ -128,7 +133,7 @@ def parallel_coordinates(columns: Mapping[str, Sequence[str | float | None]], na
         parts.append(tag("text", column, x=_at(x), y=14, class_="title middle"))
         for label, share in ticks:
             parts.append(tag("text", label, x=_at(x + 6), y=_at(up(share) + 4)))
-    strength = [share or 0.0 for share in places[-1]]
+    strength = [0.0 if share is None else 1.0 - share if lowest else share for share in places[-1]]
     known = [share is not None for share in places[-1]]
     for run in sorted(range(len(names)), key=lambda run: (known[run], strength[run])):  # the best on top
         found = [(120.0 + i * step, place) for i, axis in enumerate(places) if (place := axis[run]) is not None]
@@ -200,7 +205,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
 
 
 def _drawing(width: float, height: float, title: str, parts: Sequence[Html]) -> Html:
-    return tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title)
+    drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title)
+    return drawing if width <= _NARROW else tag("div", drawing, class_="wide")
 
 
 def _at(number: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gnn.report.html import Html, page, table, tag
-from lightning_gnn.report.metrics import BOUNDED
+from lightning_gnn.report.metrics import BOUNDED, LOWER_IS_BETTER
 from lightning_gnn.report.runs import Run, find_runs, read_curves, shown_score, shown_seconds
 from lightning_gnn.report.svg import line_chart, parallel_coordinates
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
@@ -53,10 +53,14 @@ def sweep_page(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str]
 
 
 def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the scores that the rows have, that of the test first."""
-    names = {name for row in rows for name in row if name.startswith(("test_", "val_"))}
-    names = {name for name in names if not name.endswith(("_mean", "_std", "_loss"))}
-    return sorted(names, key=lambda name: (not name.startswith("test_"), name))
+    """Return the scores that the rows have, in their order, those of the test first."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(("test_", "val_")))
+    found = [name for name in names if not name.endswith(("_mean", "_std", "_loss"))]
+    return sorted(found, key=lambda name: not name.startswith("test_"))
+
+
+def _lower_is_better(score: str) -> bool:
+    return score.partition("_")[2] in LOWER_IS_BETTER
 
 
 def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str], runs: dict[int, Run]) -> Html:
@@ -83,7 +87,8 @@ def _groups(rows: Sequence[dict[str, Any]], told: Sequence[str], score: str | No
     groups = {tuple(row.get(key, "") for key in keys): row for row in rows if row.get("runs", 1) > 1}
     if score is None or not groups or not all(f"{score}_mean" in row for row in groups.values()):
         return []
-    best = sorted(groups.items(), key=lambda item: -item[1][f"{score}_mean"])
+    sign = 1 if _lower_is_better(score) else -1
+    best = sorted(groups.items(), key=lambda item: sign * item[1][f"{score}_mean"])
     cells = [
         [*key, shown_score(score, row[f"{score}_mean"]), shown_score(score, row[f"{score}_std"]), row["runs"]]
         for key, row in best
@@ -100,9 +105,9 @@ def _pictures(
         return found
     names = [f"job {row['job']}: {', '.join(f'{key}={row.get(key, str())}' for key in told)}" for row in rows]
     columns = {key: [row.get(key) for row in rows] for key in [*told, score]}
-    across = parallel_coordinates(columns, names)
+    across = parallel_coordinates(columns, names, lowest=_lower_is_better(score))
     if across is not None:
-        note = "One line per run, the stronger the higher its score; point at a line for its settings."
+        note = "One line per run, the stronger the better its score; point at a line for its settings."
         found += [tag("h2", "Settings and scores"), across, tag("p", note, class_="dim")]
     kind = f"val_{score.partition('_')[2]}"
     curves = {}

@@ -1,12 +1,16 @@
 """The command as a user runs it, on tiny graphs."""
 
 import csv
+import importlib.util
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
+from hydra import compose, initialize_config_module
 
+from lightning_gnn.cli.assemble import _split_links, build_data, build_task
 from lightning_gnn.graph import save_hetero_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
@@ -69,6 +73,31 @@ def test_link_prediction(tmp_path, capfd):
     assert 0 <= metrics["test_auc"] <= 1
     assert 0 <= metrics["val_auc"] <= 1
     assert metrics["task"] == "link"
+
+
+def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
+    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+        cfg = compose("train", overrides=[*LINK, "task.split.num_test=100", "datamodule.batch_size=10"])
+    datamodule, _ = build_task(cfg, build_data(cfg))
+    for loader in (datamodule.val_dataloader(), datamodule.test_dataloader()):
+        labels = [batch.edge_label for batch in loader]
+        assert {int(part.sum()) for part in labels} == {5}
+    pairs = torch.cat([batch.n_id[batch.edge_label_index] for batch in loader], dim=1)
+    *_, test = _split_links(build_data(cfg), **cfg.task.split)
+    assert {*zip(*pairs.tolist(), torch.cat(labels).tolist(), strict=True)} == {
+        *zip(*test.edge_label_index.tolist(), test.edge_label.tolist(), strict=True)
+    }  # the same edges with the same labels
+    assert lgnn(tmp_path, "trainer.limit_test_batches=1", "datamodule.batch_size=20", base=LINK) == 0
+    assert 0 < metrics_of(tmp_path)["test_auc"] <= 1
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(tmp_path, capfd):
+    with FileLock(tmp_path / ".running", thread_local=False):
+        assert lgnn(tmp_path, "trainer.max_epochs=1") == 2
+    assert f"another run is writing to {tmp_path}: wait for its end, or give hydra.run.dir" in capfd.readouterr().err
+    assert not (tmp_path / "metrics.json").exists()
+    for _ in range(2):  # one after the other is fine
+        assert lgnn(tmp_path, "trainer.max_epochs=1") == 0
 
 
 TYPED = [
@@ -348,6 +377,30 @@ def test_sweep_with_joblib(tmp_path):
 
 
 @pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
+def test_sweep_with_optuna(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    searched = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "seed=1"]
+    intervals = ["task.lr=tag(log,interval(0.001,0.1))", "model.dropout=interval(0.0,0.5)"]
+    run = spawn("-m", *NODE, *searched, *intervals, f"hydra.sweep.dir={tmp_path}", "trainer.max_epochs=1")
+    assert run.returncode == 0, run.stderr
+    rows = compare(tmp_path)
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert len({row["task.lr"] for row in rows}) == 3
+    assert all(0.001 <= float(row["task.lr"]) <= 0.1 for row in rows)
+    assert "settings and scores" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "plugin"), [("launcher=joblib", "hydra_joblib_launcher"), ("sweeper=optuna", "hydra_optuna_sweeper")]
+)
+def test_a_plugin_that_is_missing_is_named_with_its_extra(tmp_path, capfd, option, plugin):
+    if importlib.util.find_spec(f"hydra_plugins.{plugin}") is not None:
+        pytest.skip(f"{plugin} is installed")
+    assert lgnn(tmp_path, "-m", f"hydra/{option}", "seed=1,2") == 2
+    assert f"hydra/{option} needs a package: pip install 'lightning-gnn[sweep]'" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     run = spawn(*NODE, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={tmp_path}")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shlex
 import shutil
 from datetime import datetime
@@ -11,11 +12,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_gnn.cli import report_command, runs_command
-from lightning_gnn.report.comparison import compare
+from lightning_gnn.cli.plan import CollectiveForecast
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.hyscale.report import save_numbers
+from lightning_gnn.report.comparison import compare, print_comparison, told_differently
+from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.run_page import run_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run, shown_seconds
+from lightning_gnn.report.sweep_page import write_sweep_page
+from lightning_gnn.runtime.files import read_yaml
 from tests.cli.command import NODE, lgnn, metrics_of
-from tests.cli.test_plan import plan
+from tests.cli.test_plan import HYBRID, SERVER, plan
 from tests.report.reading import Page
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"'
@@ -37,8 +45,8 @@ def ran(tmp_path_factory):
     return folder
 
 
-def page_of(folder):
-    page = Page((folder / "report.html").read_text())
+def page_of(folder, name="report.html"):
+    page = Page((folder / name).read_text())
     page.needs_nothing_else()
     return page
 
@@ -112,16 +120,106 @@ def test_whatever_is_in_the_files_is_text(ran, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_has_a_page(tmp_path, capfd):
-    assert plan(tmp_path, base=NODE) == 0
+    assert plan(tmp_path, "datamodule.num_workers=1", base=NODE) == 0
     run = read_run(tmp_path)
     assert run.state == "plan"
-    assert run.command.startswith("lgnn plan ")
-    capfd.readouterr()
-    assert report_command.main([str(tmp_path)]) == 0
-    assert f"{tmp_path}: plan" in capfd.readouterr().out
-    page = page_of(tmp_path)
-    assert "Plan" in page.text("h2")
+    printed = capfd.readouterr().out
+    page, state = page_of(tmp_path, "plan.html"), read_yaml((tmp_path / "plan.yaml").read_text())
+    for title in ("Prediction", "Where a mini-batch's time goes", "Other settings", "Run it", "Plan it again"):
+        assert title in page.text("h2")
+    for sentence in ("Predicted: ", "Bottleneck: "):
+        (shown,) = (line for line in page.text("p").splitlines() if line.startswith(sentence))
+        assert shown in printed
+    cells = page.text("td")
+    tried = [option for option in state["options"] if option["epoch_s"]]
+    assert tried
+    for option in tried:
+        assert f": {option['change']}" in cells
+        assert f"{state['epoch_s'] / option['epoch_s']:.2f}x" in cells
     assert (tmp_path / "plan.yaml").read_text() in page.text("pre")
+    commands = [shlex.split(line) for line in page.text("pre").splitlines() if line.startswith("lgnn ")]
+    assert commands == [["lgnn", *run.overrides], ["lgnn", "plan", *run.overrides]]
+    shown = page.elements
+    (tmp_path / "plan.html").unlink()
+    assert report_command.main([str(tmp_path)]) == 0
+    said = capfd.readouterr().out
+    assert f"{tmp_path}: plan" in said
+    assert said.rstrip().endswith("plan.html")
+    again = page_of(tmp_path, "plan.html").elements  # but for the planner's sentences
+    assert [item for item in again if item[0] != "p"] == [item for item in shown if item[0] != "p"]
+
+
+COLLECTIVE = CollectivePlan(
+    "collective",
+    6,
+    2,
+    num_batches=16,
+    ratio=3.0,
+    times=StageTimes(*(Duration(mean / 1e3, 1e-4) for mean in (30, 4, 5, 6, 7)), cpu_workers=2),
+    epoch_s={"collective": 1.0, "cpu": 2.0, "gpu": 1.5},
+)
+
+
+def test_the_page_of_a_collective_plan(tmp_path):
+    timeline = simulate_dual_buffer(COLLECTIVE.times, COLLECTIVE, 16).timeline
+    forecast = CollectiveForecast(COLLECTIVE, timeline, on_cpu=True)
+    forecast.save("title", tmp_path)
+    write_plan_page(tmp_path, NASTY, forecast.notes)
+    page = page_of(tmp_path, "plan.html")
+    assert page.text("h1") == NASTY
+    assert NASTY in page.text("title")
+    assert "The CPU has played the GPU's part" in page.text("p")
+    assert "Of every 8 mini-batches the GPU prepares 6 and the CPU 2." in page.text("p")
+    cells = page.text("td").splitlines()
+    for expected in ("this plan", "1.00x", "the CPU alone", "2.00x", "1.50x", "30 ms", "7 ms"):
+        assert expected in cells
+    assert "Timeline" in page.text("h2")
+    (image,) = page.all("img")
+    assert image["src"].startswith("data:image/png;base64,")
+
+
+def test_the_page_of_a_hybrid_plan(tmp_path):
+    save_numbers(SERVER, tmp_path / "server.yaml")
+    given = [f"plan.platform_file={tmp_path}/server.yaml", "plan.nodes=[1,2]", "plan.accelerators=[1,16]"]
+    assert plan(tmp_path / "one", HYBRID, *given) == 0
+    page, state = page_of(tmp_path / "one", "plan.html"), read_yaml((tmp_path / "one/plan.yaml").read_text())
+    cells = page.text("td").splitlines()
+    assert " / ".join(map(str, state["best"]["seeds"])) in cells
+    assert {*state["stages_of_best"]} <= {*cells}
+    assert [f"{point['speedup']:.2f}x" for point in state["scaling"]] == [cell for cell in cells if cell[-1:] == "x"]
+    run, again = (shlex.split(line) for line in page.text("pre").splitlines() if line.startswith("lgnn "))
+    assert run == ["lgnn", *NODE, HYBRID]
+    assert again == ["lgnn", "plan", *NODE, HYBRID, *given]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "collective", "hybrid"])
+@pytest.mark.parametrize("bad", [NASTY, None, [NASTY], {NASTY: NASTY}, -1.0, math.nan, True])
+def test_whatever_is_in_a_plan_is_text(kind, bad, tmp_path):
+    cpu = {
+        "epoch_s": 2.0, "batches": 5, "batch_s": {"seconds": 0.4, "training": 0.3, "preparing": 0.1},
+        "bottleneck": "products", "parts_s": {"sampling": 0.05, "products": 0.2}, "preparation": {"workers": 1},
+        "options": [{"change": "a=1", "epoch_s": 1.0, "note": "slower", "helps": True}],
+    }  # fmt: skip
+    times = {"seeds": [1, 2], "threads": [1, 1, 1], "iteration_s": 1.0, "epoch_s": 2.0, "mteps": 3.0}
+    point = {"nodes": 1, "accelerators": 2, "iteration_s": 1.0, "mteps": 2.0, "speedup": 1.5, "limit": "PCIe"}
+    hybrid = {"best": times, "begin": times, "stages_of_best": {"Sampling": {"seconds": 1.0, "bound_by": "threads"}},
+              "scaling": [point]}  # fmt: skip
+    whole = {"cpu": cpu, "hybrid": hybrid, "collective": read_yaml(COLLECTIVE.to_yaml())}[kind]
+    for path in paths_of(whole):
+        state = json.loads(json.dumps(whole))
+        inner = state
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = bad
+        (tmp_path / "plan.yaml").write_text(json.dumps(state).replace("NaN", ".nan"))
+        write_plan_page(tmp_path, said=[NASTY])
+        assert NASTY in page_of(tmp_path, "plan.html").text("p")
+
+
+def paths_of(value):
+    """Return the way to each value inside of lists and mappings, theirs included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in ([key], *([key, *rest] for rest in paths_of(inner)))]
 
 
 def test_lgnn_runs(ran, monkeypatch, capsys):
@@ -190,6 +288,55 @@ def test_a_sweep(tmp_path, capfd):
     assert report_command.main([str(folder)]) == 0
     assert "Comparison" in capfd.readouterr().out
     assert page_of(folder).elements == page.elements
+
+
+def sweep_of(folder, scores):
+    """Leave the files of runs with two learning rates and two seeds each, one of which has failed."""
+    for job, found in enumerate(scores):
+        hidden = folder / str(job) / ".hydra"
+        hidden.mkdir(parents=True)
+        OmegaConf.save([f"task.lr=0.{1 + job // 2}", f"seed={job % 2}"], hidden / "overrides.yaml")
+        OmegaConf.save({"hydra": {"job": {"num": job, "config_name": "train"}}}, hidden / "hydra.yaml")
+        metrics = {"error": "it broke"} if found is None else {**found, "epoch_time_s": 1.5, "test_loss": 0.3}
+        (folder / str(job) / "metrics.json").write_text(json.dumps({**metrics, "title": NASTY}))
+
+
+def test_every_score_is_compared_the_one_that_picks_first(tmp_path, capsys):
+    scores = [{"test_hits@10": 0.5 + job / 10, "test_mrr": 0.25 * job, "val_mrr": 0.2 * job} for job in range(3)]
+    sweep_of(tmp_path, [*scores, None])
+    rows = compare(tmp_path)
+    assert told_differently(rows) == ["task.lr", "seed"]
+    assert rows[1]["test_mrr_mean"] == pytest.approx(0.125)
+    assert rows[0]["test_hits@10_std"] == pytest.approx(0.1 / 2**0.5)
+    assert "test_loss" not in rows[0]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "failed"]
+    print_comparison(rows, tmp_path / "comparison.csv")
+    shown = capsys.readouterr().out
+    head = next(line for line in shown.splitlines() if "job" in line)
+    assert head.index("test_mrr") < head.index("val_mrr") < head.index("test_hits@10") < head.index("epoch_time_s")
+    assert "test_mrr: mean" in head
+    assert "0.1250 ± 0.1768 (2)" in shown
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    page = page_of(tmp_path)
+    assert "settings and scores" in page.all("svg")[0]["aria-label"]
+    assert "test_mrr, mean" in page.text("th")
+
+
+@pytest.mark.parametrize(("name", "best"), [("mae", "0.1"), ("f1", "0.2")])
+def test_errors_are_better_where_they_are_lower(tmp_path, name, best):
+    sweep_of(tmp_path, [{f"test_{name}": value} for value in (0.1, 0.2, 0.6, 0.7)])
+    rows = compare(tmp_path)
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    page = page_of(tmp_path)
+    cells = [data.strip() for tag, data in page.texts if tag == "td"]
+    means = {"0.1": "0.1500", "0.2": "0.6500"}
+    at = cells.index(means[best])
+    assert cells[at - 1] == best
+    assert at < cells.index(means["0.2" if best == "0.1" else "0.1"])
+    drawn = [line["style"] for line in page.all("polyline")]
+    assert "stroke-opacity: 0.95" in drawn[-1]  # the best on top
+    strongest = next(title for title in reversed(page.text("title").splitlines()) if title.startswith("job"))
+    assert strongest == f"job {0 if name == 'mae' else 3}: task.lr={best}, seed={0 if name == 'mae' else 1}"
 
 
 @pytest.mark.parametrize(

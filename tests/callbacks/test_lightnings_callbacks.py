@@ -1,0 +1,194 @@
+"""Callbacks of Lightning's own: averages of weights as by hand, and a batch size that trains as if it were given."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
+from lightning_gnn.nn.conv import attention, fused
+from tests.cli.command import lgnn, metrics_of
+from tests.nn.test_embeddings import batches, embedded, typed_data
+
+DECAY = 0.6
+
+
+@pytest.fixture
+def always_fused(monkeypatch):
+    for module in (fused, attention):
+        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
+
+
+class Seen(pl.Callback):
+    """Keeps the weights after each step, and at the beginning of each epoch, before other callbacks touch them."""
+
+    def __init__(self):
+        self.steps, self.epochs = [], []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        self.steps.append(weights(module))
+
+    def on_train_epoch_start(self, trainer, module):
+        self.epochs.append(weights(module))
+
+
+def weights(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def trainer(tmp_path, callbacks, **options):
+    return pl.Trainer(**{
+        "max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "callbacks": callbacks,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options,
+    })  # fmt: skip
+
+
+def graph():
+    return planted_power_law(300, 3000, 3, 8, split=(0.5, 0.2, 0.2))
+
+
+def classifier(kind=GraphSAGE, **options):
+    torch.manual_seed(0)
+    return NodeClassifier(kind(8, 16, 2, 3, **options), 3, lr=0.02)
+
+
+CASES = {
+    "SAGE, mini-batches": lambda: (classifier(), NeighborDataModule(graph(), num_neighbors=[4, 3], batch_size=40)),
+    "GAT, exact inference": lambda: (
+        classifier(GAT, heads=2),
+        NeighborDataModule(graph(), num_neighbors=[4, 3], batch_size=40, inference="full"),
+    ),
+    "GCN, batch normalisation, full graph": lambda: (
+        classifier(GCN, norm="batch_norm"),
+        FullGraphDataModule(graph()),
+    ),
+    "types, sparse embeddings": lambda: (embedded(data := typed_data(), lr=0.02), batches(data)),
+    "types, embeddings": lambda: (embedded(data := typed_data(), sparse=False, lr=0.02), batches(data)),
+}
+AVERAGES = {
+    "exponential": lambda before, now, count: [
+        old * DECAY + new * (1 - DECAY) for old, new in zip(before, now, strict=True)
+    ],
+    "equal": lambda before, now, count: [old + (new - old) / (count + 1) for old, new in zip(before, now, strict=True)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_weights_are_averaged_and_evaluated(case, kind, tmp_path, always_fused):
+    module, datamodule = CASES[case]()
+    seen = Seen()
+    averaging = EMAWeightAveraging(decay=DECAY) if kind == "exponential" else WeightAveraging()
+    run = trainer(tmp_path, [seen, averaging])
+    run.fit(module, datamodule=datamodule)
+    expected = seen.steps[0]
+    for count, now in enumerate(seen.steps[1:], start=1):
+        expected = AVERAGES[kind](expected, now, count)
+    for found, value in zip(weights(module), expected, strict=True):
+        torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-4)
+    assert any(not torch.allclose(found, last) for found, last in zip(weights(module), seen.steps[-1], strict=True))
+    logged = run.callback_metrics["val_loss"].item()
+    again = trainer(tmp_path, []).validate(module, datamodule=datamodule, verbose=False)[0]["val_loss"]
+    assert logged == pytest.approx(again, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["SAGE, mini-batches", "types, sparse embeddings"])
+def test_an_average_goes_on_where_a_run_was_interrupted(case, tmp_path):
+    module, datamodule = CASES[case]()
+    trainer(tmp_path, [EMAWeightAveraging(decay=DECAY)]).fit(module, datamodule=datamodule)
+    begun, datamodule = CASES[case]()
+    saves = ModelCheckpoint(tmp_path, "first", save_on_train_epoch_end=True)
+    trainer(tmp_path, [EMAWeightAveraging(decay=DECAY), saves], max_epochs=1, enable_checkpointing=True).fit(
+        begun, datamodule=datamodule
+    )
+    resumed, datamodule = CASES[case]()
+    trainer(tmp_path, [EMAWeightAveraging(decay=DECAY)]).fit(
+        resumed, datamodule=datamodule, ckpt_path=tmp_path / "first.ckpt", weights_only=True
+    )
+    for found, value in zip(weights(resumed), weights(module), strict=True):
+        torch.testing.assert_close(found, value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "normalisation" not in case])
+def test_stochastic_weight_averaging(case, tmp_path, always_fused):
+    module, datamodule = CASES[case]()
+    seen = Seen()
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+    trainer(tmp_path, [seen, averaging], max_epochs=4).fit(module, datamodule=datamodule)
+    for found, *values in zip(weights(module), *seen.epochs[1:], strict=True):
+        torch.testing.assert_close(found, torch.stack(values).mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_statistics_of_a_batch_normalisation_are_taken_anew_after_averaging(tmp_path):
+    torch.manual_seed(0)
+    module = classifier(GraphSAGE, norm="batch_norm")
+    datamodule = NeighborDataModule(graph(), num_neighbors=[4, 3], batch_size=40)
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    seen = Seen()
+    trainer(tmp_path, [seen, averaging], max_epochs=3).fit(module, datamodule=datamodule)
+    for found, *values in zip(weights(module), *seen.epochs[:3], strict=True):
+        torch.testing.assert_close(found, torch.stack(values).mean(0), atol=1e-5, rtol=1e-4)
+    assert 0 < next(b for name, b in module.named_buffers() if name.endswith("num_batches_tracked")) <= 5
+
+
+def links():
+    data = graph()
+    torch.manual_seed(0)
+    module = LinkPredictor(GraphSAGE(8, 16, 2), lr=0.02)
+    edges = {"input_train_edges": data.edge_index[:, :200], "input_val_edges": data.edge_index[:, 200:260]}
+    return module, lambda size: LinkDataModule(
+        data, **edges, num_neighbors=[4, 3], batch_size=size, seed=1, neg_sampling="binary"
+    )
+
+
+SIZED = {
+    "nodes": lambda: (
+        classifier(),
+        lambda size: NeighborDataModule(graph(), num_neighbors=[4, 3], batch_size=size, seed=1),
+    ),
+    "threads": lambda: (
+        classifier(),
+        lambda size: NeighborDataModule(graph(), num_neighbors=[4, 3], batch_size=size, seed=1, num_workers=2),
+    ),
+    "types": lambda: (
+        embedded(data := typed_data(), lr=0.02),
+        lambda size: NeighborDataModule(data, num_neighbors=[3, 2], batch_size=size, seed=1, share_memory=False),
+    ),
+    "links": links,
+}
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_a_batch_size_that_is_found_trains_as_if_it_had_been_given(case, tmp_path):
+    module, build = SIZED[case]()
+    datamodule = build(2)
+    finder = BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=3)
+    trainer(tmp_path, [finder], max_epochs=2).fit(module, datamodule=datamodule)
+    assert finder.optimal_batch_size == datamodule.batch_size >= 8
+    given, build = SIZED[case]()
+    trainer(tmp_path, [], max_epochs=2).fit(given, datamodule=build(finder.optimal_batch_size))
+    for found, value in zip(weights(module), weights(given), strict=True):
+        torch.testing.assert_close(found, value)
+
+
+@pytest.mark.slow
+def test_from_the_command_line_the_average_is_tested_and_kept(tmp_path):
+    averaging = [
+        "+callbacks.ema._target_=pytorch_lightning.callbacks.EMAWeightAveraging", "+callbacks.ema.decay=0.9",
+        "datamodule.num_neighbors=[-1,-1]",
+    ]  # fmt: skip
+    assert lgnn(tmp_path / "run", *averaging) == 0
+    assert lgnn(tmp_path / "plain", averaging[-1]) == 0
+    checkpoint = f"ckpt_path={tmp_path}/run/checkpoints/best.ckpt"
+    assert lgnn(tmp_path / "test", "mode=test", checkpoint, base=[]) == 0
+    found = metrics_of(tmp_path / "run")
+    assert metrics_of(tmp_path / "test")["test_loss"] == pytest.approx(found["test_loss"], rel=1e-6)
+    assert found["test_loss"] != metrics_of(tmp_path / "plain")["test_loss"]

@@ -1,0 +1,105 @@
+"""``lgnn predict``: tables that hold what the model puts out, with the nodes' own names where there are some."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_gnn.cli import main as cli
+from lightning_gnn.cli import predictions
+from lightning_gnn.cli.predictions import check_format, columns, node_names, write_parquet
+from lightning_gnn.graph.folder import save_folder
+from lightning_gnn.graph.synthetic import planted_power_law
+from tests.cli.command import NODE, lgnn
+
+
+def rows(outputs, count=7):
+    return torch.randn(count, outputs, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def test_classes_and_their_probabilities():
+    logits = rows(3)
+    found = columns(logits, "node")
+    assert [*found] == ["id", "class", "p0", "p1", "p2"]
+    assert found["id"].tolist() == [*range(7)]
+    assert found["class"].tolist() == logits.argmax(1).tolist()
+    table = torch.from_numpy(np.stack([found[f"p{i}"] for i in range(3)], axis=1))
+    torch.testing.assert_close(table, torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True))
+    assert {found[name].dtype for name in ("p0", "p1")} == {np.dtype(np.float32)}
+
+
+def test_labels_and_values():
+    logits = rows(2)
+    found = columns(logits, "multilabel", begin=5, ids=[f"n{i}" for i in range(20)])
+    assert [*found] == ["id", "p0", "p1"]
+    assert found["id"] == [f"n{i}" for i in range(5, 12)]
+    np.testing.assert_allclose(found["p1"], 1 / (1 + np.exp(-logits[:, 1].numpy())), rtol=1e-5)
+    assert [*columns(rows(1), "regression")] == ["id", "value"]
+    assert columns(rows(1), "regression")["value"].tolist() == rows(1)[:, 0].tolist()
+    assert [*columns(rows(2), "regression")] == ["id", "value0", "value1"]
+
+
+def test_names_of_nodes(tmp_path):
+    cfg = OmegaConf.create({"data": {"root": str(tmp_path)}})
+    assert node_names(cfg, None, 2) is None
+    assert node_names(OmegaConf.create({"data": {}}), None, 2) is None
+    (tmp_path / "ids.txt").write_text("Ann\nBob Ü.\n", encoding="utf-8")
+    assert node_names(cfg, None, 2) == ["Ann", "Bob Ü."]
+    with pytest.raises(ValueError, match="has 2 lines, but there are 3 nodes; give it one line for each"):
+        node_names(cfg, None, 3)
+    (tmp_path / "nodes/user").mkdir(parents=True)
+    (tmp_path / "nodes/user/ids.txt").write_text("x")
+    assert node_names(cfg, "user", 1) == ["x"]
+
+
+def test_formats_that_there_are(monkeypatch):
+    check_format("npy")
+    with pytest.raises(ValueError, match="predictions=csv is unknown; use one of npy, parquet"):
+        check_format("csv")
+    monkeypatch.setattr(predictions, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-gnn\[parquet\]'"):
+        check_format("parquet")
+
+
+def test_predict_is_a_mode(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["lgnn", "predict", "ckpt_path=x"])
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=lambda: seen.append((name, sys.argv))))
+    cli.main()
+    assert seen == [("lightning_gnn.cli.train", ["lgnn", "mode=predict", "ckpt_path=x"])]
+
+
+def test_a_table_is_written_in_parts(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(predictions, "_ROWS", 3)
+    logits, names = rows(4), [f"paper {i}" for i in range(7)]
+    said = write_parquet(logits, tmp_path / "predictions.parquet", "node", names)
+    assert said == "predictions.parquet: 7 rows of id, class, p0, …, p3"
+    table = parquet.read_table(tmp_path / "predictions.parquet")
+    assert parquet.ParquetFile(tmp_path / "predictions.parquet").num_row_groups == 3
+    assert table["id"].to_pylist() == names
+    assert table["class"].to_pylist() == logits.argmax(1).tolist()
+    np.testing.assert_allclose(table["p2"].to_numpy(), logits.softmax(1)[:, 2].numpy(), rtol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.parquet"]
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_the_other_format_holds(tmp_path, capfd):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data = planted_power_law(300, 2000, 3, 8, split=(0.4, 0.2, 0.2))
+    save_folder(data, tmp_path / "graph")
+    (tmp_path / "graph/ids.txt").write_text("".join(f"node {i}\n" for i in range(300)))
+    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in NODE if not item.startswith("data."))]
+    assert lgnn(tmp_path / "train", base=base) == 0
+    given = [f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt", "inference=full"]
+    assert lgnn(tmp_path / "npy", *given, base=[], command=["predict"]) == 0
+    assert lgnn(tmp_path / "parquet", *given, "predictions=parquet", base=[], command=["predict"]) == 0
+    assert "predictions.parquet: 300 rows of id, class, p0, p1, p2" in capfd.readouterr().out
+    logits = torch.from_numpy(np.load(tmp_path / "npy/predictions.npy"))
+    table = parquet.read_table(tmp_path / "parquet/predictions.parquet").to_pydict()
+    assert table["id"] == [f"node {i}" for i in range(300)]
+    assert table["class"] == logits.argmax(1).tolist()
+    np.testing.assert_allclose(table["p1"], logits.softmax(1)[:, 1].numpy(), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,166 @@
+"""Metrics by name: torchmetrics' values whatever the mini-batches, and OGB's evaluators, for which a fake stands."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torchmetrics.functional import mean_squared_error, r2_score
+from torchmetrics.functional.classification import (
+    multiclass_accuracy,
+    multiclass_calibration_error,
+    multiclass_f1_score,
+    multilabel_auroc,
+    multilabel_average_precision,
+    multilabel_exact_match,
+)
+
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.nn import GraphSAGE, NodeClassifier, NodeRegressor
+from lightning_gnn.nn.metrics import named_metric
+from tests.batching_data import small_data
+from tests.nn.test_tasks import labelled, trainer
+
+
+def scored(module, data, tmp_path):
+    """Return what is logged of a test in mini-batches, and outputs and labels of the nodes that are tested."""
+    datamodule = NeighborDataModule(data, num_neighbors=[-1], batch_size=16)
+    logged = trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)[0]
+    with torch.no_grad():
+        rows = module.eval().model(data.x, data.edge_index)[data.test_mask]
+    return {name.removeprefix("test_"): value for name, value in logged.items()}, rows, data.y[data.test_mask]
+
+
+def classes():
+    data = small_data()
+    data.x = torch.randn(data.num_nodes, 6, generator=torch.Generator().manual_seed(0))
+    data.y = torch.randint(4, (data.num_nodes,), generator=torch.Generator().manual_seed(1))
+    for split in ("train", "val", "test"):
+        data[f"{split}_mask"] = torch.ones(data.num_nodes, dtype=torch.bool)
+    return data
+
+
+def test_of_classes(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    names = ["top2", "macro_f1", "weighted_acc", "ece", "macro_auroc", "mcc", "kappa", "acc"]
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=names)
+    found, rows, y = scored(module, classes(), tmp_path)
+    assert set(found) == {*names, "loss"}
+    top = rows.topk(2).indices
+    assert found["top2"] == pytest.approx((top == y[:, None]).any(1).float().mean().item())
+    assert found["macro_f1"] == pytest.approx(multiclass_f1_score(rows, y, 4, average="macro").item(), abs=1e-6)
+    assert found["weighted_acc"] == pytest.approx(multiclass_accuracy(rows, y, 4, average="weighted").item(), abs=1e-6)
+    assert found["ece"] == pytest.approx(multiclass_calibration_error(rows.softmax(1), y, 4).item(), abs=1e-5)
+
+
+def test_outputs_that_look_like_probabilities_are_none(tmp_path):
+    """torchmetrics takes outputs for probabilities where those of a batch happen to lie between 0 and 1."""
+    metric = named_metric("ece", "multiclass", 3)
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3)
+    logits, y = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.8, 0.1]]), torch.tensor([0, 2])
+    metric.update(module._shares(logits), y)
+    torch.testing.assert_close(metric.compute(), multiclass_calibration_error(logits.softmax(1), y, 3))
+
+
+def test_of_labels(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    names = ["macro_auroc", "micro_ap", "exact"]
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=names)
+    found, rows, y = scored(module, labelled("multilabel"), tmp_path)
+    assert set(found) == {*names, "f1", "loss"}
+    rows, y = rows.double().sigmoid(), y.long()
+    assert found["macro_auroc"] == pytest.approx(multilabel_auroc(rows, y, 3).item(), abs=1e-5)
+    assert found["micro_ap"] == pytest.approx(
+        multilabel_average_precision(rows, y, 3, average="micro").item(), abs=1e-5
+    )
+    assert found["exact"] == pytest.approx(multilabel_exact_match(rows, y, 3).item())
+    far = module._shares(torch.tensor([[50.0, 60.0, 0.0]]))  # where sigmoids are equal
+    assert far[0, 0] < far[0, 1] < 1
+    assert far[0, 2] == 0.5
+
+
+def test_of_numbers(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = NodeRegressor(GraphSAGE(6, 8, 1, 2), metrics=["rmse", "r2"])
+    found, rows, y = scored(module, labelled("regression"), tmp_path)
+    assert found["rmse"] == pytest.approx(mean_squared_error(rows, y, squared=False).item(), rel=1e-5)
+    assert found["r2"] == pytest.approx(r2_score(rows, y).item(), rel=1e-4)
+    assert found["loss"] == pytest.approx(F.mse_loss(rows, y).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("top9", "multiclass", "'top9' is unknown; use top1 to top4, macro_ or weighted_ with acc, f1, "),
+        ("micro_f1", "multiclass", "'micro_f1' is unknown"),
+        ("top2", "multilabel", "use micro_, macro_ or weighted_ with"),
+        ("ogbn-arxiv", "regression", "use mse, rmse, r2"),
+    ],
+)
+def test_names_that_are_none(name, kind, message):
+    with pytest.raises(ValueError, match=message):
+        named_metric(name, kind, 4)
+
+
+class Evaluator:
+    """What of OGB's class is used, and what it gets."""
+
+    seen: list
+
+    def __init__(self, name):
+        if name not in ("ogbn-arxiv", "ogbn-proteins"):
+            raise ValueError(f"Invalid dataset name {name}.")
+        self.eval_metric = {"ogbn-arxiv": "acc", "ogbn-proteins": "rocauc"}[name]
+
+    def eval(self, given):
+        Evaluator.seen.append(given)
+        assert given["y_true"].shape == given["y_pred"].shape
+        if self.eval_metric == "acc":
+            return {"acc": np.mean(given["y_true"] == given["y_pred"])}
+        return {"rocauc": float(given["y_pred"].sum())}
+
+
+@pytest.fixture
+def ogb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ogb", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", SimpleNamespace(Evaluator=Evaluator))
+    Evaluator.seen = []
+
+
+def test_an_evaluator_gets_all_nodes_once(ogb, tmp_path):
+    data = classes()
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=["ogbn-arxiv"])
+    found, rows, y = scored(module, data, tmp_path)
+    assert found["ogbn-arxiv"] == pytest.approx(found["acc"])
+    (given,) = Evaluator.seen
+    assert given["y_true"].shape == (int(data.test_mask.sum()), 1)
+    assert given["y_pred"][:, 0].tolist() == rows.argmax(1).tolist()
+    assert given["y_true"][:, 0].tolist() == y.tolist()
+
+
+def test_an_evaluator_of_labels_gets_what_ranks_them(ogb, tmp_path):
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=["ogbn-proteins"])
+    found, rows, _ = scored(module, labelled("multilabel"), tmp_path)
+    assert found["ogbn-proteins"] == pytest.approx(module._shares(rows).sum().item(), rel=1e-5)
+
+
+def test_an_evaluator_that_is_missing_or_none(ogb, monkeypatch):
+    with pytest.raises(ValueError, match="ogbn-none"):
+        named_metric("ogbn-none", "multiclass", 4)
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-gnn\[ogb\]'"):
+        named_metric("ogbn-arxiv", "multiclass", 4)
+
+
+def test_checkpoints_keep_the_names(tmp_path):
+    data = classes()
+    module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=["top2"])
+    run = trainer(tmp_path, 1)
+    run.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5], batch_size=64))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    torch.load(tmp_path / "run.ckpt", weights_only=True)
+    again = NodeClassifier.load_from_checkpoint(tmp_path / "run.ckpt", model=GraphSAGE(6, 8, 1, 4))
+    assert again.metric_names == ["top2"]
