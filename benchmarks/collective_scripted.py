@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.collective.plan import StageTimes
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import drawn_durations
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
@@ -38,10 +38,10 @@ class SleepingMachine:
         self._workers = threading.Condition()
         self._finished = False
 
-    def collective(self, gpu_buffer_size: int, cpu_buffer_size: int, deterministic: bool = True) -> Timeline:
+    def collective(self, gpu_buffer_size: int, cpu_buffer_size: int, lead: int) -> Timeline:
         """Train an epoch with the schedule of the loader; without a GPU buffer it is CPU-only batching."""
         workers = self.times.cpu_workers
-        schedule = DualBuffer(self.num_batches, gpu_buffer_size, cpu_buffer_size, workers, deterministic=deterministic)
+        schedule = ReorderBuffer(self.num_batches, gpu_buffer_size, cpu_buffer_size, workers, lead)
         arrivals: dict[int, Future[None]] = {}
         with self._working(schedule), ThreadPoolExecutor(1) as link:
             while True:
@@ -131,7 +131,7 @@ class SleepingMachine:
         return self.timeline
 
     @contextmanager
-    def _working(self, schedule: DualBuffer) -> Iterator[None]:
+    def _working(self, schedule: ReorderBuffer) -> Iterator[None]:
         def work(lane: int) -> None:
             while True:
                 with self._workers:

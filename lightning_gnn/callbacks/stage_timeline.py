@@ -225,7 +225,7 @@ def _predicted(loader: Any, num_batches: int) -> Timeline | None:
     plan = getattr(loader, "plan", None)
     if not isinstance(plan, CollectivePlan) or plan.times is None:
         return None
-    return simulate_dual_buffer(plan.times, plan, num_batches, deterministic=loader.deterministic).timeline
+    return simulate_dual_buffer(plan.times, plan, num_batches).timeline
 
 
 def _curves(times: IterationTimes, threads: tuple[int, int, int], now: float) -> list[Counter]:

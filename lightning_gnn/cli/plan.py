@@ -230,7 +230,7 @@ def profile(
         raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
     if plan.times is not None:
         epoch = plan.num_batches or profiling.num_batches
-        timeline = simulate_dual_buffer(plan.times, plan, epoch, deterministic=datamodule.deterministic).timeline
+        timeline = simulate_dual_buffer(plan.times, plan, epoch).timeline
         timeline = replace(timeline, names=profiling.names)
     return CollectiveForecast(plan, timeline, on_cpu=bool(profiling.names))
 

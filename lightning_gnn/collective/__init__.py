@@ -1,11 +1,11 @@
 """MorphGL: CPU and GPU prepare the mini-batches of an epoch together, by a plan.
 
 Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Scheduling". Stage times are measured in
-the first epoch, the dispatcher finds how many mini-batches each processor prepares, dual-buffer scheduling overlaps
-preparation, transfer and training.
+the first epoch, the dispatcher finds how many mini-batches each processor prepares and how far ahead; the schedule
+overlaps preparation, transfer and training, and trains in the order of the epoch.
 
 Reading order: ``collective/plan.py`` (what is measured and decided), ``collective/dispatcher.py`` (equation 6,
-repaired), ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``collective/simulate.py`` (no device),
+repaired), ``collective/reorder_buffer.py`` (the schedule as decisions), ``collective/simulate.py`` (no device),
 ``collective/loader.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
 ``collective/routes.py`` (streams and page-locked memory), ``collective/datamodule.py``. Durations come from
 ``collective/profile.py``; what lies below are ``sampling/loader.py`` and ``runtime/pipeline.py``.
@@ -13,9 +13,9 @@ repaired), ``collective/dual_buffer.py`` (algorithms 1 to 4 as decisions), ``col
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 
 __all__ = [
@@ -23,6 +23,6 @@ __all__ = [
     "CollectiveLoader",
     "CollectivePlan",
     "Dispatcher",
-    "DualBuffer",
+    "ReorderBuffer",
     "simulate_dual_buffer",
 ]

@@ -21,7 +21,6 @@ from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.runtime.heartbeat import fails_alone
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
 from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of, stores_of
@@ -52,8 +51,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             one. A plan that was made on another machine or for another configuration is made anew.
         gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
         profile_batches: Measurements of each stage before planning.
-        deterministic: Train in the order of the epoch, as without this DataModule. Otherwise mini-batches are the same,
-            each once per epoch, in the order in which they are ready.
         cache_plan: Keep plans on disk, and use those that are there.
         gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
         **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
@@ -76,8 +73,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         >>> datamodule = CollectiveDataModule(data, **options, plan=plan)
         >>> [batch.batch_size for batch in datamodule.train_dataloader()]
         [50, 50, 50]
-        >>> str(datamodule.plan).splitlines()[0]
-        'collective batching: of every 3 mini-batches the GPU prepares 2, the CPU 1 (33%)'
+        >>> str(datamodule.plan).splitlines()[0].split(',')[0]
+        'collective batching: the CPU prepares about 33% of the mini-batches'
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         plan: CollectivePlan | str | Path = "auto",
         gpu_buffer_size: int = 10,
         profile_batches: int = 20,
-        deterministic: bool = True,
         cache_plan: bool = True,
         gpu_route: str = "auto",
         **kwargs: Any,
@@ -95,7 +91,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
-        true_or_false(deterministic, "deterministic")
         true_or_false(cache_plan, "cache_plan")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
@@ -103,9 +98,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
-        self.deterministic, self.cache_plan, self.gpu_route = deterministic, cache_plan, gpu_route
+        self.cache_plan, self.gpu_route = cache_plan, gpu_route
         self._plan: CollectivePlan | None = None
-        self._handed_out: list[int] = []
         self._loaders: WeakSet[CollectiveLoader] = WeakSet()
         self._names = "", ""
 
@@ -130,18 +124,13 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; all ranks must call it, as Lightning does."""
-        by_rank: list[Any] = [list(self._handed_out)] * self._world_size
-        if self._world_size > 1 and not self.deterministic and not fails_alone():
-            torch.distributed.all_gather_object(by_rank, list(self._handed_out))
-        order = None if self.deterministic else by_rank
-        return {**super().state_dict(), "order": order, "plan": None if self._plan is None else self._plan.to_yaml()}
+        """Return what a resumed run needs."""
+        return {**super().state_dict(), "plan": None if self._plan is None else self._plan.to_yaml()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the seed, the order of the interrupted epoch, and the plan if it fits this run."""
+        """Take over the seed, and the plan if it fits this run."""
         super().load_state_dict(state_dict)
-        by_rank, plan = state_dict.get("order"), state_dict.get("plan")
-        self._handed_out[:] = by_rank[self._rank] if by_rank is not None and self._rank < len(by_rank) else []
+        plan = state_dict.get("plan")
         self._plan = None
         if plan is not None:
             try:
@@ -178,10 +167,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             plan=plan,
             gpu_buffer_size=self.gpu_buffer_size,
             profile_batches=self.profile_batches,
-            deterministic=self.deterministic,
             num_batches=self._num_batches,
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
-            order=self._handed_out,
             on_plan=self._keep,
             **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
         )
@@ -273,7 +260,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
                 self.fetch_size,
                 self.gpu_route,
                 self.gpu_buffer_size,
-                self.deterministic,
                 None if self.trainer is None else str(self.trainer.precision),
             ],
         )
@@ -308,9 +294,8 @@ def _read_plan(plan: Any) -> CollectivePlan | None:
 
 
 def _one_line(plan: CollectivePlan, beginning: str) -> str:
-    gbs, cbs = plan.buffers
     whole = {
-        "collective": f"of every {gbs + cbs} mini-batches the GPU prepares {gbs}, the CPU {cbs}",
+        "collective": f"the CPU prepares about {plan.cpu_share:.0%} of the mini-batches, the GPU the others",
         "cpu": "the CPU prepares all mini-batches",
         "gpu": "the GPU prepares all mini-batches",
     }[plan.mode]

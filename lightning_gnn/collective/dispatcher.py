@@ -1,17 +1,22 @@
-"""How many mini-batches the GPU prepares for every one of the CPU (MorphGL, section 4.2.2)."""
+"""Which processor prepares how many mini-batches, and how far ahead (MorphGL, section 4.2.2)."""
 
 from __future__ import annotations
 
-from math import floor, inf, isfinite
+from collections.abc import Iterator
+from math import ceil, inf, isfinite, sqrt
+from statistics import fmean, pstdev
 
-from lightning_gnn.collective.plan import CollectivePlan, Mode, StageTimes
-from lightning_gnn.collective.simulate import Simulation, simulate_dual_buffer
+from lightning_gnn.collective.plan import STAGES, CollectivePlan, Mode, StageTimes
+from lightning_gnn.collective.simulate import Durations, Simulation, drawn_durations, simulate_dual_buffer
 
-SIMULATED_BATCHES = 1000
-"""Of a longer epoch only so many are simulated: the others would repeat the same overlaps."""
-
-PATIENCE = 6
-"""The feedback is no longer followed after so many plans in a row that were not better than the best one."""
+SIMULATED_BATCHES = 400
+"""Of a longer epoch only so many are simulated: the others would go on like them."""
+ROUNDS = 64
+"""At most so many plans are tried."""
+DRAWN, DRAWN_AGAIN = 2, 6
+"""Epochs that each plan is tried on while looking for one, and others on which the best ones are compared."""
+LEAST_GAIN = 0.003
+"""A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
 
 
 def relaxed_time(x: float, times: StageTimes) -> float:
@@ -49,42 +54,26 @@ def initial_ratio(times: StageTimes) -> float:
     return min(possible, key=lambda x: relaxed_time(x, times))
 
 
-def buffer_size(gpu_buffer_size: int, x: float) -> int:
-    """Return ``cbs = floor(gbs / x)``, at least 1.
-
-    Raises:
-        ValueError: ``x`` is not above 0: the CPU prepares all, and nothing bounds its buffer.
-    """
-    if not x > 0:
-        raise ValueError(f"x must be above 0, but is {x}")
-    return max(1, floor(min(gpu_buffer_size / x, 1e9)))
-
-
 class Dispatcher:
     """Looks for the plan with the shortest simulated epoch.
 
-    It begins with the ratio of :func:`initial_ratio` and follows the simulator's feedback: while the GPU waits for the
-    CPU, the CPU's buffer gets smaller by one, while the CPU waits, larger by one; until the gap per overlap is below
-    the time of one GPU batching, a plan comes back, or nothing has got better for a while (a gap may be there to stay:
-    where PCIe is the bottleneck, the CPU idles). From the best plan seen it goes on to sizes around it while one is
-    better: a GPU batching is a coarse measure where the GPU's buffer is small, and in a short epoch it counts what the
-    first overlap waits for, and the last one leaves over. What it returns is at least as good as the CPU alone and the
-    GPU alone.
+    Equation 6 tells the best that any schedule could reach, and with it how long a CPU worker takes in mini-batches
+    trained: so far ahead the CPU has to begin, and a little more where durations vary. From there it goes on to plans
+    nearby, with other buffers and another lead, as long as one is better, on epochs whose durations are drawn with the
+    measured spreads, the same for all plans. The best few and each processor alone are compared on further draws, for
+    of many plans one is best by luck; one for both processors must win by more than such luck explains.
 
     Args:
         times: What the stages take.
-        gpu_buffer_size: ``gbs``, mini-batches in device memory.
+        gpu_buffer_size: The most mini-batches that the GPU may prepare in a row (``gbs``).
         num_batches: Mini-batches of an epoch; of more than :data:`SIMULATED_BATCHES` that many are simulated, and the
             predicted seconds are scaled.
-        deterministic: Whether they are to be trained in the order of the epoch.
 
     Raises:
         ValueError: There is no mini-batch, or no place in device memory.
     """
 
-    def __init__(
-        self, times: StageTimes, gpu_buffer_size: int = 10, *, num_batches: int, deterministic: bool = True
-    ) -> None:
+    def __init__(self, times: StageTimes, gpu_buffer_size: int = 10, *, num_batches: int) -> None:
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, but is {num_batches}: there is nothing to plan for")
         if gpu_buffer_size < 1:
@@ -92,66 +81,102 @@ class Dispatcher:
         self.times = times
         self.gpu_buffer_size = gpu_buffer_size
         self.num_batches = num_batches
-        self.deterministic = deterministic
         self._simulated = min(num_batches, SIMULATED_BATCHES)
-        self._seen: dict[int, float] = {}  # makespans by the CPU's buffer size
+        self._varies = any(getattr(times, stage).spread for stage in STAGES)
+        self._seen: dict[CollectivePlan, float] = {}
+        self._drawn: dict[int, Durations] = {}
 
     def plan(self) -> CollectivePlan:
         """Return the plan with the shortest predicted epoch."""
         self._seen = {}
         ratio = initial_ratio(self.times)
-        depth = max(self.gpu_buffer_size, self.times.cpu_workers)
-        # The order decides between equals.
-        epochs = {("cpu", depth): self._simulate("cpu", depth).makespan}
-        epochs["gpu", 0] = self._simulate("gpu", 0).makespan
-        cpu_only, gpu_only = epochs.values()
-        if ratio > 0 and not self._model_bound():
-            self._follow_feedback(buffer_size(self.gpu_buffer_size, ratio))
-            self._search_around()
-            epochs |= {("collective", size): makespan for size, makespan in self._seen.items()}
-        (mode, size), makespan = min(epochs.items(), key=lambda item: item[1])
+        alone = {mode: self._plan(mode, size) for mode, size in (("cpu", self._depth), ("gpu", 0))}
+        for plan in alone.values():
+            self._try(plan)
+        if self.num_batches > 1:
+            self._search(ratio)
+        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN) for plan in (*self._best(3), *alone.values())}
+        means = {plan: fmean(makespans) for plan, makespans in tried.items()}
+        simple = min(alone.values(), key=lambda plan: means[plan])
+        chosen = min(means, key=lambda plan: means[plan])
+        gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
+        if means[simple] - means[chosen] <= max(LEAST_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
+            chosen = simple
         scale = self.num_batches / self._simulated
-        seconds = {"collective": makespan, "cpu": cpu_only, "gpu": gpu_only}
+        on_gpu, on_cpu = chosen.gpu_buffer_size, chosen.cpu_buffer_size
         return CollectivePlan(
-            mode=mode,  # type: ignore[arg-type]
-            gpu_buffer_size=self.gpu_buffer_size,
-            cpu_buffer_size=size,
+            chosen.mode,
+            on_gpu if chosen.mode == "collective" else self.gpu_buffer_size,
+            on_cpu,
+            lead=chosen.lead,
+            cpu_part=self._simulate(chosen, 0).on_cpu / self._simulated,
             num_batches=self.num_batches,
             ratio=ratio,
             times=self.times,
-            epoch_s={name: value * scale for name, value in seconds.items()},
+            epoch_s={
+                "collective": means[chosen] * scale,
+                **{mode: means[plan] * scale for mode, plan in alone.items()},
+            },
             rounds=len(self._seen),
         )
 
-    def _model_bound(self) -> bool:
-        """Whether the plain pipeline is the best there is (section 4.2.3, extreme cases)."""
-        return self.times.model.mean > max(self.times.cpu, self.times.dma.mean)
+    @property
+    def _depth(self) -> int:
+        return max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
 
-    def _follow_feedback(self, size: int) -> None:
-        size = min(size, self._simulated)
-        best, worse = inf, 0
-        # Below one place the GPU prepares all, above all mini-batches the CPU does.
-        while 1 <= size <= self._simulated and size not in self._seen and worse < PATIENCE:
-            simulation = self._try(size)
-            worse = 0 if simulation.makespan < best else worse + 1
-            best = min(best, simulation.makespan)
-            overlaps = max(1, simulation.overlaps)
-            if abs(simulation.cpu_lag - simulation.gpu_lag) < self.times.gpu * overlaps:
-                return
-            size += 1 if simulation.gpu_lag > simulation.cpu_lag else -1
+    def _search(self, ratio: float) -> None:
+        for best in sorted(self._beginnings(ratio), key=self._try):
+            while best != (best := next((plan for plan in self._near(best) if self._better(plan, best)), best)):
+                pass
 
-    def _search_around(self) -> None:
-        best = None
-        while best != (best := min(self._seen, key=self._seen.__getitem__)):
-            for size in (best - 1, best + 1, best // 2, 3 * best // 4, 4 * best // 3, 2 * best):
-                if 1 <= size <= self._simulated and size not in self._seen:
-                    self._try(size)
+    def _beginnings(self, ratio: float) -> list[CollectivePlan]:
+        """Where to begin: by how long a worker takes, and, where the CPU must not prepare all it could, by shares."""
+        limit, workers = self.gpu_buffer_size, self.times.cpu_workers
+        working = self.times.cpu_batching
+        taken = (working.mean + 2 * working.spread) / relaxed_time(ratio, self.times)  # in mini-batches trained
+        plans = [
+            self._plan("collective", 2 + workers // 4, min(limit, 2), 2 + taken),
+            self._plan("collective", 1 + workers, limit, 2 + taken),
+        ]
+        share = 1 / (1 + ratio)
+        lead = max(limit / max(1e-3, 1 - share), workers / share)
+        return [*plans, self._plan("collective", lead * share - workers + 1, limit, lead)]
 
-    def _try(self, size: int) -> Simulation:
-        simulation = self._simulate("collective", size)
-        self._seen[size] = simulation.makespan
-        return simulation
+    def _near(self, plan: CollectivePlan) -> Iterator[CollectivePlan]:
+        on_gpu, on_cpu, lead = plan.gpu_buffer_size, plan.cpu_buffer_size, plan.ahead
+        for more in (1.3 * lead + 1, lead / 1.3 - 1, lead + 1, lead - 1):
+            yield self._plan("collective", on_cpu, on_gpu, more)
+        for factor in (2, 0.5):
+            yield self._plan("collective", factor * on_cpu, on_gpu, lead)
+            yield self._plan("collective", on_cpu, int(factor * on_gpu), lead)
+            yield self._plan("collective", factor * on_cpu, on_gpu, lead * (1.5 if factor > 1 else 1 / 1.5))
 
-    def _simulate(self, mode: Mode, size: int) -> Simulation:
-        plan = CollectivePlan(mode, self.gpu_buffer_size, size, times=self.times)
-        return simulate_dual_buffer(self.times, plan, self._simulated, deterministic=self.deterministic)
+    def _plan(self, mode: Mode, on_cpu: float, on_gpu: int = 1, lead: float = 0.0) -> CollectivePlan:
+        most = self._simulated
+        if mode != "collective":
+            return CollectivePlan(mode, on_gpu, int(on_cpu), times=self.times)
+        on_gpu = max(1, min(self.gpu_buffer_size, on_gpu))
+        on_cpu, lead = (int(max(1, min(most, ceil(size)))) for size in (on_cpu, lead))
+        return CollectivePlan(mode, on_gpu, on_cpu, lead=lead, times=self.times)
+
+    def _better(self, plan: CollectivePlan, than: CollectivePlan) -> bool:
+        if plan in self._seen or len(self._seen) >= ROUNDS:
+            return False
+        return self._try(plan) < self._seen[than] * (1 - 1e-4)
+
+    def _try(self, plan: CollectivePlan) -> float:
+        if plan not in self._seen:
+            self._seen[plan] = fmean(self._makespans(plan, 1, DRAWN))
+        return self._seen[plan]
+
+    def _best(self, count: int) -> list[CollectivePlan]:
+        return sorted(self._seen, key=lambda plan: self._seen[plan])[:count]
+
+    def _makespans(self, plan: CollectivePlan, first: int, count: int) -> list[float]:
+        return [self._simulate(plan, seed).makespan for seed in range(first, first + (count if self._varies else 1))]
+
+    def _simulate(self, plan: CollectivePlan, seed: int) -> Simulation:
+        if self._varies and seed not in self._drawn:
+            self._drawn[seed] = drawn_durations(self.times, self._simulated, seed)
+        durations = self._drawn[seed] if self._varies else None
+        return simulate_dual_buffer(self.times, plan, self._simulated, durations=durations)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.dual_buffer import DualBuffer
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing, Task
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
@@ -32,8 +32,9 @@ class CollectiveLoader(ThreadedNodeLoader):
     """The mini-batches of :class:`ThreadedNodeLoader`, of which the device that trains on them prepares a part.
 
     CPU workers fill page-locked host memory (Route 0), the training thread lets the device sample and gather others
-    (Route 1), and yields them, in overlaps of three phases, as the plan says. Without a plan it begins with as many of
-    each, measures the stages while the model trains, and goes on as the :class:`Dispatcher` finds best.
+    (Route 1), and yields them in the order of the epoch, as the plan says. Without a plan it begins with buffers of one
+    size, measures the stages while the model trains, and goes on as the :class:`Dispatcher` finds best, which looks for
+    it in a thread of its own.
 
     It iterates once at a time: a new iterator takes the place of one that has not come to its end.
 
@@ -44,11 +45,8 @@ class CollectiveLoader(ThreadedNodeLoader):
         plan: Who prepares which; None to measure and plan.
         gpu_buffer_size: ``gbs``, mini-batches that the device holds ready, where no plan says so.
         profile_batches: Measurements of each stage before planning.
-        deterministic: Yield the mini-batches in the order of the epoch. Otherwise each is yielded once, as it is ready.
         num_batches: Tells how many there are, for an epoch that ends early.
         torch_threads: Torch's threads in the training thread while it iterates; None leaves them.
-        order: Is filled with the numbers of the epoch's mini-batches as they are handed out; in a resumed epoch without
-            ``deterministic`` it says which ones were.
         on_plan: Called with a plan that has been made; returns what to keep.
         **kwargs: What :class:`ThreadedNodeLoader` takes; ``num_workers`` are the threads of the CPU. With 0 and no
             ``route`` mini-batches are prepared when they are asked for.
@@ -57,7 +55,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         ValueError: ``gpu_buffer_size`` or ``profile_batches`` is below 1, or :class:`ThreadedNodeLoader` refuses an
             option.
 
-    Source: MorphGL, section 4.2, algorithms 1 to 4. In each the model trains where this one yields.
+    Source: MorphGL, section 4.2; where its algorithms 1 to 4 train the model, this one yields.
     """
 
     def __init__(
@@ -68,10 +66,8 @@ class CollectiveLoader(ThreadedNodeLoader):
         plan: CollectivePlan | None = None,
         gpu_buffer_size: int = 10,
         profile_batches: int = 20,
-        deterministic: bool = True,
         num_batches: Callable[[], float] | None = None,
         torch_threads: int | None = None,
-        order: list[int] | None = None,
         on_plan: Callable[[CollectivePlan], CollectivePlan] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -83,11 +79,11 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.plan = plan
         self.gpu_buffer_size = gpu_buffer_size
         self.profiler = Profiler(profile_batches, max(1, self.num_threads))
-        self.deterministic = deterministic
         self.num_batches = num_batches
         self.torch_threads = torch_threads
-        self.order = [] if order is None else order
         self.on_plan = on_plan
+        self.planning: Future[CollectivePlan] | None = None
+        """A plan that is being made."""
         moves = route is not None or self.device.type != "cpu"
         self.ring = HostRing(self.device) if moves and self.num_threads else None
         in_thread = self if route is None and not self.num_threads else route
@@ -132,49 +128,49 @@ class CollectiveLoader(ThreadedNodeLoader):
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
-    def buffers(self, num_batches: int) -> tuple[int, int]:
-        """Return ``gbs`` and ``cbs`` for the rest of an epoch.
+    def buffers(self, num_batches: int) -> tuple[int, int, int]:
+        """Return ``gbs``, ``cbs`` and the CPU's lead for the rest of an epoch.
 
         Args:
             num_batches: Mini-batches of the epoch.
         """
+        lead = 0
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
         elif self.route is None:
             ahead = self.num_threads * self.prefetch_factor_threads
             on_gpu, on_cpu = 0, ahead if self.plan is None else max(1, self.plan.buffers[1])
         elif self.plan is not None:
-            on_gpu, on_cpu = self.plan.buffers
+            (on_gpu, on_cpu), lead = self.plan.buffers, self.plan.ahead
         else:
-            on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 2))
+            lead = on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 4))
         most = self.buffer_limit or (on_gpu, on_cpu)
-        return min(on_gpu, most[0]), min(on_cpu, most[1])
+        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead
 
-    def plan_from_measurements(self, num_batches: int) -> None:
-        """Turn what has been measured into the plan in force.
+    def plan_from(self, times: StageTimes | None, num_batches: int) -> CollectivePlan:
+        """Return the best plan for what has been measured.
 
         Args:
+            times: What the stages take; None: epochs are too short to tell.
             num_batches: Mini-batches of an epoch.
         """
-        times = self.profiler.stage_times()
-        if times is None:
-            rank_zero_warn(
-                f"collective batching: epochs of {num_batches} mini-batches are too short to measure; the CPU prepares "
-                "all of them"
-            )
-            self.plan = CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
-        else:
-            dispatcher = Dispatcher(
-                times, self.gpu_buffer_size, num_batches=num_batches, deterministic=self.deterministic
-            )
-            self.plan = dispatcher.plan()
-        if self.on_plan is not None:
-            self.plan = self.on_plan(self.plan)
+        if times is not None:
+            return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan()
+        rank_zero_warn(
+            f"collective batching: epochs of {num_batches} mini-batches are too short to measure; the CPU prepares "
+            "all of them"
+        )
+        return CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
+
+    def adopt(self, plan: CollectivePlan) -> None:
+        """Make a plan the one in force."""
+        self.planning = None
+        self.plan = plan if self.on_plan is None else self.on_plan(plan)
 
     def shrink(
         self, buffers: tuple[int, int], on_device: bool, hopeless: bool, held: int, error: BaseException
-    ) -> tuple[int, int]:
-        """Halve the buffers, for which memory does not suffice, and return their sizes.
+    ) -> None:
+        """Halve the buffers, for which memory does not suffice.
 
         A buffer that could never be filled gets no larger than what it held: halving a number out of reach would run
         out of memory again and again.
@@ -196,7 +192,7 @@ class CollectiveLoader(ThreadedNodeLoader):
                 f"collective batching: the {where} does not suffice for a mini-batch beside what is there ({reason}); "
                 "lower batch_size or num_neighbors, or leave less of the graph in it"
             ) from error
-        most = (held, inf) if on_device else (inf, held)
+        most = (held - ReorderBuffer.AHEAD, inf) if on_device else (inf, held)
         on_gpu, on_cpu = (
             min(size, int(max(1, min(size // 2, limit)))) for size, limit in zip(buffers, most, strict=True)
         )
@@ -209,7 +205,6 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.gpu_buffer_size = max(1, on_gpu)
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
-        return self.buffer_limit
 
     def prepare_on_host(self, task: Task) -> HostBatch:
         """Route 0: make a mini-batch in memory that the device can fetch; safe in any thread.
@@ -280,8 +275,6 @@ class CollectiveEpoch:
         self._num_batches = 0
         self._left = 0
         self._buffers = (0, 0)
-        self._draining: deque[int] = deque()  # what is trained before the schedule changes
-        self._changed: tuple[int, int] | None = None
         self._torch_threads: int | None = None
         self._phase: tuple[str, float] = ("", 0.0)
 
@@ -334,51 +327,46 @@ class CollectiveEpoch:
         first = 0 if loader.first_batch is None else loader.first_batch()
         limit = len(loader) if loader.num_batches is None else min(len(loader), loader.num_batches())
         self._num_batches = int(limit)
-        trained = loader.order[:first] if not loader.deterministic and len(loader.order) >= first else range(first)
-        loader.order[:] = trained
-        self._left = max(0, self._num_batches - len(loader.order))
+        self._left = max(0, self._num_batches - first)
         if not self._left:
             return
         recorder = loader.routes.recorder
         if loader.measures:
             loader.profiler.epochs += 1
-            if loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
-                loader.plan_from_measurements(self._num_batches)
+            if loader.planning is not None:  # begun in the epoch before
+                loader.adopt(loader.planning.result())
+            elif loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
+                loader.adopt(loader.plan_from(loader.profiler.stage_times(), self._num_batches))
         recorder.on_stage = loader.profiler.add if loader.measures else None
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        done = frozenset(loader.order)
         numbered = enumerate(loader.batch_sampler)
-        tasks = ((epoch, number, list(index)) for number, index in numbered if number not in done)
-        schedule = self._schedule(loader.buffers(self._num_batches), done)
+        tasks = ((epoch, number, list(index)) for number, index in numbered if number >= first)
+        schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(tasks, loader.prepare_on_host, loader.drop, schedule, threads, recorder)
 
-    def _schedule(self, buffers: tuple[int, int], trained: frozenset[int]) -> DualBuffer:
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Return what the schedule needs to know."""
         loader = self._loader
-        self._buffers = buffers
+        on_gpu, on_cpu, lead = loader.buffers(self._num_batches)
+        self._buffers = on_gpu, on_cpu
         workers = max(1, loader.num_threads)
         if loader.buffer_limit is not None:
-            workers = max(1, min(workers, buffers[1]))
+            workers = max(1, min(workers, on_cpu))
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
-            loader.ring.capacity = buffers[1] + workers
-        return DualBuffer(self._num_batches, *buffers, workers, done=trained, deterministic=loader.deterministic)
+            loader.ring.capacity = on_cpu + workers
+        return on_gpu, on_cpu, workers, lead
 
     def _advance(self, workers: Workers) -> Data:
         """Take steps until there is a mini-batch to train."""
         loader = self._loader
         while True:
-            if self._draining:
-                return self._train(workers, self._draining.popleft())
-            if self._changed is not None:
-                self._reschedule(workers, self._changed)
-            if loader.measures and not workers.schedule.gpu_buffer and loader.profiler.enough():
-                loader.plan_from_measurements(self._num_batches)
-                loader.routes.recorder.on_stage = None
-                self._reschedule(workers, loader.buffers(self._num_batches))
+            if loader.measures:
+                self._plan(workers)
             step = workers.next()
             self._note_phase(step.phase, time.perf_counter())
             if step.kind == "train":
@@ -386,11 +374,24 @@ class CollectiveEpoch:
             if step.kind == "end":
                 raise RuntimeError(f"the schedule ended with {self._left} mini-batches left")
             if step.kind == "wait" and workers.shortage is not None:
-                self._shrink(workers, workers.shortage)
+                self._shrink(workers, workers.shortage, -1)
             elif step.kind == "wait":
                 workers.wait()
             else:
                 self._bring(workers, step.number)
+
+    def _plan(self, workers: Workers) -> None:
+        """Have a plan made, in a thread, once enough is known, and go by it once it is there."""
+        loader = self._loader
+        if loader.planning is None and loader.profiler.enough():
+            loader.routes.recorder.on_stage = None
+            times = loader.profiler.stage_times()
+            thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
+            loader.planning = thread.submit(loader.plan_from, times, self._num_batches)
+            thread.shutdown(wait=False)
+        if loader.planning is not None and loader.planning.done():
+            loader.adopt(loader.planning.result())
+            workers.resize(*self._sizes())
 
     def _bring(self, workers: Workers, number: int) -> None:
         """Let a mini-batch come to be on the device."""
@@ -402,28 +403,29 @@ class CollectiveEpoch:
                 workers.device[number] = self._loader.routes.transfer(number, source)
                 workers.host.pop(number, None)
         except torch.OutOfMemoryError as error:
-            self._shrink(workers, error)
+            self._shrink(workers, error, number)
 
-    def _shrink(self, workers: Workers, error: BaseException) -> None:
+    def _shrink(self, workers: Workers, error: BaseException, number: int) -> None:
         """Go on with smaller buffers, once what is on the device has been trained."""
-        self._draining = deque(number for number, _ in workers.schedule.gpu_buffer if number in workers.device)
         on_device = isinstance(error, torch.OutOfMemoryError)
-        hopeless = not self._draining if on_device else self._buffers[1] <= 1
-        ring = self._loader.ring
-        held = len(self._draining) if on_device or ring is None else ring.num_slots
-        self._changed = self._loader.shrink(self._buffers, on_device, hopeless, held, error)
-
-    def _reschedule(self, workers: Workers, buffers: tuple[int, int]) -> None:
-        if self._changed is not None and self._loader.device.type != "cpu":
-            getattr(torch, self._loader.device.type).empty_cache()
-        self._changed = None
-        workers.reschedule(self._schedule(buffers, frozenset(self._loader.order)))
+        held, ring, schedule = len(workers.device), self._loader.ring, workers.schedule
+        hopeless = not held if on_device else self._buffers[1] <= 1
+        self._loader.shrink(
+            self._buffers, on_device, hopeless, held if on_device or ring is None else ring.num_slots, error
+        )
+        if on_device:
+            workers.give_up(number)
+            if schedule.head not in workers.device:  # what comes after it must make room
+                for later in list(workers.device):
+                    workers.give_up(later)
+            if self._loader.device.type != "cpu":
+                getattr(torch, self._loader.device.type).empty_cache()
+        workers.resize(*self._sizes())
 
     def _train(self, workers: Workers, number: int) -> Data:
         loader = self._loader
         prepared = loader.routes.arrive(workers.train(number))
         batch = loader.finish(prepared)
-        loader.order.append(number)
         self._left -= 1
         loader.times.add(prepared.cost)
         if not self._left:

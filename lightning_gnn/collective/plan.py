@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned
 from lightning_gnn.runtime.store import checksum, find, keep
@@ -89,10 +89,11 @@ class CollectivePlan:
     """Who prepares the mini-batches of an epoch, and how many each keeps ready.
 
     Args:
-        mode: ``"collective"``: both, in overlaps of ``gpu_buffer_size`` and ``cpu_buffer_size`` mini-batches;
-            ``"cpu"``: a plain pipeline of what the CPU prepares; ``"gpu"``: the GPU alone.
-        gpu_buffer_size: ``gbs``, mini-batches in device memory.
+        mode: ``"collective"``: both; ``"cpu"``: a plain pipeline of what the CPU prepares; ``"gpu"``: the GPU alone.
+        gpu_buffer_size: ``gbs``, mini-batches that the GPU prepares in a row, in device memory.
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
+        lead: So many mini-batches before its turn comes does the CPU begin one; None: as many as both buffers hold.
+        cpu_part: Predicted part of the mini-batches that the CPU prepares, between 0 and 1; None: not known.
         num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
         ratio: ``x``, mini-batches of the GPU for every one of the CPU, with which planning began.
         times: What the stages take.
@@ -109,6 +110,8 @@ class CollectivePlan:
     mode: Mode
     gpu_buffer_size: int
     cpu_buffer_size: int
+    lead: int | None = field(default=None, kw_only=True)
+    cpu_part: float | None = field(default=None, kw_only=True)
     num_batches: int = 0
     ratio: float | None = None
     times: StageTimes | None = None
@@ -125,8 +128,11 @@ class CollectivePlan:
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
                 raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
-        if self.ratio is not None:
-            _check_number("ratio", self.ratio)
+        if self.lead is not None and (not isinstance(self.lead, int) or isinstance(self.lead, bool) or self.lead < 0):
+            raise ValueError(f"lead must be a whole number of at least 0, but is {reprlib.repr(self.lead)}")
+        for name in ("ratio", "cpu_part"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name))
         if not isinstance(self.epoch_s, Mapping):
             raise ValueError(
                 f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
@@ -143,7 +149,7 @@ class CollectivePlan:
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.DualBuffer` takes them.
+        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.ReorderBuffer` takes them.
 
         A plain pipeline has a place for each CPU worker, and as many as are brought to the device ahead of training:
         with one, no transfer would run while the model trains.
@@ -152,20 +158,28 @@ class CollectivePlan:
             return self.gpu_buffer_size, self.cpu_buffer_size
         if self.mode == "gpu":
             return 1, 0
-        return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, DualBuffer.AHEAD)
+        return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, ReorderBuffer.AHEAD)
+
+    @property
+    def ahead(self) -> int:
+        """How far ahead of training the CPU begins, as :class:`~lightning_gnn.collective.ReorderBuffer` takes it."""
+        if self.mode != "collective":
+            return 0
+        return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
     @property
     def cpu_share(self) -> float:
-        """The part of the mini-batches that the CPU prepares, between 0 and 1."""
+        """The part of the mini-batches that the CPU prepares, between 0 and 1: as predicted, or of the buffers."""
         on_gpu, on_cpu = self.buffers
-        return {"cpu": 1.0, "gpu": 0.0}.get(self.mode, on_cpu / (on_gpu + on_cpu))
+        shared = on_cpu / (on_gpu + on_cpu) if self.cpu_part is None else self.cpu_part
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.mode, shared)
 
     def __str__(self) -> str:
         """Return the plan as a table."""
         on_gpu, on_cpu = self.buffers
         heading = {
-            "collective": f"collective batching: of every {on_gpu + on_cpu} mini-batches the GPU prepares {on_gpu}, "
-            f"the CPU {on_cpu} ({self.cpu_share:.0%})",
+            "collective": f"collective batching: the CPU prepares about {self.cpu_share:.0%} of the mini-batches, each "
+            f"begun {self.ahead} before its turn; the GPU prepares the others, up to {on_gpu} in a row",
             "cpu": "collective batching: the CPU prepares all mini-batches",
             "gpu": "collective batching: the GPU prepares all mini-batches",
         }
@@ -178,8 +192,9 @@ class CollectivePlan:
             workers = self.times.cpu_workers
             rows.append([f"cpu_batching / {workers} workers", f"{1e3 * self.times.cpu:.3g} ms", ""])
             lines += ["", *aligned(rows)]
-        rows = [["gpu_buffer_size", "cpu_buffer_size", "initial ratio x", "rounds"]]
-        rows.append([str(on_gpu), str(on_cpu), "" if self.ratio is None else f"{self.ratio:.3g}", str(self.rounds)])
+        rows = [["gpu_buffer_size", "cpu_buffer_size", "lead", "initial ratio x", "rounds"]]
+        ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
+        rows.append([str(on_gpu), str(on_cpu), str(self.ahead), ratio, str(self.rounds)])
         lines += ["", *aligned(rows)]
         if self.epoch_s:
             names = {"collective": "this plan", "cpu": "CPU only", "gpu": "GPU only"}
@@ -213,8 +228,9 @@ class CollectivePlan:
         state = read_yaml(text)
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
         state = _fields(state, {item.name for item in fields(cls)}, required, "a plan")
-        if isinstance(state.get("ratio"), str):
-            state["ratio"] = _number("ratio", state["ratio"])
+        for name in ("ratio", "cpu_part"):
+            if isinstance(state.get(name), str):
+                state[name] = _number(name, state[name])
         if state.get("times") is not None:
             state["times"] = _stage_times(state["times"])
         if isinstance(state.get("epoch_s"), dict):
@@ -252,7 +268,7 @@ def keep_plan(plan: CollectivePlan) -> None:
 
 
 def _key(machine: str, configuration: str) -> str:
-    return checksum("plan 1", machine, configuration)
+    return checksum("plan 2", machine, configuration)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Dual-buffer scheduling on a virtual clock (MorphGL, section 4.2.3, performance model)."""
+"""The schedule on a virtual clock (MorphGL, section 4.2.3, performance model)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from lightning_gnn.collective.dual_buffer import DualBuffer, Step
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 Durations = Callable[[str, int], float]
@@ -30,9 +30,7 @@ class Simulation:
         timeline: Every stage of every mini-batch, the lane of a CPU stage being its worker. The GPU's batching is
             there twice, for it occupies the GPU and PCIe (equation 1).
         steps: What the training thread did, in order.
-        cpu_lag: Seconds that the training thread waited for the CPU in blocking phases.
-        gpu_lag: Seconds that the CPU, mean over its workers, was idle with a full buffer while the GPU filled its own.
-        overlaps: How often the buffers were flushed.
+        on_cpu: Mini-batches that the CPU prepared.
     """
 
     makespan: float
@@ -40,9 +38,7 @@ class Simulation:
     idle: dict[Resource, float]
     timeline: Timeline
     steps: list[Step]
-    cpu_lag: float = 0.0
-    gpu_lag: float = 0.0
-    overlaps: int = 0
+    on_cpu: int
 
     @property
     def phases(self) -> list[tuple[str, float, float]]:
@@ -57,17 +53,15 @@ def simulate_dual_buffer(
     *,
     durations: Durations | None = None,
     seed: int | None = None,
-    deterministic: bool = True,
 ) -> Simulation:
-    """Simulate an epoch; the decisions are those of :class:`~lightning_gnn.collective.DualBuffer`.
+    """Simulate an epoch; the decisions are those of :class:`~lightning_gnn.collective.ReorderBuffer`.
 
     Args:
         times: What the stages take, and how many CPU workers there are.
-        plan: Who prepares the mini-batches; its ``buffers`` count.
+        plan: Who prepares the mini-batches; its ``buffers`` and what it is ``ahead`` count.
         num_batches: Mini-batches of the epoch.
         durations: Seconds of each stage of each mini-batch instead of the means of ``times``.
         seed: Draw them from normal distributions with the means and spreads of ``times`` instead.
-        deterministic: Whether mini-batches are trained in the order of the epoch.
 
     Raises:
         ValueError: There is no mini-batch, a duration is negative, or both ``durations`` and ``seed`` are given.
@@ -80,7 +74,7 @@ def simulate_dual_buffer(
         source = _checked(durations)
     else:
         source = drawn_durations(times, num_batches, seed) if seed is not None else _mean_durations(times)
-    buffer = DualBuffer(num_batches, *plan.buffers, times.cpu_workers, deterministic=deterministic)
+    buffer = ReorderBuffer(num_batches, *plan.buffers, times.cpu_workers, plan.ahead)
     return _VirtualClock(buffer, times.cpu_workers, source).run()
 
 
@@ -120,13 +114,12 @@ def _checked(durations: Durations) -> Durations:
 class _VirtualClock:
     """Drives the buffers: CPU workers, PCIe and the training thread, whose time is ``now``."""
 
-    buffer: DualBuffer
+    buffer: ReorderBuffer
     workers: int
     durations: Durations
     now: float = 0.0
     pcie_free: float = 0.0
-    cpu_lag: float = 0.0
-    gpu_lag: float = 0.0
+    on_cpu: int = 0
     busy: dict[Resource, float] = field(default_factory=lambda: {"CPU": 0.0, "PCIe": 0.0, "GPU": 0.0})
     working: list[tuple[float, int, int]] = field(default_factory=list)
     """A heap of when, what number and which worker."""
@@ -146,15 +139,11 @@ class _VirtualClock:
             begin = self.now
             take[step.kind](step)
             self._until(self.now)
-            if step.kind == "batch":
-                waited = sum(self.now - max(begin, since) for _, since in self.idle) if self.buffer.cpu_blocked else 0.0
-                self.gpu_lag += waited / self.workers
             self._note_phase(step, begin)
         self.busy["CPU"] /= self.workers
         idle: dict[Resource, float] = {name: max(0.0, self.now - seconds) for name, seconds in self.busy.items()}
-        overlaps = sum(name == "flushing" for name, _, _ in self.phases)
         timeline = Timeline(self.intervals, self.phases)
-        return Simulation(self.now, self.busy, idle, timeline, self.steps, self.cpu_lag, self.gpu_lag, overlaps)
+        return Simulation(self.now, self.busy, idle, timeline, self.steps, self.on_cpu)
 
     def _step(self) -> Step:
         step = self.buffer.next()
@@ -185,7 +174,6 @@ class _VirtualClock:
     def _wait(self, step: Step) -> None:
         if not self.working:
             raise RuntimeError("the training thread waits for CPU workers that have nothing to do")
-        self.cpu_lag += max(0.0, self.working[0][0] - self.now)
         self.now = max(self.now, self.working[0][0])
 
     def _batch(self, step: Step) -> None:
@@ -198,6 +186,7 @@ class _VirtualClock:
             self._occupy(resource, "uva", step.number, middle, self.now)
 
     def _transfer(self, step: Step) -> None:
+        self.on_cpu += 1
         start = max(self.now, self.pcie_free)
         self.pcie_free = self.arrival[step.number] = start + self.durations("dma", step.number)
         self._occupy("PCIe", "dma", step.number, start, self.pcie_free)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from lightning_gnn.collective.dual_buffer import DualBuffer, Step
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
 from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, Task
 from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
@@ -20,8 +21,7 @@ THREAD_NAME = "lightning-gnn-collective"
 class Workers:
     """An epoch's buffers, and the threads that fill the one in host memory; the training thread asks :meth:`next`.
 
-    The schedule may change in mid-epoch, when the device's buffer is empty. What is ready in host memory stays so,
-    whoever the new schedule leaves it to: the content does not depend on who prepares it.
+    The schedule's sizes may change in mid-epoch; what is ready stays so.
 
     Args:
         tasks: The epoch's mini-batches from the first on.
@@ -37,7 +37,7 @@ class Workers:
         tasks: Iterator[Task],
         prepare: Callable[[Task], HostBatch],
         drop: Callable[[HostBatch], None],
-        schedule: DualBuffer,
+        schedule: ReorderBuffer,
         num_threads: int,
         recorder: Recorder,
     ) -> None:
@@ -47,10 +47,11 @@ class Workers:
         self.device: dict[int, DeviceBatch] = {}
         """On the device, or on their way there."""
         self.shortage: HostMemoryError | None = None
-        """Page-locked memory was refused; who changes the schedule sets it back."""
+        """Page-locked memory was refused; who makes the schedule's buffers smaller sets it back."""
         self._tasks, self._pulled = tasks, dict[int, Task]()
         self._prepare, self._drop, self._recorder = prepare, drop, recorder
-        self._generation = self._busy = 0
+        self._num_threads, self._busy = num_threads, 0
+        self._assigned: deque[int] = deque()  # to a worker that is about to begin
         self._news = self._seen = 0
         self._crew = Crew(self._claim, [THREAD_NAME], self._begin)
         self._crew.grow(0, num_threads)
@@ -69,8 +70,7 @@ class Workers:
             if self.shortage is not None:
                 return Step("wait", phase="blocking")
             step = self.schedule.next()
-            if step.kind == "transfer":
-                self._crew.wake(0)  # there is room in host memory
+            self._assign()  # there may be room in host memory, or more that is far enough ahead
             return step
 
     def wait(self) -> None:
@@ -93,18 +93,28 @@ class Workers:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
-    def reschedule(self, schedule: DualBuffer) -> None:
-        """Go on with another schedule, which leaves out what has been trained; nothing may be on the device."""
+    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int) -> None:
+        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again."""
         with self._crew.lock:
-            self.schedule = schedule
-            self._generation += 1
+            self.schedule.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead)
             if self.shortage is not None:
                 self._crew.news.wait_for(lambda: not self._busy or self._crew.error is not None)
                 self.shortage = None
-                for batch in self.host.values():  # it may be late before their turn comes
-                    self._drop(batch)
-                self.host.clear()
-            self._crew.wake(0)
+                for number in list(self.host):
+                    self._give_up(number)
+            self._assign()
+
+    def give_up(self, number: int) -> None:
+        """Free a mini-batch, for which the device had no room; whoever is next prepares it again."""
+        with self._crew.lock:
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        self.schedule.give_up(number)
+        self.device.pop(number, None)
+        batch = self.host.pop(number, None)
+        if batch is not None:
+            self._drop(batch)
 
     def close(self, patience: float = 10.0) -> None:
         """Stop, join the threads and give all memory back; again and again if you like.
@@ -140,27 +150,35 @@ class Workers:
             works(lambda: torch.accelerator.set_device_index(device))
 
     def _claim(self, group: int, lane: int) -> Job | None:
-        while self.shortage is None and (number := self.schedule.claim()) is not None:
-            if number not in self.host:
-                self._busy += 1
-                return partial(self._work, lane, self._task(number), self._generation)
-            self._ready(number)
-        return None
+        self._assign()
+        return partial(self._work, lane, self._task(self._assigned.popleft())) if self._assigned else None
 
-    def _work(self, lane: int, task: Task, generation: int) -> None:
+    def _assign(self) -> None:
+        """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
+        while (
+            self.shortage is None and self._busy < self._num_threads and (number := self.schedule.claim()) is not None
+        ):
+            self._busy += 1
+            self._assigned.append(number)
+            self._crew.wake(0)
+
+    def _work(self, lane: int, task: Task) -> None:
         number, start = task[1], time.perf_counter()
         try:
             batch = self._prepare(task)
         except HostMemoryError as error:
-            with self._crew.lock:  # the workers wait for another schedule
+            with self._crew.lock:  # the workers wait for smaller buffers
                 self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
-                self._busy -= 1
+                for each in (number, *self._assigned):
+                    self.schedule.give_up(each)
+                self._busy -= 1 + len(self._assigned)
+                self._assigned.clear()
                 self._tell()
             return
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
         with self._crew.lock:
             self._busy -= 1
-            if self._crew.stopped or generation != self._generation:
+            if self._crew.stopped:
                 self._drop(batch)
                 self._tell()
             else:
@@ -169,6 +187,7 @@ class Workers:
 
     def _ready(self, number: int) -> None:
         self.schedule.ready(number)
+        self._assign()
         self._tell()
 
     def _tell(self) -> None:

@@ -66,18 +66,16 @@ def collective(data, plan=COLLECTIVE, **kwargs):
     return CollectiveDataModule(data, plan=plan, **{**SIZES, "num_workers": 3, **kwargs})
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
 @pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(map(str, places.values())))
-def test_batches_that_are_kept_equal_those_of_the_cpu(data, plain, places, plan, deterministic):
-    loader = collective(data, plan, deterministic=deterministic, **places).train_dataloader()
+def test_batches_that_are_kept_equal_those_of_the_cpu(data, plain, places, plan):
+    loader = collective(data, plan, **places).train_dataloader()
     for _ in range(2):
         batches = list(loader)
-        assert sorted(loader.order) == list(range(len(plain)))
-        for number, batch in zip(loader.order, batches, strict=True):
+        for batch, expected in zip(batches, plain, strict=True):
             assert batch.x.is_cuda
             assert batch.edge_index.is_cuda
-            assert_same_content(batch, plain[number])
+            assert_same_content(batch, expected)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +149,7 @@ def test_transfers_and_reads_do_not_overlap_on_the_bus(data, plain):
             assert transfer.end <= read.start + slack or read.end <= transfer.start + slack
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_training_measures_plans_and_trains_the_same_batches(data, deterministic):
+def test_training_measures_plans_and_trains_the_same_batches(data):
     def fitted(module):
         pl.seed_everything(1, verbose=False)
         model = Model()
@@ -160,13 +157,13 @@ def test_training_measures_plans_and_trains_the_same_batches(data, deterministic
         return model.history
 
     options = {"profile_batches": 5, "gpu_buffer_size": 4, "topology": "pinned", "features": "pinned"}
-    module = collective(data, "auto", deterministic=deterministic, **options)
+    module = collective(data, "auto", **options)
     found, expected = fitted(module), fitted(NeighborDataModule(data, **SIZES))
     times = module.plan.times
     assert all(getattr(times, stage).mean > 0 for stage in ("cpu_batching", "dma", "gpu_batching", "uva", "model"))
     assert times.cpu_workers == 3
     content = [[step[1:3] for step in history] for history in (found, expected)]
-    assert content[0] == content[1] if deterministic else sorted(content[0]) == sorted(content[1])
+    assert content[0] == content[1]
 
 
 def test_too_little_device_memory_means_smaller_buffers(data, plain):

@@ -72,18 +72,6 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
         assert_same_training(fitted(collective(plan)), expected)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
-def test_without_order_each_seed_comes_once_per_epoch(plan):
-    model, data = fitted(collective(plan, deterministic=False)), small_data()
-    half = len(model.history) // 2
-    for part in (model.history[:half], model.history[half:]):
-        seeds = [seed for step in part for seed in step[1]]
-        assert sorted(seeds) == data.train_mask.nonzero().view(-1).tolist()
-    reference = fitted(NeighborDataModule(small_data(), **SIZES))
-    content = [sorted((str(seeds), edges) for _, seeds, edges, _ in m.history) for m in (model, reference)]
-    assert content[0] == content[1]
-
-
 @pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -95,20 +83,15 @@ def test_without_order_each_seed_comes_once_per_epoch(plan):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_the_gpus_mini_batches_are_those_of_the_cpu(options, deterministic):
+def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
     sizes = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
     data = small_data(num_nodes=60, num_edges=300)
-    module = CollectiveDataModule(
-        data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, deterministic=deterministic, **options
-    )
+    module = CollectiveDataModule(data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, **options)
     loader = module.train_dataloader()
     batches = list(loader)
     assert loader.route is not None
-    theirs = list(NeighborDataModule(data, **sizes).train_dataloader())
-    assert sorted(loader.order) == list(range(len(theirs)))
-    for number, batch in zip(loader.order, batches, strict=True):
-        assert_same_content(batch, theirs[number])
+    for batch, expected in zip(batches, NeighborDataModule(data, **sizes).train_dataloader(), strict=True):
+        assert_same_content(batch, expected)
         assert batch.x.device.type == batch.y.device.type == batch.edge_index.device.type == DEVICE
 
 
@@ -127,7 +110,6 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 
 @pytest.mark.campaign(parts=3)
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,14 +125,10 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
     ],
     ids=str,
 )
-def test_lightnings_options_work_and_leave_nothing_behind(options, deterministic):
+def test_lightnings_options_work_and_leave_nothing_behind(options):
     expected = fitted(NeighborDataModule(small_data(), **SIZES), **options)
-    data = collective(deterministic=deterministic)
-    found = fitted(data, **options)
-    if deterministic:
-        assert_same_training(found, expected)
-    else:
-        assert len(found.history) == len(expected.history)
+    data = collective()
+    assert_same_training(fitted(data, **options), expected)
     assert all(loader.ring.num_slots == 0 for loader in data._loaders)
 
 
@@ -234,23 +212,6 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
         assert resumed.history == whole.history[step:]
         for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.campaign(parts=3)
-@pytest.mark.parametrize("step", [3, 9, 12, 15, 24])
-def test_resuming_without_order_trains_each_seed_once(tmp_path, step):
-    def run(folder, **kwargs):
-        saver = pl.callbacks.ModelCheckpoint(tmp_path / folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        return fitted(collective(deterministic=False), callbacks=[saver], **kwargs)
-
-    whole = run("whole")
-    resumed = run("resumed", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", seed=99)
-    steps = len(whole.history) // 2
-    both = whole.history[:step] + resumed.history
-    assert len(both) == 2 * steps
-    for part in (both[:steps], both[steps:]):
-        seeds = [seed for entry in part for seed in entry[1]]
-        assert sorted(seeds) == small_data().train_mask.nonzero().view(-1).tolist()
 
 
 # -- plans
@@ -406,7 +367,7 @@ def test_torch_leaves_the_cores_to_the_workers():
     assert set(seen[:-1]) == {max(1, cores_of_process(None) - 3)}  # with the last mini-batch the workers are done
 
 
-def two_ranks(rank, folder, deterministic):
+def two_ranks(rank, folder):
     """Train an epoch, and again from a checkpoint in its middle; return what each was trained on, and the weights."""
     found = []
     for name, ckpt_path in (("whole", None), ("resumed", f"{folder}/whole/step=3.ckpt")):
@@ -416,15 +377,14 @@ def two_ranks(rank, folder, deterministic):
             f"{folder}/{name}", every_n_train_steps=3, save_top_k=-1, filename="{step}"
         )
         run = trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
-        run.fit(model, collective("auto", deterministic=deterministic, num_workers=1), ckpt_path=ckpt_path)
+        run.fit(model, collective("auto", num_workers=1), ckpt_path=ckpt_path)
         found.append((model.history, [parameter.detach().numpy() for parameter in model.parameters()]))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
-    ranks = launch.run(two_ranks, 2, str(tmp_path), deterministic)
+def test_two_processes_share_the_seeds_and_resume(tmp_path):
+    ranks = launch.run(two_ranks, 2, str(tmp_path))
     expected = small_data().train_mask.nonzero().view(-1).tolist()
 
     def check(*histories):
@@ -436,9 +396,8 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path, deterministic):
     check(*[whole[0] for whole, _ in ranks])
     check(*[whole[0][:3] + resumed[0] for whole, resumed in ranks])
     for whole, resumed in ranks:
-        if deterministic:
-            assert resumed[0] == whole[0][3:]
-            assert all((a == b).all() for a, b in zip(resumed[1], whole[1], strict=True))
+        assert resumed[0] == whole[0][3:]
+        assert all((a == b).all() for a, b in zip(resumed[1], whole[1], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.dispatcher import SIMULATED_BATCHES, Dispatcher, buffer_size, initial_ratio, relaxed_time
+from lightning_gnn.collective.dispatcher import ROUNDS, SIMULATED_BATCHES, Dispatcher, initial_ratio, relaxed_time
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
 from tests.campaigns import campaign, one_slice
 
 
@@ -78,58 +78,76 @@ def least_time(times, num_batches):
 def cases_of_theorem_2(count):
     """Draw times, sizes of the GPU's buffer and numbers of mini-batches for which the theorem holds.
 
-    At least 10 overlaps, and 5 mini-batches per CPU worker: the bound knows no start and no whole mini-batches.
+    At least 5 mini-batches per CPU worker: the bound knows no start and no whole mini-batches.
     """
     source, sizes, cases = random.Random(11), (1, 2, 5, 10), []
     while len(cases) < count:
         times, size = random_times(source), source.choice(sizes)
         if times.cpu <= max(times.dma.mean, times.model.mean) or times.cpu > 50 * (times.gpu + times.model.mean):
             continue
-        cpu_buffer_size = buffer_size(size, max(1e-9, initial_ratio(times)))
-        overlaps = max(10, ceil(5 * times.cpu_workers / cpu_buffer_size))
-        num_batches = overlaps * (size + cpu_buffer_size) + source.randrange(10)
+        share = 1 / (1 + initial_ratio(times))
+        num_batches = ceil(5 * times.cpu_workers / share) + 10 * size + source.randrange(10)
         if num_batches <= 220:
             cases.append((times, size, num_batches))
     return cases
 
 
 @campaign
-@pytest.mark.parametrize(("deterministic", "count"), [(True, 1000), (False, 300)])
-def test_close_to_the_lower_bound_where_theorem_2_holds(deterministic, count, number):
+def test_close_to_the_lower_bound_where_theorem_2_holds(number):
     modes = set()
-    for times, size, num_batches in one_slice(cases_of_theorem_2(count), number):
-        plan = Dispatcher(times, size, num_batches=num_batches, deterministic=deterministic).plan()
+    for times, size, num_batches in one_slice(cases_of_theorem_2(200), number):
+        plan = Dispatcher(times, size, num_batches=num_batches).plan()
         ratio = plan.epoch_s["collective"] / least_time(times, num_batches)
-        assert 1 - 1e-9 <= ratio <= 1.5, (ratio, plan)
+        assert 1 - 1e-9 <= ratio <= 1.4, (ratio, plan)
         modes.add(plan.mode)
-    assert modes >= {"collective", "gpu"}
+    assert "collective" in modes
 
 
-@settings(max_examples=60)
-@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 120), st.booleans())
-def test_never_worse_than_one_processor_alone(source, size, num_batches, deterministic):
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 120))
+def test_never_worse_than_one_processor_alone(source, size, num_batches):
     times = random_times(source)
-    plan = Dispatcher(times, size, num_batches=num_batches, deterministic=deterministic).plan()
-    assert (plan.gpu_buffer_size, plan.num_batches, plan.times) == (size, num_batches, times)
+    plan = Dispatcher(times, size, num_batches=num_batches).plan()
+    assert (plan.num_batches, plan.times) == (num_batches, times)
+    assert plan.gpu_buffer_size <= size
     assert plan.ratio == initial_ratio(times)
-    for mode, places in (("cpu", size), ("gpu", 0)):
+    assert plan.rounds <= ROUNDS
+    for mode, places in (("cpu", max(size, 2 * times.cpu_workers)), ("gpu", 0)):
         alone = CollectivePlan(mode, size, places, times=times)
-        makespan = simulate_dual_buffer(times, alone, num_batches, deterministic=deterministic).makespan
+        makespan = simulate_dual_buffer(times, alone, num_batches).makespan
         assert plan.epoch_s["collective"] <= plan.epoch_s[mode] == makespan
-    again = simulate_dual_buffer(times, plan, num_batches, deterministic=deterministic)
+    again = simulate_dual_buffer(times, plan, num_batches)
     assert again.makespan == plan.epoch_s["collective"]
-    assert Dispatcher(times, size, num_batches=num_batches, deterministic=deterministic).plan() == plan
+    assert again.on_cpu / num_batches == plan.cpu_share
+    assert Dispatcher(times, size, num_batches=num_batches).plan() == plan
 
 
-def test_no_other_buffer_is_much_better():
-    """Of all sizes of the CPU's buffer, short epochs included."""
+def test_no_other_plan_is_much_better():
+    """Of many sizes of the CPU's buffer and leads, short epochs included, on epochs that it has not seen."""
     source = random.Random(5)
-    for _ in range(40):
+    for case in range(10):
         times, num_batches, gpu_buffer_size = random_times(source), source.randrange(30, 130), source.choice([1, 5, 10])
-        chosen = Dispatcher(times, gpu_buffer_size, num_batches=num_batches).plan().epoch_s["collective"]
-        for size in range(1, num_batches + 1, 1 + num_batches // 50):
-            plan = CollectivePlan("collective", gpu_buffer_size, size)
-            assert chosen <= 1.05 * simulate_dual_buffer(times, plan, num_batches).makespan, (times, num_batches, size)
+        stages = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
+        spread = {stage: Duration(getattr(times, stage).mean, 0.2 * getattr(times, stage).mean) for stage in stages}
+        times = StageTimes(**spread, cpu_workers=times.cpu_workers)
+        unseen = [drawn_durations(times, num_batches, 100 + seed) for seed in range(4)]
+
+        def seconds(plan, times=times, number=num_batches, unseen=unseen):
+            return np.mean([simulate_dual_buffer(times, plan, number, durations=each).makespan for each in unseen])
+
+        chosen = seconds(Dispatcher(times, gpu_buffer_size, num_batches=num_batches).plan())
+        for size in (1, 4, 16, 64):
+            for lead in range(1, num_batches, 1 + num_batches // 12):
+                plan = CollectivePlan("collective", gpu_buffer_size, size, lead=lead)
+                assert chosen <= 1.08 * seconds(plan), (case, times, num_batches, plan)
+
+
+def test_a_gain_within_the_noise_is_no_reason_for_both():
+    """The CPU alone is as fast as anything can be, but for a mini-batch at the beginning; durations vary by half."""
+    times = StageTimes(
+        Duration(0.9, 0.5), Duration(0.1, 0.05), Duration(3.0, 1.5), Duration(2.0, 1.0), Duration(1.0, 0.5), 1
+    )
+    assert Dispatcher(times, num_batches=400).plan().mode == "cpu"
 
 
 def test_a_balanced_node_is_shared():
@@ -141,47 +159,11 @@ def test_a_balanced_node_is_shared():
     assert plan.epoch_s["gpu"] > 1.6 * plan.epoch_s["collective"]
 
 
-def test_feedback_makes_the_buffer_smaller_when_the_epoch_is_short():
-    """With unlimited buffers x would be 0.05; but of 60 mini-batches none could be trained before 180 are there."""
-    times = stage_times(1.0, 0.02, 18.0, 0.04, 2)
-    plan = Dispatcher(times, num_batches=60).plan()
-    assert buffer_size(10, plan.ratio) > 60
-    assert plan.rounds >= 1
-    assert plan.epoch_s["collective"] <= plan.epoch_s["cpu"]
-
-
-class Recording(Dispatcher):
-    """Begins with a size of its own, and notes what is tried."""
-
-    def follow(self, size):
-        self._follow_feedback(size)
-        return list(self._seen)
-
-
-@pytest.mark.parametrize("start", [1, 3, 25])
-def test_feedback_leads_to_where_the_gap_is_below_one_gpu_batching(start):
-    """10 GPU batchings of 1.2 and cbs + 10 trainings of 0.3 take as long as the CPU for cbs: at 21.4."""
-    times = stage_times(1.0, 0.1, 1.2, 0.3, 2)
-    tried = Recording(times, 10, num_batches=1500).follow(start)
-    direction = 1 if start < 21 else -1
-    assert tried == list(range(start, tried[-1] + direction, direction))
-    assert tried[-1] in (20, 21, 22)
-    for size in tried:
-        simulation = simulate_dual_buffer(times, CollectivePlan("collective", 10, size), 1500)
-        gap = abs(simulation.cpu_lag - simulation.gpu_lag) / simulation.overlaps
-        assert (gap < times.gpu) == (size == tried[-1])
-
-
-def test_feedback_is_given_up_when_nothing_gets_better():
-    """PCIe is the bottleneck: the CPU idles whatever its buffer, and each mini-batch more of it makes it worse."""
-    tried = Recording(stage_times(0.1, 5.0, 1.0, 0.5), 10, num_batches=600).follow(1)
-    assert tried == [1, 2, 3, 4, 5, 6, 7]
-
-
 def test_a_model_that_takes_longest_leaves_all_to_the_cpu():
     times = stage_times(2.0, 1.0, 3.0, 4.0, 4)
     plan = Dispatcher(times, num_batches=200).plan()
-    assert (plan.mode, plan.ratio, plan.rounds) == ("cpu", 0.0, 0)
+    assert plan.ratio == 0.0
+    assert plan.cpu_share > 0.95  # the GPU may prepare the first few, for which the CPU takes longest
     assert plan.epoch_s["collective"] == pytest.approx(800, rel=0.05)
 
 
@@ -207,11 +189,10 @@ def test_nonsense_is_refused():
         Dispatcher(times, 0, num_batches=5)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_long_epochs_are_planned_by_a_part_of_them(deterministic):
+def test_long_epochs_are_planned_by_a_part_of_them():
     times = stage_times(2.0, 0.1, 1.0, 0.4, 4)
-    parts = Dispatcher(times, num_batches=SIMULATED_BATCHES, deterministic=deterministic).plan()
-    plan = Dispatcher(times, num_batches=3000 * SIMULATED_BATCHES, deterministic=deterministic).plan()
+    parts = Dispatcher(times, num_batches=SIMULATED_BATCHES).plan()
+    plan = Dispatcher(times, num_batches=3000 * SIMULATED_BATCHES).plan()
     assert (plan.mode, plan.buffers, plan.rounds) == (parts.mode, parts.buffers, parts.rounds)
     assert plan.num_batches == 3000 * SIMULATED_BATCHES
     assert plan.epoch_s == {name: 3000 * seconds for name, seconds in parts.epoch_s.items()}

@@ -305,7 +305,6 @@ def test_no_name_is_proposed_that_would_be_refused(typo):
         (PersistentSamplerDataModule, {"device": "foo"}, "device='foo' is none"),
         (PersistentSamplerDataModule, {"cache_rows": "3"}, "cache_rows must be a whole number, but is '3'"),
         (PersistentSamplerDataModule, {"quantize": "no"}, "quantize must be True or False, but is 'no'"),
-        (CollectiveDataModule, {"deterministic": "no"}, "deterministic must be True or False, but is 'no'"),
         (CollectiveDataModule, {"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number, but is True"),
     ],
 )

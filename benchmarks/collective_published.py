@@ -1,0 +1,144 @@
+"""MorphGL as published, to compare with: its schedule (algorithms 1 to 4, and the text of section 4.2.3) and planner.
+
+Mini-batches are trained as they are ready, not in the order of the epoch. Equation 6 is repaired, as in the library.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import floor
+
+from lightning_gnn.collective.dispatcher import initial_ratio
+from lightning_gnn.collective.plan import StageTimes
+from lightning_gnn.collective.reorder_buffer import Route, Step
+
+Simulate = Callable[[int, int], tuple[float, float, float]]
+
+
+class DualBuffer:
+    """A CPU buffer and a GPU buffer, and the three phases: filling, blocking, flushing.
+
+    Both processors take the next mini-batch of the epoch when they have room, and while only the CPU lags, one of the
+    GPU's is trained and replaced. The CPU leaves the last few to the GPU.
+
+    Args:
+        num_batches: Mini-batches of the epoch.
+        gpu_buffer_size: ``gbs``; 0 for a plain pipeline of what the CPU prepares.
+        cpu_buffer_size: ``cbs``; 0 to leave the CPU out.
+        cpu_workers: So many more may be under way on the CPU, less one.
+    """
+
+    AHEAD = 2
+    """Mini-batches that a plain pipeline brings to the device before they are trained."""
+
+    def __init__(self, num_batches: int, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int = 1) -> None:
+        self.gpu_buffer_size, self.cpu_buffer_size = gpu_buffer_size, cpu_buffer_size
+        self.cpu_buffer: list[int] = []
+        self.gpu_buffer: deque[tuple[int, Route]] = deque()
+        self.phase = "filling"
+        self._in_flight: set[int] = set()
+        self._workers = cpu_workers
+        self._flushing: deque[int] = deque()
+        self._train_now = False
+        self._left = deque(range(num_batches))
+
+    def claim(self) -> int | None:
+        """Give a CPU worker the next mini-batch; None while there is no room, or nothing left for it."""
+        if not self._may_claim():
+            return None
+        number = self._left.popleft()
+        self._in_flight.add(number)
+        return number
+
+    def ready(self, number: int) -> None:
+        """Take a mini-batch that a CPU worker has finished."""
+        self._in_flight.remove(number)
+        self.cpu_buffer.append(number)
+
+    @property
+    def cpu_blocked(self) -> bool:
+        """Whether the CPU could go on, if only its buffer had room."""
+        return self._has_left() and not self._has_room()
+
+    def next(self) -> Step:
+        """Decide the next step of the training thread."""
+        if not self.gpu_buffer_size:
+            return self._pipe()
+        if self._train_now or (self.phase == "flushing" and self.gpu_buffer and not self._flushing):
+            return self._train()
+        if self._flushing:
+            return self._transfer(self._flushing.popleft())
+        full = len(self.cpu_buffer) >= self.cpu_buffer_size
+        if len(self.gpu_buffer) < self.gpu_buffer_size and self._left:
+            self.phase = "blocking" if full else "filling"
+            number = self._left.popleft()
+            self.gpu_buffer.append((number, "gpu"))
+            return Step("batch", number, "gpu")
+        if self._left and not full and (self._in_flight or self._may_claim()):
+            self.phase = "blocking"
+            return self._train()
+        if self.cpu_buffer or self.gpu_buffer:
+            self.phase, self._flushing = "flushing", deque(self.cpu_buffer)
+            return self.next()
+        return Step("wait") if self._in_flight or self._may_claim() else Step("end")
+
+    def _pipe(self) -> Step:
+        self.phase = "flushing"
+        if len(self.gpu_buffer) < self.AHEAD and self.cpu_buffer:
+            return self._transfer(self.cpu_buffer[0])
+        if self.gpu_buffer:
+            return self._train()
+        return Step("wait") if self._in_flight or self._left else Step("end")
+
+    def _transfer(self, number: int) -> Step:
+        self._train_now = True
+        self.cpu_buffer.remove(number)
+        self.gpu_buffer.append((number, "cpu"))
+        return Step("transfer", number, "cpu")
+
+    def _train(self) -> Step:
+        self._train_now = False
+        number, route = self.gpu_buffer.popleft()
+        return Step("train", number, route)
+
+    def _may_claim(self) -> bool:
+        return self._has_left() and self._has_room()
+
+    def _has_room(self) -> bool:
+        return len(self.cpu_buffer) + len(self._in_flight) < self.cpu_buffer_size + self._workers - 1
+
+    def _has_left(self) -> bool:
+        if not self.cpu_buffer_size or not self._left:
+            return False
+        # The GPU would be done before a mini-batch that a worker begins now.
+        return len(self._left) * self.cpu_buffer_size >= self.gpu_buffer_size * self._workers
+
+
+def buffer_size(gpu_buffer_size: int, x: float) -> int:
+    """Return ``cbs = floor(gbs / x)``, at least 1."""
+    return max(1, floor(min(gpu_buffer_size / x, 1e9)))
+
+
+def published_plan(times: StageTimes, gpu_buffer_size: int, num_batches: int, simulate: Simulate) -> tuple[int, int]:
+    """Return ``gbs`` and ``cbs``: ``floor(gbs / x)``, then one less or more by the simulator's feedback.
+
+    Args:
+        times: What the stages take; the spreads do not count.
+        gpu_buffer_size: ``gbs``.
+        num_batches: Mini-batches of an epoch.
+        simulate: Returns the makespan of a schedule, and for how long GPU and CPU waited for one another per overlap.
+    """
+    ratio = initial_ratio(times)
+    if ratio == 0 or times.model.mean > max(times.cpu, times.dma.mean):
+        return 0, max(gpu_buffer_size, times.cpu_workers)
+    size = min(buffer_size(gpu_buffer_size, ratio), num_batches)
+    seen: dict[int, float] = {}
+    while 1 <= size <= num_batches and size not in seen:
+        seen[size], cpu_lag, gpu_lag = simulate(gpu_buffer_size, size)
+        if abs(cpu_lag - gpu_lag) < times.gpu:
+            break
+        size += 1 if gpu_lag > cpu_lag else -1
+    if size < 1:
+        return 1, 0  # the CPU is too slow
+    return gpu_buffer_size, min(seen, key=lambda each: seen[each])

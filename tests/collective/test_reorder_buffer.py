@@ -1,0 +1,176 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
+
+
+@st.composite
+def cases(draw):
+    gpu_buffer_size = draw(st.integers(0, 6))
+    cpu_buffer_size = draw(st.integers(0 if gpu_buffer_size else 1, 7))
+    num_batches = draw(st.integers(0, 40))
+    first = draw(st.integers(0, num_batches) | st.just(0))
+    return num_batches, gpu_buffer_size, cpu_buffer_size, draw(st.integers(1, 5)), draw(st.integers(0, 20)), first
+
+
+def drive(buffer, workers, source, between=lambda: None):
+    """Take all steps while CPU workers claim and finish at random moments; yield every step."""
+    under_way = []
+
+    def claim():
+        while len(under_way) < workers and (number := buffer.claim()) is not None:
+            under_way.append(number)
+
+    def finish():
+        buffer.ready(under_way.pop(source.randrange(len(under_way))))
+
+    for _ in range(3000):
+        between()
+        if source.random() < 0.7:
+            claim()
+        if under_way and source.random() < 0.5:
+            finish()
+        step = buffer.next()
+        yield step
+        if step.kind == "end":
+            assert not under_way
+            assert buffer.next().kind == "end"
+            assert buffer.claim() is None
+            return
+        if step.kind == "wait":
+            claim()
+            assert under_way, "the training thread waits for CPU workers that have nothing to do"
+            finish()
+    raise AssertionError("no end")
+
+
+@settings(max_examples=200)
+@given(cases(), st.randoms(use_true_random=False))
+def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
+    num_batches, gpu_buffer_size, cpu_buffer_size, workers, _, first = case
+    buffer = ReorderBuffer(*case)
+    trained, on_device = [], {}
+    for step in drive(buffer, workers, source):
+        if step.kind in ("batch", "transfer"):
+            assert step.number not in on_device
+            on_device[step.number] = step.route
+            assert step.route == ("gpu" if step.kind == "batch" else "cpu")
+        elif step.kind == "train":
+            assert on_device.pop(step.number) == step.route
+            trained.append(step.number)
+        assert on_device == buffer.gpu_buffer
+        assert len(on_device) <= gpu_buffer_size + ReorderBuffer.AHEAD
+        assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
+        assert len(buffer.cpu_buffer) <= max(0, cpu_buffer_size + workers - 1)
+        assert not set(buffer.cpu_buffer) & set(on_device)
+    assert not on_device
+    assert not buffer.cpu_buffer
+    assert trained == list(range(first, num_batches))
+
+
+@settings(max_examples=60)
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_cpu_begins_ahead_of_training(case, source):
+    num_batches, gpu_buffer_size, _, workers, lead, _ = case
+    buffer = ReorderBuffer(*case)
+    claim = buffer.claim
+
+    def claimed():
+        number = claim()
+        if number is not None:
+            assert number >= buffer.head + (lead if gpu_buffer_size else 0)
+        return number
+
+    buffer.claim = claimed
+    routes = {step.number: step.route for step in drive(buffer, workers, source) if step.kind == "train"}
+    if gpu_buffer_size and lead >= num_batches:
+        assert set(routes.values()) <= {"gpu"}
+
+
+@settings(max_examples=100)
+@given(cases(), cases(), st.randoms(use_true_random=False))
+def test_sizes_may_change_and_mini_batches_be_given_up_at_any_time(case, other, source):
+    """What had no room is prepared again, and still all are trained once, in order."""
+    num_batches, _, _, workers, _, first = case
+    buffer = ReorderBuffer(*case)
+    sizes = [(max(1, each[1]), *each[2:5]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
+
+    def between():
+        if source.random() < 0.1:
+            buffer.resize(*source.choice(sizes))
+        on_device = list(buffer.gpu_buffer)
+        if on_device and source.random() < 0.1:
+            buffer.give_up(on_device[-1])
+        elif buffer.cpu_buffer and source.random() < 0.05:
+            buffer.give_up(buffer.cpu_buffer[0])
+
+    buffer.resize(*sizes[0])
+    trained = [step.number for step in drive(buffer, workers, source, between) if step.kind == "train"]
+    assert trained == list(range(first, num_batches))
+
+
+def test_by_hand():
+    """Room for one on the CPU, begun three ahead: the GPU prepares two in a row, then what is left free."""
+    buffer = ReorderBuffer(7, 2, 1, 1, lead=3)
+    steps = []
+    while (step := buffer.next()).kind != "end":
+        steps.append((step.kind, step.number, step.phase))
+        while (number := buffer.claim()) is not None:
+            buffer.ready(number)
+    assert steps == [
+        ("batch", 0, "filling"),  # the CPU has 3 ready
+        ("batch", 1, "filling"),
+        ("transfer", 3, "flushing"),  # and then 4
+        ("train", 0, "flushing"),
+        ("transfer", 4, "flushing"),  # and then 5
+        ("train", 1, "flushing"),
+        ("batch", 2, "filling"),
+        ("transfer", 5, "flushing"),  # nothing is left that is three ahead of 3, but 6
+        ("train", 2, "flushing"),
+        ("transfer", 6, "flushing"),
+        ("train", 3, "flushing"),
+        ("train", 4, "flushing"),
+        ("train", 5, "flushing"),
+        ("train", 6, "flushing"),
+    ]
+
+
+def test_while_a_worker_is_late_the_gpu_looks_further_ahead():
+    buffer = ReorderBuffer(20, 3, 2, 2, lead=0)
+    assert [buffer.claim(), buffer.claim()] == [0, 1]
+    kinds = [(step.kind, step.number, step.phase) for step in (buffer.next() for _ in range(2))]
+    assert kinds == [("batch", 2, "blocking"), ("wait", -1, "blocking")]  # no further than three from 0
+    buffer.ready(1)
+    assert buffer.next().kind == "wait"
+    buffer.ready(0)
+    kinds = [(step.kind, step.number) for step in (buffer.next() for _ in range(5))]
+    assert kinds == [("transfer", 0), ("transfer", 1), ("train", 0), ("train", 1), ("train", 2)]
+
+
+def test_a_plain_pipeline_keeps_two_on_the_device():
+    buffer = ReorderBuffer(5, 0, 4)
+    for _ in range(4):
+        buffer.ready(buffer.claim())
+    steps = [buffer.next() for _ in range(7)]
+    assert [(step.kind, step.number) for step in steps] == [
+        ("transfer", 0),
+        ("transfer", 1),
+        ("train", 0),
+        ("transfer", 2),
+        ("train", 1),
+        ("transfer", 3),
+        ("train", 2),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 0), (5, -1, 3), (5, 3, -1), (5, 1, 1, 1, -1)])
+def test_impossible_buffers_are_refused(sizes):
+    with pytest.raises(ValueError, match="none may be negative, and a buffer needs a place"):
+        ReorderBuffer(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (5, 1, 1, 0), (5, 1, 1, 1, 0, -1)])
+def test_there_must_be_a_worker_and_mini_batches(sizes):
+    with pytest.raises(ValueError, match=r"must not be negative, and cpu_workers=-?\d not 0"):
+        ReorderBuffer(*sizes)
