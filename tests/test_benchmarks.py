@@ -721,7 +721,13 @@ def test_planners_are_judged_on_epochs_that_they_have_not_seen(load, tmp_path):
     result = load("collective_planner").main(["--quick", "--out", str(out)])
     assert json.loads(out.read_text())["extra"] == json.loads(json.dumps(result["extra"]))
     against = result["extra"]["against"]
-    assert set(against) == {"the authors'", "the CPU alone", "the GPU alone", "the better one alone", "trying everything"}
+    assert set(against) == {
+        "the authors'",
+        "the CPU alone",
+        "the GPU alone",
+        "the better one alone",
+        "trying everything",
+    }
     assert against["the better one alone"]["settings"] == 6
     assert against["trying everything"]["settings"] == 2
     assert against["the better one alone"]["worst"] < 1.05

@@ -90,7 +90,7 @@ class Dispatcher:
         """Return the plan with the shortest predicted epoch."""
         self._seen = {}
         ratio = initial_ratio(self.times)
-        alone = {mode: self._plan(mode, size) for mode, size in (("cpu", self._depth), ("gpu", 0))}
+        alone = {"cpu": self._plan("cpu", self._depth), "gpu": self._plan("gpu", 0)}
         for plan in alone.values():
             self._try(plan)
         if self.num_batches > 1:
