@@ -12,8 +12,8 @@ import torch
 
 from lightning_gnn.planning.limits import is_busy, num_cores
 from lightning_gnn.planning.overlap import Rhythm, rhythm
-from lightning_gnn.planning.preparation import Preparation, prepare
-from lightning_gnn.planning.steps import Step, time_steps
+from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
+from lightning_gnn.planning.steps import Step, time_steps, time_together
 
 WORTH = 0.05
 """A gain below this part of the epoch is noise."""
@@ -29,6 +29,8 @@ class CPUForecast:
         threads: Torch's threads in the run.
         cores: Cores of this process.
         batches: Mini-batches of an epoch.
+        slowdown: By how much a mini-batch takes longer where workers prepare beside training than by
+            :func:`~lightning_gnn.planning.overlap.rhythm`: they share caches, memory and the interpreter.
         unknown: What could not be measured, in sentences.
         busy: Whether others kept the machine busy.
     """
@@ -38,6 +40,7 @@ class CPUForecast:
     threads: int
     cores: int
     batches: int
+    slowdown: float = 1.0
     unknown: tuple[str, ...] = ()
     busy: bool = False
 
@@ -91,7 +94,8 @@ class CPUForecast:
         inside = prepared.training_thread_s - (prepared.seconds if prepared.workers == 0 else 0.0)
         own = step.total + max(0.0, inside)
         alone = self.steps[min(self.steps)].total + max(0.0, inside)
-        return rhythm(prepared.seconds, workers, own, alone, self.cores)
+        beat = rhythm(prepared.seconds, workers, own, alone, self.cores)
+        return replace(beat, seconds=beat.seconds * self.slowdown) if workers else beat
 
     def _epoch(self, workers: int, threads: int) -> float:
         first = self.preparation.seconds if workers else 0.0
@@ -142,7 +146,11 @@ def measure_run(
     flops = steps[1].flops
     steps = {number: replace(step, flops=flops) for number, step in steps.items()}
     unknown = _unknown(datamodule, loader, preparation, WORTH * steps[threads].seconds)
-    return CPUForecast(preparation, steps, threads, num_cores(), count, unknown, busy)
+    found = CPUForecast(preparation, steps, threads, num_cores(), count, unknown=unknown, busy=busy)
+    if not preparation.workers:
+        return found
+    together = time_together(copy.deepcopy(module), make_trainer, loader, ahead_of(loader), threads)
+    return found if together is None else replace(found, slowdown=together / found.rhythm.seconds)
 
 
 def batches_of_epoch(loader: Any, limit: int | float | None) -> int:

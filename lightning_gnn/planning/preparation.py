@@ -95,8 +95,7 @@ def _ours(loader: Any) -> tuple[list[Any], Preparation]:
 
 
 def _others(loader: Any) -> tuple[list[Any], Preparation]:
-    workers = int(getattr(loader, "num_workers", 0) or 0)
-    ahead = workers * int(getattr(loader, "prefetch_factor", None) or 2)
+    workers, ahead = int(getattr(loader, "num_workers", 0) or 0), ahead_of(loader)
     iterator = iter(loader)
     batches = list(islice(iterator, KEPT))
     if not batches:
@@ -109,6 +108,13 @@ def _others(loader: Any) -> tuple[list[Any], Preparation]:
     return batches, Preparation(
         training_thread_s=0.0 if workers else ready, ready_s=ready, workers=workers, known=False, **_sizes(batches)
     )
+
+
+def ahead_of(loader: Any) -> int:
+    """Return how many mini-batches the workers of a loader prepare ahead, 0 without workers."""
+    if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
+        return loader.num_threads * loader.prefetch_factor_threads
+    return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", None) or 2)
 
 
 def _sizes(batches: list[Any]) -> dict[str, Any]:

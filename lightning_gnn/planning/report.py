@@ -84,10 +84,12 @@ def sentences(found: CPUForecast) -> list[str]:
         "preparing": "training waits for mini-batches",
         "cores": f"training and preparing together fill {found.cores} core{'s' * (found.cores > 1)}",
     }[beat.bound]
+    slower = f"; side by side {found.slowdown:.2f}x as long" if found.slowdown > 1 + WORTH else ""
     return [
         f"Predicted: {1e3 * beat.seconds:.4g} ms per mini-batch (training {1e3 * beat.training:.4g} with "
         f"{found.threads} thread{'s' * (found.threads > 1)}, preparing {1e3 * beat.preparing:.4g} with "
-        f"{found.preparation.workers} workers), {found.epoch_s:.3g} s per epoch of {found.batches:,} mini-batches.",
+        f"{found.preparation.workers} workers{slower}), {found.epoch_s:.3g} s per epoch of "
+        f"{found.batches:,} mini-batches.",
         f"Bottleneck: {name}, {of:.3g} ms of each mini-batch; {why}.",
         *found.unknown,
         *(["Others kept this machine busy: do not trust these figures."] if found.busy else []),
@@ -135,6 +137,7 @@ def save_forecast(found: CPUForecast, options: list[Option], limits: MachineLimi
         "batches": found.batches,
         "batch_s": asdict(found.rhythm),
         "bound_by": found.rhythm.bound,
+        "slowdown": found.slowdown,
         "bottleneck": found.bottleneck,
         "parts_s": found.parts,
         "preparation": asdict(found.preparation),

@@ -17,6 +17,8 @@ from torch.autograd.profiler_util import FunctionEvent
 
 WARM_UP, TIMED = 2, 6
 """Steps that do not count, and those that do; one more is taken apart."""
+TOGETHER = 16
+"""Steps that are timed while workers prepare."""
 _BUDGET = 6.0
 """Seconds after which fewer steps will do."""
 PARTS = ("products", "aggregation", "dropout", "elementwise", "optimizer", "Python")
@@ -88,6 +90,58 @@ def time_steps(
     profiled = sum(clock.parts.values())
     parts = {name: seconds * value / profiled for name, value in clock.parts.items()} if profiled else {}
     return Step(seconds, median(clock.outside or [0.0]), threads, parts, clock.flops)
+
+
+def time_together(
+    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: Any, ahead: int, threads: int
+) -> float | None:
+    """Train on a loader whose workers prepare at the same time; the module is another one afterwards.
+
+    Args:
+        module: What trains.
+        make_trainer: Takes arguments that replace the configured ones.
+        loader: Of the training set, with workers.
+        ahead: Mini-batches that it prepares ahead, which say nothing.
+        threads: Of torch; what there was is put back.
+
+    Returns:
+        Seconds from one mini-batch to the next, None where an epoch has too few of them.
+    """
+    first = ahead + WARM_UP
+    beat = _Beat(first)
+    trainer = make_trainer(
+        max_epochs=1, max_steps=-1, limit_train_batches=first + 1 + TOGETHER, limit_val_batches=0,
+        num_sanity_val_steps=0, callbacks=[beat], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, profiler=None,
+    )  # fmt: skip
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        trainer.fit(module, train_dataloaders=loader)
+    finally:
+        torch.set_num_threads(before)
+    return beat.seconds
+
+
+class _Beat(pl.Callback):
+    """Notes when steps start, from the first that counts."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.starts = first, list[float]()
+
+    @property
+    def seconds(self) -> float | None:
+        """From one start to the next, on the average; None if there are fewer than half of those wanted."""
+        count = len(self.starts) - 1
+        return (self.starts[-1] - self.starts[0]) / count if count >= TOGETHER // 2 else None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the clock."""
+        if batch_idx >= self.first:
+            self.starts.append(time.perf_counter())
+            trainer.should_stop = len(self.starts) > TOGETHER // 2 and self.starts[-1] - self.starts[0] > _BUDGET
 
 
 class _Replay:

@@ -1,6 +1,7 @@
 """What is measured of a run and what follows from it, by hand and on real runs, without a look at how fast they are."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
 from lightning_gnn.planning.limits import num_cores
-from lightning_gnn.planning.preparation import Preparation, prepare
-from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart
+from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
+from lightning_gnn.planning.report import sentences
+from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart, time_together
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
@@ -125,7 +127,8 @@ def test_a_run_is_measured_and_left_alone(name):
         assert step.parts["products"] > 0
         assert step.parts["optimizer"] > 0
     assert found.batches == len(datamodule.train_dataloader())
-    assert found.epoch_s >= found.batches * found.step.total
+    assert found.epoch_s >= found.batches * found.step.total * found.slowdown
+    assert found.preparation.workers or found.slowdown == 1.0
     assert found.bottleneck in found.parts
     told = " ".join(found.unknown)
     assert ("on_after_batch_transfer" in told) == (name == "own")
@@ -212,6 +215,28 @@ def forecast(sampling=0.0, features=0.0, workers=1, threads=1, cores=4, **steps)
         for number, seconds in steps.items()
     }
     return CPUForecast(prepared, made, threads, cores, batches=10)
+
+
+def test_side_by_side_all_takes_longer():
+    found = forecast(0.1, 0.2, t1=2.0)
+    slow = replace(found, slowdown=1.5)
+    assert slow.rhythm.seconds == 1.5 * found.rhythm.seconds == 3.0
+    assert slow.epoch_s == pytest.approx(0.3 + 30.0)
+    assert "side by side 1.50x" in sentences(slow)[0]
+    assert "side by side" not in sentences(found)[0]
+    alone = replace(slow, preparation=replace(slow.preparation, workers=0, training_thread_s=0.3))
+    assert alone.rhythm.seconds == pytest.approx(2.3)
+
+
+@pytest.mark.parametrize(("batches", "known"), [(4, False), (40, True)])
+def test_training_and_preparing_are_measured_together(batches, known):
+    datamodule = NeighborDataModule(DATA, num_neighbors=[3], batch_size=3, input_train_nodes=torch.arange(3 * batches))
+    datamodule.setup("fit")
+    loader, threads = datamodule.train_dataloader(), torch.get_num_threads()
+    seconds = time_together(sage(), make_trainer, loader, ahead_of(loader), 1)
+    assert (seconds is not None) == known
+    assert seconds is None or 0 < seconds < 60
+    assert torch.get_num_threads() == threads
 
 
 def test_bottlenecks_and_better_settings():
