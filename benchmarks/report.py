@@ -22,8 +22,10 @@ ORDER = (
     *(
         "sampling",
         "typed_sampling",
+        "labor",
         "minibatch",
         "epoch",
+        "time_to_accuracy",
         "collective",
         "aggregate",
         "aggregate_update",
