@@ -20,9 +20,10 @@ from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import batch_key, sample_neighbors
+from lightning_gnn.persistent.loader import BulkNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
 from lightning_gnn.runtime.messages import true_or_false, whole_number
-from lightning_gnn.sampling.loader import ThreadedNodeLoader, of_edges, of_nodes, stores_of
+from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
@@ -51,6 +52,9 @@ class PersistentSamplerDataModule(NeighborDataModule):
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
+        bulk: Mini-batches that are sampled in one launch, in uniform sampling of graphs of one type with
+            ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
+            more than an eighth of the free memory. Everything else is sampled one mini-batch at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
@@ -83,6 +87,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
         quantize: bool = False,
         mode: str = "fused",
         fetch_size: int = 32,
+        bulk: int = 8,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -111,7 +116,7 @@ class PersistentSamplerDataModule(NeighborDataModule):
             )
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
-        self.mode, self.fetch_size = mode, fetch_size
+        self.mode, self.fetch_size, self.bulk = mode, fetch_size, whole_number(bulk, "bulk", 1)
         self._wanted = device
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
@@ -132,10 +137,11 @@ class PersistentSamplerDataModule(NeighborDataModule):
         kwargs = self.loader_arguments(stage, self._count(stage))
         # The GPU works while the training thread goes on; there is nothing to gain by threads.
         kwargs.update(num_workers=0, pin_memory=False)
-        return ThreadedNodeLoader(
+        return BulkNodeLoader(
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
             tables=self._tables,
+            bulk=self.bulk,
             **self._inputs(stage),
             **kwargs,
         )
