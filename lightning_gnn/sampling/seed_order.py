@@ -47,7 +47,7 @@ class EvaluationOrder(UnrepeatedDistributedSampler):
 def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Any]:
     """Give the positions of the seeds of each mini-batch.
 
-    Where the order is known as a tensor they are cut from it. Whatever else yields is asked batch by batch: it may go on
+    Where the order is known as a tensor they are cut from it. Whatever else yields is asked one by one: it may go on
     for ever, or follow from what has been trained.
 
     Args:
