@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
+from lightning_gnn.sampling.seed_order import Positions
 
 
 class BulkNodeLoader(ThreadedNodeLoader):
@@ -43,6 +44,6 @@ class BulkNodeLoader(ThreadedNodeLoader):
                 yield prepared
 
     @profiled("sampling")
-    def _sample_many(self, indices: list[list[int]], keys: list[int]) -> list[Any]:
+    def _sample_many(self, indices: list[Positions], keys: list[int]) -> list[Any]:
         made: list[Any] = self.node_sampler.sample_many([self.input_data[index] for index in indices], keys)
         return made
