@@ -8,8 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_gnn.runtime.timeline import profiled
-from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
-from lightning_gnn.sampling.seed_order import Positions
+from lightning_gnn.sampling.loader import Positions, Prepared, Task, ThreadedNodeLoader
 
 
 class BulkNodeLoader(ThreadedNodeLoader):
