@@ -303,7 +303,7 @@ ERRORS = {
     "data=custom": "data.root is missing; give data.root=VALUE",
     "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
-    "datamodule=link": "datamodule=link makes batches of edges",
+    "datamodule=persistent_link": "datamodule=link (persistent_link) makes batches of edges",
     "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
     "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
     "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
@@ -339,6 +339,7 @@ def test_the_persistent_sampler_says_that_there_is_no_gpu_and_trains_the_same(tm
         UserWarning, match="No GPU for the persistent sampler: sampling the same mini-batches on the CPU"
     ):
         assert lgnn(tmp_path / "persistent", "datamodule=persistent") == 0
+        assert lgnn(tmp_path / "links", "datamodule=persistent_link", base=LINK) == 0
     assert metrics_of(tmp_path / "persistent")["test_loss"] == metrics_of(tmp_path / "neighbor")["test_loss"]
 
 
