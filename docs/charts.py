@@ -110,7 +110,9 @@ def which_module() -> str:
         y = 16 + number * 84
         parts += [box(20, y, 250, 44, question, "question"), box(400, y, 230, 44, answer, "ours")]
         parts += [arrow((270, y + 22), (400, y + 22), text=aside), arrow((145, y + 44), (145, y + 84), text=below)]
-    parts.append(box(20, 16 + len(rows) * 84, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours"))
+    parts.append(
+        box(20, 16 + len(rows) * 84, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours")
+    )
     return picture(650, 76 + len(rows) * 84, "Which DataModule to use", parts)
 
 
