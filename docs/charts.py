@@ -100,7 +100,7 @@ def which_module() -> str:
     rows = (
         ("Train on mini-batches,\nor on the whole graph?", "whole graph", "mini-batches",
          "FullGraphDataModule\nseveral devices: ascend_hybrid"),
-        ("Do you predict\nedges?", "yes", "nodes", "LinkDataModule\nalso with types and times"),
+        ("Do you predict\nedges?", "yes", "nodes", "LinkDataModule\non a GPU: PersistentLinkDataModule"),
         ("A CUDA GPU\nin the machine?", "no", "yes", "NeighborDataModule\nthen: lgnn plan"),
         ("Does the training step wait\nfor mini-batches?", "no", "yes", "NeighborDataModule\nnothing to gain"),
         ("Are CPU cores\nfree to help?", "no", "yes", "PersistentSamplerDataModule\nthe GPU prepares all"),

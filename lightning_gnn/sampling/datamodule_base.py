@@ -222,6 +222,20 @@ class MiniBatchDataModule(ResumableDataModule):
     def _loader(self, stage: str) -> Any:
         raise NotImplementedError
 
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> Any:
+        """Return a loader of mini-batches that a sampler draws, with features cut from ``data``.
+
+        Args:
+            stage: As for :meth:`loader_arguments`.
+            data: The graph, perhaps on another device than the user's.
+            sampler: Draws neighbourhoods.
+            **options: Other arguments of the loader than the user's.
+        """
+        raise NotImplementedError
+
+    def _sampler_of(self, stage: str) -> Any:
+        return self.graph_sampler if stage == "train" else self.eval_graph_sampler
+
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
         """Return the arguments of one loader.
 
