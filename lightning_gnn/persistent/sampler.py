@@ -21,7 +21,7 @@ from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
+from lightning_gnn.ops.sample.triton import most_batches, runs_on, sample_bulk, triton_sampler
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
 
 MODES = ("fused", "persistent")
@@ -84,7 +84,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
         **options: Any,
     ) -> None:
@@ -101,7 +101,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
@@ -249,8 +249,6 @@ class PersistentNeighborSampler(NeighborSampler):
             return 1
         if self.subgraph_type == SubgraphType.induced:
             return 1
-        from lightning_gnn.triton_kernels.sample_bulk import most_batches
-
         most = min(wanted, most_batches(self._kernel))
         if self._kernel.device.type == "cuda":
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
@@ -276,8 +274,6 @@ class PersistentNeighborSampler(NeighborSampler):
         self._check_process()
         if len(inputs) < 2 or self.bulk_size() < 2 or any(own.time is not None for own in inputs):
             return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
-        from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
-
         seeds = [check_seeds(own.node, self.graph.num_nodes) for own in inputs]
         drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
         made = []
