@@ -67,9 +67,8 @@ class First:
         self.host = CSCGraph.from_csc(indptr, indices.int())
         self.clock = Clock(self.device)
         generator = torch.Generator().manual_seed(1)
-        self.seeds = [
-            torch.randperm(self.nodes, generator=generator)[: self.batch_size] for _ in range(max(8, max(BULKS)))
-        ]
+        number = max(WARM, *BULKS)
+        self.seeds = [torch.randperm(self.nodes, generator=generator)[: self.batch_size] for _ in range(number)]
 
     @cached_property
     def data(self) -> Data:
