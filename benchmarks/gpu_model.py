@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu_model`` prints it for mini-batches like those of ``benchmarks.persistent``, sampled one by
 one and in bulks; ``--write`` also compiles the kernels for sm_80 and sm_90 (minutes), and writes what they need of a
-GPU with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a test holds
-the counts against those of Triton's interpreter. What is assumed of a GPU stands in ``GPUS`` and beside it.
+GPU with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a
+test holds the counts against those of Triton's interpreter. What is assumed of a GPU stands in ``GPUS`` and beside it.
 """
 
 from __future__ import annotations
