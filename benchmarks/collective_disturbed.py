@@ -21,8 +21,8 @@ from benchmarks.machine import machine
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.routes import HostBatch, Task
-from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
+from lightning_gnn.collective.routes import HostBatch
+from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 SIZES = {"batches": (220, 20), "cores": (8, 3), "slower": (4, 4)}

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from lightning_gnn.hyscale import HyScaleStrategy
     from lightning_gnn.nn import FullInference
     from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
-    from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
+    from lightning_gnn.persistent import (
+        PersistentLinkDataModule,
+        PersistentNeighborSampler,
+        PersistentSamplerDataModule,
+    )
     from lightning_gnn.pyg import enable_pyg_sampling
     from lightning_gnn.sampling import LinkDataModule, NeighborDataModule, NeighborSampler
 
@@ -36,6 +40,7 @@ __all__ = [
     "NPUAccelerator",
     "NeighborDataModule",
     "NeighborSampler",
+    "PersistentLinkDataModule",
     "PersistentNeighborSampler",
     "PersistentSamplerDataModule",
     "aggregate",
@@ -55,7 +60,7 @@ _NAMES = {
     "hyscale": ["HyScaleStrategy"],
     "nn": ["FullInference"],
     "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
-    "persistent": ["PersistentNeighborSampler", "PersistentSamplerDataModule"],
+    "persistent": ["PersistentLinkDataModule", "PersistentNeighborSampler", "PersistentSamplerDataModule"],
     "planning": [],
     "pyg": ["enable_pyg_sampling"],
     "report": [],

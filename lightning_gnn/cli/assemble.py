@@ -170,7 +170,9 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
     datamodule = build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
-        raise ValueError("datamodule=link makes batches of edges; use datamodule=neighbor or full, or task=link")
+        raise ValueError(
+            "datamodule=link (persistent_link) makes batches of edges; use datamodule=neighbor or full, or task=link"
+        )
     sizes = {} if cfg.task.name == "regression" else {"num_classes": num_outputs}
     return datamodule, _module(cfg, data, num_outputs, target=target, **sizes)
 
@@ -178,7 +180,7 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Hide some edges from the graph, and build what predicts them."""
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError("task=link trains on mini-batches of edges; use datamodule=link")
+        raise ValueError("task=link trains on mini-batches of edges; use datamodule=link or persistent_link")
     if isinstance(data, HeteroData):
         raise ValueError("task=link predicts edges of a graph without types; use task=node")
     train, val, test = _split_links(data, **cfg.task.split)
@@ -202,7 +204,7 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     if not isinstance(data, HeteroData):
         raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link")
+        raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link or persistent_link")
     kind = _recommended(cfg, data)
     edges, time = edges_of(data, kind), data[kind][cfg.task.time]
     order = torch.argsort(time, stable=True)

@@ -21,12 +21,13 @@ from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing, Task
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
 from lightning_gnn.collective.watch import Watch
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of
+from lightning_gnn.sampling.loader import Task, ThreadedNodeLoader, name_of
+from lightning_gnn.sampling.seed_order import mini_batches
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -375,8 +376,9 @@ class CollectiveEpoch:
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        numbered = enumerate(loader.batch_sampler)
-        tasks = ((epoch, number, list(index)) for number, index in numbered if number >= first)
+        tasks = (
+            (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
+        )
         schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(tasks, loader.prepare_on_host, loader.drop, schedule, threads, recorder)

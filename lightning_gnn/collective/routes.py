@@ -23,10 +23,8 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnn.runtime.devices import used_on, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
-from lightning_gnn.sampling.loader import Prepared, ThreadedNodeLoader
+from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
 
-Task = tuple[int, int, list[int]]
-"""Epoch, number of the mini-batch, positions of its seeds."""
 _SPARE = 8
 """Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
 

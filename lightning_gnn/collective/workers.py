@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
-from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, Task
+from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError
 from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
 from lightning_gnn.runtime.timeline import Recorder
+from lightning_gnn.sampling.loader import Task
 
 THREAD_NAME = "lightning-gnn-collective"
 

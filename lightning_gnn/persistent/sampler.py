@@ -10,6 +10,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -198,6 +199,15 @@ class PersistentNeighborSampler(NeighborSampler):
                 f"a worker process cannot sample on {self.device}, which belongs to the main process: use "
                 "num_workers=0, or PersistentSamplerDataModule, whose workers are threads"
             )
+
+    def sample_from_edges(
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
+    ) -> Output:
+        """Sample both ends of edges as :class:`NeighborSampler` does; what tells the edges is on the GPU too."""
+        out = super().sample_from_edges(inputs, neg_sampling, key)
+        if self.device is not None:
+            out.metadata = tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in out.metadata)
+        return out
 
     def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
         """Sample on the GPU, in one launch.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
+from lightning_gnn.sampling.seed_order import mini_batches
 
 KEPT, TIMED = 4, 5
 """Mini-batches that steps are timed with, and further ones that are timed and dropped, as in training: buffers are used
@@ -69,7 +70,7 @@ def prepare(loader: Any) -> tuple[list[Any], Preparation]:
 
 
 def _ours(loader: Any) -> tuple[list[Any], Preparation]:
-    tasks = [(0, number, index) for number, index in enumerate(islice(loader.batch_sampler, KEPT))]
+    tasks = [(0, number, index) for number, index in enumerate(islice(mini_batches(loader.batch_sampler), KEPT))]
     if not tasks:
         raise ValueError("the training loader is empty: there is nothing to plan")
     batches = [loader.finish(loader.prepare(task)) for task in tasks]

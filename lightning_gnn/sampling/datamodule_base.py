@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
-from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
@@ -26,6 +25,7 @@ from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.options import SAMPLING, checked_options
+from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
@@ -222,6 +222,20 @@ class MiniBatchDataModule(ResumableDataModule):
     def _loader(self, stage: str) -> Any:
         raise NotImplementedError
 
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> Any:
+        """Return a loader of mini-batches that a sampler draws, with features cut from ``data``.
+
+        Args:
+            stage: As for :meth:`loader_arguments`.
+            data: The graph, perhaps on another device than the user's.
+            sampler: Draws neighbourhoods.
+            **options: Other arguments of the loader than the user's.
+        """
+        raise NotImplementedError
+
+    def _sampler_of(self, stage: str) -> Any:
+        return self.graph_sampler if stage == "train" else self.eval_graph_sampler
+
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
         """Return the arguments of one loader.
 
@@ -331,8 +345,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return number
 
     def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
-        """A DistributedSampler also in one process: Lightning gives it the epoch and leaves it alone."""
-        kind = DistributedSampler if training else _EvaluationOrder
+        kind = TrainingOrder if training else EvaluationOrder
         replicas, rank = self._replica
         return kind(
             range(num_seeds),  # type: ignore[arg-type]
@@ -353,13 +366,6 @@ class MiniBatchDataModule(ResumableDataModule):
 
 def _evaluation_epoch(number: int) -> int:
     return 0
-
-
-class _EvaluationOrder(UnrepeatedDistributedSampler):
-    """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
 
 
 def _training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

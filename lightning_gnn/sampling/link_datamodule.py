@@ -199,16 +199,21 @@ class LinkDataModule(MiniBatchDataModule):
             self.check_count(stage, edges.size(1))
             asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
             return self.full_loader(stage, self._types[stage], **asked)
+        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage))
+
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> ThreadedLinkLoader:
+        edges, labels = self._edges[stage]
+        assert edges is not None
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
         return ThreadedLinkLoader(
-            self.batch_data,
-            self.graph_sampler if stage == "train" else self.eval_graph_sampler,
+            data,
+            sampler,
             edge_label_index=edges if self._types[stage] is None else (self._types[stage], edges),
             edge_label=labels,
             **({} if self._times[stage] is None else {"edge_label_time": self._times[stage]}),
             neg_sampling=None if without_negatives else neg_sampling,
-            **self.loader_arguments(stage, edges.size(1)),
+            **self.loader_arguments(stage, edges.size(1)) | options,
         )
 
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,14 @@ from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
+from lightning_gnn.sampling.seed_order import mini_batches
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
 _NOTHING = torch.empty(0, dtype=torch.int64)
-Task = tuple[int, int, list[int]]
+Positions = Tensor | list[int]
+"""Places among the seeds, int64 ``[n]``; what is no tensor becomes one, which takes longer than sampling can."""
+Task = tuple[int, int, Positions]
 """A mini-batch to prepare: epoch, number, positions of the seeds, which may be a :class:`Slice`."""
 
 
@@ -234,7 +236,7 @@ class _ThreadedLoader:
         return self.in_training_thread or bool(self.trained()) or (self.transform is not None and not self.thread_safe)
 
     @profiled("sampling")
-    def sample(self, index: list[int], key: int, part: int = 0, first: int = 0) -> SamplerOutput:
+    def sample(self, index: Positions, key: int, part: int = 0, first: int = 0) -> SamplerOutput:
         """Stage Sampling: from positions among the seeds to a subgraph.
 
         Args:
@@ -245,7 +247,7 @@ class _ThreadedLoader:
         """
         keyed = {"key": key} if self._takes_key else {}
 
-        def draw(index: list[int]) -> SamplerOutput:
+        def draw(index: Positions) -> SamplerOutput:
             try:
                 return self._sample(index, first, **keyed)
             except StopIteration as error:  # would end the epoch
@@ -257,7 +259,7 @@ class _ThreadedLoader:
     def _graph_sampler(self) -> Any:
         raise NotImplementedError
 
-    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+    def _sample(self, index: Positions, first: int = 0, **key: int) -> SamplerOutput:
         raise NotImplementedError
 
     def describe(self, batch: Data, out: SamplerOutput) -> None:
@@ -496,9 +498,11 @@ class _ThreadedIterator:
         loader = self._loader
         epoch = loader.begin_epoch()
         first = 0 if loader.first_batch is None else loader.first_batch()
-        numbered = ((epoch, number, index) for number, index in enumerate(loader.batch_sampler))
+        tasks = (
+            (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
+        )
         ahead = loader.num_threads * loader.prefetch_factor_threads
-        return OrderedPipeline(islice(numbered, first, None), loader.prepare, loader.num_threads, ahead)
+        return OrderedPipeline(tasks, loader.prepare, loader.num_threads, ahead)
 
     def close(self) -> None:
         """Stop preparing and join the threads."""
@@ -545,7 +549,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
     def _graph_sampler(self) -> Any:
         return self.node_sampler
 
-    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+    def _sample(self, index: Positions, first: int = 0, **key: int) -> SamplerOutput:
         inputs = self.input_data[index]
         return self.node_sampler.sample_from_nodes(SeedRange(inputs, first) if first else inputs, **key)
 
@@ -572,7 +576,7 @@ class ThreadedLinkLoader(_ThreadedLoader, LinkLoader):  # type: ignore[misc]
     def _graph_sampler(self) -> Any:
         return self.link_sampler
 
-    def _sample(self, index: list[int], first: int = 0, **key: int) -> SamplerOutput:
+    def _sample(self, index: Positions, first: int = 0, **key: int) -> SamplerOutput:
         if first and "key" in key and (self.neg_sampling is not None or getattr(self.link_sampler, "disjoint", False)):
             key["key"] = key_of_part(key["key"], first)  # else all parts of a mini-batch would draw the same
         return self.link_sampler.sample_from_edges(self.input_data[index], neg_sampling=self.neg_sampling, **key)

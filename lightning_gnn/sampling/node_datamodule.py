@@ -173,12 +173,11 @@ class NeighborDataModule(MiniBatchDataModule):
     def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
-        return ThreadedNodeLoader(
-            self.batch_data,
-            self.graph_sampler if stage == "train" else self.eval_graph_sampler,
-            **self._inputs(stage),
-            **self.loader_arguments(stage, self._count(stage)),
-        )
+        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage))
+
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> ThreadedNodeLoader:
+        arguments = self.loader_arguments(stage, self._count(stage)) | options
+        return ThreadedNodeLoader(data, sampler, **self._inputs(stage), **arguments)
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""

@@ -303,7 +303,7 @@ ERRORS = {
     "data=custom": "data.root is missing; give data.root=VALUE",
     "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
-    "datamodule=link": "datamodule=link makes batches of edges",
+    "datamodule=persistent_link": "datamodule=link (persistent_link) makes batches of edges",
     "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
     "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
     "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
@@ -335,10 +335,11 @@ def test_gpu_that_is_not_there(tmp_path, capfd):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_persistent_sampler_says_that_there_is_no_gpu_and_trains_the_same(tmp_path):
     assert lgnn(tmp_path / "neighbor") == 0
-    with pytest.warns(
-        UserWarning, match="No GPU for the persistent sampler: sampling the same mini-batches on the CPU"
-    ):
+    told = "No GPU for the persistent sampler: sampling the same mini-batches on the CPU"
+    with pytest.warns(UserWarning, match=told):
         assert lgnn(tmp_path / "persistent", "datamodule=persistent") == 0
+    with pytest.warns(UserWarning, match=told):
+        assert lgnn(tmp_path / "links", "datamodule=persistent_link", base=LINK) == 0
     assert metrics_of(tmp_path / "persistent")["test_loss"] == metrics_of(tmp_path / "neighbor")["test_loss"]
 
 

@@ -17,6 +17,7 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GCN
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -83,9 +84,9 @@ SPLITS = {f"input_{name}_nodes": DATA[f"{name}_mask"] for name in ("train", "val
 SAMPLED = {"num_neighbors": [3, 2], "batch_size": 10, "num_workers": 2, "seed": 3, **SPLITS}
 
 
-def link():
+def link(kind=LinkDataModule):
     edges = DATA.edge_index
-    return LinkDataModule(
+    return kind(
         DATA,
         input_train_edges=edges[:, :40],
         input_val_edges=edges[:, 40:60],
@@ -100,6 +101,7 @@ def link():
 DATA_MODULES = {
     "neighbor": lambda: NeighborDataModule(DATA, **SAMPLED),
     "link": link,
+    "persistent link": lambda: link(PersistentLinkDataModule),
     "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
     "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", cache_plan=False, **SAMPLED),
     "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),

@@ -19,7 +19,7 @@ from lightning_gnn.graph.cache import (
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent import count_accesses
-from lightning_gnn.persistent.datamodule import count_rows
+from lightning_gnn.persistent.access_counts import count_rows
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
 

@@ -17,6 +17,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.neighbor import NeighborSampler
@@ -26,7 +27,9 @@ from tests.cli.command import NODE, lgnn
 from tests.sampling.test_link_datamodule import Fixed
 from tests.sampling.test_loader import assert_same
 
-SAMPLED = [NeighborDataModule, PersistentSamplerDataModule, CollectiveDataModule, LinkDataModule]
+SAMPLED = [
+    NeighborDataModule, PersistentSamplerDataModule, CollectiveDataModule, LinkDataModule, PersistentLinkDataModule
+]  # fmt: skip
 EDGES = small_data().edge_index[:, :40]
 
 

@@ -1,0 +1,102 @@
+"""The order of an epoch's seeds as one tensor, which mini-batches are slices of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+
+class TrainingOrder(DistributedSampler[Any]):
+    """Torch's ``DistributedSampler``, whose order can also be had as a tensor; with one process too.
+
+    Lightning gives it the epoch and leaves it alone.
+    """
+
+    def positions(self) -> Tensor:
+        """Return this process's positions in the present epoch, int64 ``[num_samples]``."""
+        order = _shuffled(self, self.seed + self.epoch)
+        if order.numel() < self.total_size:
+            order = order.repeat(-(-self.total_size // max(order.numel(), 1)))
+        return order[self.rank : self.total_size : self.num_replicas]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.positions().tolist())
+
+
+class EvaluationOrder(UnrepeatedDistributedSampler):
+    """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Leave the order as it is."""
+
+    def positions(self) -> Tensor:
+        """Return this process's positions, int64 ``[num_samples]``."""
+        return _shuffled(self, self.epoch)[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.positions().tolist())
+
+
+def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Any]:
+    """Give the positions of the seeds of each mini-batch.
+
+    Where the order is known as a tensor they are cut from it. Whatever else yields is asked one by one: it may go on
+    for ever, or follow from what has been trained.
+
+    Args:
+        batch_sampler: Torch's ``BatchSampler``, or anything that yields positions: lists, or tensors.
+        first: Mini-batches to leave out.
+        device: Where the order is to be; by default on the CPU. What is asked batch by batch stays there.
+
+    Yields:
+        Int64 ``[batch_size]``; what is neither a plain list nor a tensor, as it is.
+    """
+    order = _whole_order(batch_sampler)
+    if order is None:
+        yield from (as_positions(index) for index in islice(batch_sampler, first, None))
+        return
+    if device is not None:
+        order = order.to(device)
+    size: int = batch_sampler.batch_size
+    end = order.numel() - order.numel() % size if batch_sampler.drop_last else order.numel()
+    for begin in range(first * size, end, size):
+        yield order[begin : min(begin + size, end)].clone()  # a batch that is kept, or saved, is not to hold all seeds
+
+
+def as_positions(index: Any) -> Any:
+    """Return a copy of positions that a sampler may go on to change, int64 ``[n]``.
+
+    Args:
+        index: A list or a tuple of integers, or a tensor; anything else is returned as it is.
+    """
+    if isinstance(index, Tensor):
+        return index.clone()
+    if type(index) not in (list, tuple):
+        return index
+    # A sixth of what torch.tensor takes.
+    return torch.from_numpy(np.array(index, dtype=np.int64)) if len(index) else torch.empty(0, dtype=torch.int64)
+
+
+def _whole_order(batch_sampler: Any) -> Tensor | None:
+    """Return the order of an epoch, if it is sure to be what iteration would give; else None."""
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler = batch_sampler.sampler
+    if type(sampler) in (TrainingOrder, EvaluationOrder):
+        order: Tensor = sampler.positions()  # type: ignore[union-attr]
+        return order
+    return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None
+
+
+def _shuffled(sampler: DistributedSampler[Any], seed: int) -> Tensor:
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    if not sampler.shuffle:
+        return torch.arange(size)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
