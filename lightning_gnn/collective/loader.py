@@ -370,8 +370,8 @@ class CollectiveEpoch:
             elif loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
                 loader.adopt(loader.plan_from(loader.profiler.stage_times(), self._num_batches))
         recorder.on_stage = loader.profiler.add if loader.measures else None
-        if loader.watch is not None and loader.plan is not None:
-            self._watch(loader.watch, loader.plan, whole=not first)
+        if loader.watch is not None and loader.plan is not None and loader.plan.times is not None:
+            self._watch(loader.watch, loader.plan, whole=not first)  # one without times promises nothing
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
