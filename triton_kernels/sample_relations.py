@@ -144,7 +144,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
         Raises:
             ValueError: Too many hops and edge types, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
-        with self._lock, self.on_device():
+        with self.turn():
             on_device = [ids.to(self.device) for ids in seeds]
             batch = RelationBatch(self, relations, on_device, list(starts), keys, picking)
             sizes = batch.run()
@@ -251,7 +251,8 @@ class RelationBatch:
         self._write_control()
         self._launch()
         used = 1 + (self.num_stages + 1) * (1 + self.num_types)
-        return [int(size) for size in self.sizes[:used].tolist()]
+        sizes: list[int] = s.fetch(self.sizes[:used]).read()
+        return sizes
 
     def _write_control(self) -> None:
         """Write what differs from stage to stage, and from batch to batch, to where the kernel reads it."""

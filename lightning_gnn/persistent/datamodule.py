@@ -29,6 +29,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
+        prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
+            turn with training.
         device: Where to sample; by default the trainer's device, or the current GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, SamplerOutput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -20,7 +20,8 @@ from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
-from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
+from lightning_gnn.runtime.devices import sent
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
 MODES = ("fused", "persistent")
 
@@ -28,7 +29,7 @@ MODES = ("fused", "persistent")
 class PersistentNeighborSampler(NeighborSampler):
     """Neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
 
-    All hops of a mini-batch run in one launch, with one host synchronisation, for the sizes. On a machine without a GPU
+    All hops of a mini-batch run in one launch, and the host waits once, for the sizes. On a machine without a GPU
     it says so and samples on the CPU: the mini-batches are identical.
 
     Args:
@@ -222,11 +223,31 @@ class PersistentNeighborSampler(NeighborSampler):
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         self._check_process()
-        if self._kernel is None:
+        if self._kernel is None or self.device is None:
             return super().draw(seeds, key, first_tree)
-        seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
+        seeds = sent(check_seeds(seeds, self.graph.num_nodes), self.device)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
         return NeighborSample(*out)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
+        return self._kernel is not None and not beyond_plain(self)
+
+    def begin(self, seeds: Tensor, key: int, share: float = 1.0) -> Any:
+        """Launch a mini-batch on the current stream, without waiting; one at a time. :meth:`end` returns it.
+
+        Args:
+            seeds: int64 ``[batch_size]``, at least one, on the device; not checked.
+            key: The key of the mini-batch.
+            share: Of the GPU, how much the launch may fill.
+        """
+        self._check_process()
+        return self._kernel.begin(seeds, self.num_neighbors, key, self.replace, self.disjoint, share)
+
+    def end(self, begun: Any) -> SamplerOutput:
+        """Return a mini-batch that has been begun, for use on the stream where that was."""
+        return self.as_output(NeighborSample(*begun.end()))
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""

@@ -370,6 +370,21 @@ class _ThreadedLoader:
             part = batch._store if name is None else batch[name]
             part[key] = self._trained_rows(self.data._store if name is None else self.data[name], key, ids)
 
+    def pipeline(self, epoch: int, first: int) -> Any:
+        """Return an iterator over the mini-batches of an epoch that are left, which can be closed.
+
+        Args:
+            epoch: Its number.
+            first: The number of the first mini-batch.
+        """
+        ahead = self.num_threads * self.prefetch_factor_threads
+        return OrderedPipeline(self.tasks(epoch, first), self.prepare, self.num_threads, ahead)
+
+    def tasks(self, epoch: int, first: int, device: torch.device | None = None) -> Iterator[Task]:
+        """Give the mini-batches of an epoch from ``first`` on; positions are on a device where that is possible."""
+        numbered = enumerate(mini_batches(self.batch_sampler, first, device), first)
+        return ((epoch, number, index) for number, index in numbered)
+
     def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
 
@@ -478,7 +493,7 @@ class _ThreadedIterator:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._pipeline: OrderedPipeline[Task, Prepared] | None = None
+        self._pipeline: Any = None
 
     def __iter__(self) -> Iterator[Data]:
         return self
@@ -494,15 +509,10 @@ class _ThreadedIterator:
         loader.times.add(cost)
         return batch
 
-    def _begin(self) -> OrderedPipeline[Task, Prepared]:
+    def _begin(self) -> Any:
         loader = self._loader
         epoch = loader.begin_epoch()
-        first = 0 if loader.first_batch is None else loader.first_batch()
-        tasks = (
-            (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
-        )
-        ahead = loader.num_threads * loader.prefetch_factor_threads
-        return OrderedPipeline(tasks, loader.prepare, loader.num_threads, ahead)
+        return loader.pipeline(epoch, 0 if loader.first_batch is None else loader.first_batch())
 
     def close(self) -> None:
         """Stop preparing and join the threads."""
