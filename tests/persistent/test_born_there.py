@@ -74,9 +74,8 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
     with FakeTensorMode(allow_non_fake_inputs=True):
         placed = data.clone()
         tables = {"x": FeatureTable(data.x.to(GPU)), "edge_attr": FeatureTable(data.edge_attr.to(GPU))}
-        for name in ("y", "train_mask", "edge_weight"):
-            if name in placed:
-                placed[name] = placed[name].to(GPU)
+        for name in {*placed.keys()} - {"x", "edge_attr", "edge_index"}:
+            placed[name] = placed[name].to(GPU)
         batches = {"batch_sampler": [[*range(10)]] * 3} if order == "the user's" else {"batch_size": 10}
         loader = DeviceNodeLoader(placed, sampler, **batches, tables=tables, device=GPU, seed=1)
         loader._there = loader.input_data.node.to(GPU), None  # which the first mini-batch would check, and send
@@ -95,7 +94,7 @@ def test_a_blocking_copy_and_a_look_at_a_number_are_found():
     with FakeTensorMode(allow_non_fake_inputs=True), Waits() as waits:
         there = torch.arange(3).to(GPU)
         torch.arange(3).to(GPU, non_blocking=True)
-        with pytest.raises(Exception, match="item|_local_scalar_dense"):
+        with pytest.raises(Exception, match=r"item|_local_scalar_dense"):
             there.sum().item()
     assert waits.found[0].startswith("_to_copy from ['cpu'] to ['cuda']")
     assert waits.found[1:] == ["_local_scalar_dense"]
