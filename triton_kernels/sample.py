@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lightning_gnn.triton_kernels.emit import emit_kernel
 from lightning_gnn.triton_kernels.hops import (
     CONTROL_SIZE,
     EDGES,
@@ -31,7 +32,6 @@ from lightning_gnn.triton_kernels.hops import (
     SIZES_SIZE,
     STAMP_SHIFT,
     WORK,
-    emit_kernel,
     hop_kernel,
 )
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
@@ -81,7 +81,7 @@ class DeviceSampler:
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple[object, ...], int] = {}
         self._sms: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a bulk that is too large is sampled again in halves
         self._stream: Any = None
         self._host_control = self.host_words(CONTROL_SIZE)
         self._host_sizes = self.host_words(SIZES_SIZE)
@@ -273,8 +273,7 @@ class TritonNeighborSampler(DeviceSampler):
             ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
         fanouts = [int(fanout) for fanout in fanouts]
-        if len(fanouts) > MAX_HOPS:
-            raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
+        check_hops(fanouts)
         if not seeds.numel():
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             trees = empty.clone() if disjoint else None
@@ -282,41 +281,40 @@ class TritonNeighborSampler(DeviceSampler):
             return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self.turn():
             self.share = 1.0
-            seeds = seeds.to(self.device).contiguous()
-            batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
-            return batch.emit(batch.grown(batch.run()))
+            batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
+            batch.start()
+            return batch.finish()[0]
 
-    def begin(
+    def begin(self, batch: Batch, share: float = 1.0) -> Pending:
+        """Launch a batch on the current stream, and return before it has been sampled.
+
+        Args:
+            batch: Of this sampler, from :meth:`batch` or of several mini-batches.
+            share: Of the GPU, how much the launch may fill.
+        """
+        with self.turn():
+            self.share = share
+            batch.start()
+            self._open = Pending(self, batch)
+            return self._open
+
+    def batch(
         self,
         seeds: Tensor,
         fanouts: Sequence[int],
         key: int,
         replace: bool = False,
         disjoint: bool = False,
-        share: float = 1.0,
-    ) -> Pending:
-        """Launch what :meth:`sample` does on the current stream, and return before it has been done.
-
-        Args:
-            seeds: As for :meth:`sample`, at least one, on the device.
-            fanouts: In-edges to pick per node and hop; -1 takes all.
-            key: The batch key, signed 64-bit.
-            replace: Draw with replacement.
-            disjoint: One tree per seed.
-            share: Of the GPU, how much the launch may fill.
+        first_tree: int = 0,
+    ) -> Batch:
+        """Return what :meth:`begin` launches; arguments as for :meth:`sample`, with at least one seed.
 
         Raises:
             ValueError: More than 30 hops.
         """
         fanouts = [int(fanout) for fanout in fanouts]
-        if len(fanouts) > MAX_HOPS:
-            raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
-        with self.turn():
-            self.share = share
-            batch = self._batch(seeds.contiguous(), fanouts, key, replace, disjoint, 0)
-            batch.start()
-            self._open = Pending(self, batch)
-            return self._open
+        check_hops(fanouts)
+        return self._batch(seeds.to(self.device).contiguous(), fanouts, key, replace, disjoint, first_tree)
 
     def _batch(
         self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
@@ -347,7 +345,7 @@ class Fetched(NamedTuple):
 
 
 class Pending:
-    """A mini-batch that has been launched, of :meth:`TritonNeighborSampler.begin`.
+    """A mini-batch, or several, that have been launched by :meth:`TritonNeighborSampler.begin`.
 
     It leaves the sampler's scratch memory when it is asked for, or when the sampler is to sample something else.
 
@@ -360,14 +358,14 @@ class Pending:
         self.stream = sampler.current_stream()
         """Where it has been launched, and where its output is made."""
         self._sampler, self._batch = sampler, batch
-        self._made: Sample | None = None
+        self._made: list[Sample] | None = None
 
     def is_ready(self) -> bool:
         """Whether :meth:`end` would not wait."""
         return self._made is not None or self._batch.fetched.is_there()
 
-    def end(self) -> Sample:
-        """Return what :meth:`TritonNeighborSampler.sample` does, for use on the stream where it was begun.
+    def end(self) -> list[Sample]:
+        """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun.
 
         Raises:
             ValueError: A sample of more than 2^31 edges (2^29 if disjoint).
@@ -381,7 +379,7 @@ class Pending:
     def settle(self) -> None:
         """Copy it out of the scratch memory; for who has the sampler's lock, on ``stream``."""
         self._sampler._open = None
-        self._made = self._batch.emit(self._batch.grown(self._batch.fetched.read()))
+        self._made = self._batch.finish()
 
 
 @dataclass(eq=False)
@@ -405,10 +403,13 @@ class Batch:
     replace: bool
     disjoint: bool
     first_tree: int
+    parts: int = 1
+    """How many mini-batches it is, side by side."""
 
     def __post_init__(self) -> None:
         sampler = self.sampler
         self.num_seeds, self.num_hops = self.seeds.numel(), len(self.fanouts)
+        self.num_sizes = SIZES_SIZE + (2 * self.parts * (self.num_hops + 1) if self.parts > 1 else 0)
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
@@ -420,7 +421,7 @@ class Batch:
 
     def _bounds(self) -> tuple[int, int]:
         """Bound the edge positions and the queue slots that the batch can take."""
-        graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else 1)
+        graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else self.parts)
         rows, positions, slots = self.num_seeds, self.num_seeds, self.num_seeds
         for hop, fanout in enumerate(self.fanouts):
             # A seed given twice is expanded twice; from then on, a node once.
@@ -429,7 +430,7 @@ class Batch:
             if not self.replace:
                 edges = min(edges, largest)
             positions += edges
-            rows = edges if self.disjoint else min(edges, self.sampler.num_nodes)
+            rows = edges if self.disjoint else min(edges, self.parts * self.sampler.num_nodes)
             slots += rows if hop + 1 < self.num_hops else 0  # a node is pushed at most once for each hop
         return positions, slots
 
@@ -440,29 +441,27 @@ class Batch:
         self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
         self.sampler._start = max(self.sampler._start, self.capacity)
 
-    def grown(self, sizes: list[int]) -> list[int]:
-        """Sample again with more room until there was enough; return the sizes."""
+    def finish(self) -> list[Sample]:
+        """Return the samples of what has been started, in a list; waits for the sizes."""
+        sizes = self.fetched.read()
         while needed := sizes[NEEDED.value]:
             self.grow(needed)
-            sizes = self.run()
-        return sizes
-
-    def run(self) -> list[int]:
-        """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
-        self.start()
-        return self.fetched.read()
+            self.start()
+            sizes = self.fetched.read()
+        return [self.emit(sizes)]
 
     def start(self) -> None:
         """Sample into the scratch memory; the sizes are ``fetched``."""
         s = self.sampler
-        most_nodes = self.capacity if self.disjoint else min(self.capacity, s.num_nodes + self.num_seeds)
+        words_of_nodes = self.parts * s.num_nodes
+        most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
         self.src = s.scratch("src", self.capacity, torch.int32)
         self.col = s.scratch("col", self.capacity, torch.int32)
         self.mark = s.scratch("mark", self.capacity, torch.int32)
         self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
         self.nodes = s.scratch("nodes", most_nodes, torch.int32)
         self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
-        self.sizes = s.scratch("sizes", SIZES_SIZE, torch.int64)
+        self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
         self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
         self.counts = s.scratch("counts", 2 * s.most_programs(), torch.int64)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
@@ -473,7 +472,7 @@ class Batch:
             self.table[: self.slots].fill_(-1)
             self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
         else:
-            self.state = s.scratch("state", s.num_nodes, torch.int64, UNTOUCHED)
+            self.state = s.scratch("state", words_of_nodes, torch.int64, UNTOUCHED)
         if self.queued:
             self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
             self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
@@ -485,9 +484,13 @@ class Batch:
         words[6] = self.first_tree
         words[WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
         words[FANOUT.value : FANOUT.value + self.num_hops] = self.fanouts
+        self.describe(words)
         self.control.copy_(host, non_blocking=True)
         self.launch()
-        self.fetched = s.fetch(self.sizes)
+        self.fetched = s.fetch(self.sizes[: self.num_sizes])
+
+    def describe(self, words: Any) -> None:
+        """Add to what the kernel is told, int64 ``[CONTROL_SIZE]``."""
 
     def launch(self) -> None:
         """Launch what samples into the scratch memory."""
@@ -504,8 +507,8 @@ class Batch:
             self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
         )  # fmt: skip
         options = {
-            "DISJOINT": self.disjoint, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": 64 * s.num_warps,
-            "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
+            "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
+            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
         }  # fmt: skip
         return args, options
 
@@ -513,8 +516,8 @@ class Batch:
         """Launch all hops as one cooperative kernel."""
         args, options = self.hop_arguments()
         options["launch_cooperative_grid"] = True
-        end = PHASES.value * (self.num_hops + 1)
-        variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
+        end = PHASES.value * (self.num_hops + 1) + (self.parts > 1)
+        variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
         programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
         for begin, stop in self.sampler.ranges(0, end, programs):
             hop_kernel[(programs,)](*args, begin, stop, **options)
@@ -554,6 +557,12 @@ class Batch:
         node_counts = [b - a for a, b in pairwise(nodes_at)]
         edge_counts = [b - a for a, b in pairwise(edges_at)]
         return node, edge_index, edge, batch, node_counts, edge_counts
+
+
+def check_hops(fanouts: Sequence[int]) -> None:
+    """Raise a ValueError if there are more hops than the kernels do."""
+    if len(fanouts) > MAX_HOPS:
+        raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
 
 
 def queue_can(fanouts: Sequence[int]) -> bool:

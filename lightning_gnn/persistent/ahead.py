@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
@@ -16,23 +17,26 @@ SHARE = 0.5
 class Ahead:
     """Prepares an epoch's mini-batches in order, at most ``depth`` beyond the one that is trained on.
 
-    Sampling begins when a mini-batch before it is asked for, on a stream of its own, and so runs beside the training
-    that has been queued. What is sampled is gathered once its sizes have come to the host, which does not wait for them
-    but where nothing is ready. Training waits for a mini-batch on the device alone. So that the host does not run ahead
-    for as long as memory lasts, it waits for the step ``depth`` before the last.
+    Some are sampled in one launch, when those before them are about to end, on a stream of its own, and so beside the
+    training that has been queued; one at a time is gathered. The host waits for sizes only where nothing is ready, and
+    training for a mini-batch on the device alone. So that the host does not run ahead for as long as memory lasts, it
+    waits for the step ``depth`` before the last.
 
     What a sampler cannot begin without waiting is prepared when it is asked for, on the same stream.
 
     Args:
-        loader: Begins mini-batches and completes them.
+        loader: Begins mini-batches, and ends them.
         tasks: What to prepare.
         depth: How many; 0 prepares on the stream that trains.
     """
 
     def __init__(self, loader: Any, tasks: Iterator[Task], depth: int) -> None:
         self._loader, self._tasks, self._depth = loader, tasks, depth
+        self._begins = loader.can_begin
+        self._bulk = loader.bulk_size if self._begins else 1
         self._stream: Any = new_stream(loader.device) if depth else None
         self._begun: Any = None
+        self._sampled: deque[Callable[[], Prepared]] = deque()
         self._ready: deque[tuple[Prepared | BaseException, Any]] = deque()
         self._steps: deque[Any] = deque()
         if self._stream is not None:  # graph and features have been placed there by the stream that is current
@@ -43,15 +47,13 @@ class Ahead:
 
     def __next__(self) -> Prepared:
         if self._stream is None:
-            return self._loader.prepare(next(self._tasks))  # type: ignore[no-any-return]
+            return self._in_turn()
         consumer = current_stream(self._loader.device)
         self._steps.append(consumer.record_event())
         if len(self._steps) > self._depth:
             self._steps.popleft().synchronize()
         with self._stream:
-            self._go_on()
-            if not self._ready:
-                self._complete() if self._begun is not None else self._prepare()
+            self._go_on(waits=True)
         made, arrival = self._ready.popleft()
         if isinstance(made, BaseException):
             self.close()
@@ -67,32 +69,50 @@ class Ahead:
     def close(self) -> None:
         """Drop what is under way."""
         self._tasks, self._begun = iter(()), None
-        self._ready.clear()
-        self._steps.clear()
+        for held in (self._sampled, self._ready, self._steps):
+            held.clear()
 
-    def _go_on(self) -> None:
-        """Complete what has been sampled, and begin with the next, as far as nothing is to be waited for."""
+    def _in_turn(self) -> Prepared:
+        if not self._sampled:
+            if not self._begins:
+                return self._loader.prepare(next(self._tasks))  # type: ignore[no-any-return]
+            if not (tasks := list(islice(self._tasks, self._bulk))):
+                raise StopIteration
+            self._sampled.extend(self._loader.end(self._loader.begin(tasks)))
+        return self._sampled.popleft()()
+
+    def _go_on(self, waits: bool = False) -> None:
+        """Gather what has been sampled, and begin with what is next.
+
+        Args:
+            waits: Until something is ready, or all is done; else as far as nothing is to be waited for.
+
+        Raises:
+            StopIteration: It waits, and there is nothing more.
+        """
         while True:
-            if self._begun is not None:
-                if not self._begun.is_ready():
+            try:
+                while self._sampled and len(self._ready) < self._depth:
+                    self._put(self._sampled.popleft()())
+                if self._begun is not None and (self._begun.is_ready() or (waits and not self._ready)):
+                    begun, self._begun = self._begun, None
+                    self._sampled.extend(self._loader.end(begun))
+                    continue
+                few = len(self._sampled) + len(self._ready) < self._depth + self._bulk // 2
+                if self._begins and self._begun is None and few and (tasks := list(islice(self._tasks, self._bulk))):
+                    self._begun = self._loader.begin(tasks, SHARE)
+                    continue
+                if self._ready or not waits:
                     return
-                self._complete()
-            if len(self._ready) >= self._depth or not self._loader.can_begin:
+                if not self._begins and (task := next(self._tasks, None)) is not None:
+                    self._put(self._loader.prepare(task))
+                    return
+            except BaseException as error:  # belongs to its own mini-batch, and those before it are whole
+                self._tasks, self._begun = iter(()), None
+                self._sampled.clear()
+                self._ready.append((error, None))
                 return
-            task = next(self._tasks, None)
-            if task is None:
-                return
-            self._begun = self._loader.begin(task, SHARE)
-
-    def _complete(self) -> None:
-        begun, self._begun = self._begun, None
-        try:
-            self._put(self._loader.complete(begun))
-        except BaseException as error:  # belongs to its own mini-batch
-            self._ready.append((error, None))
-
-    def _prepare(self) -> None:
-        self._put(self._loader.prepare(next(self._tasks)))
+            raise StopIteration
 
     def _put(self, prepared: Prepared) -> None:
         self._ready.append((prepared, self._stream.record_event()))

@@ -31,6 +31,9 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         fetch_size: Tasks that a program of the persistent queue claims at a time.
         prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
             turn with training.
+        bulk: Mini-batches that are sampled in one launch, in uniform sampling of graphs of one type with
+            ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
+            more than an eighth of the free memory. Everything else is sampled one mini-batch at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 

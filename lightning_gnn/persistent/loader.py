@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
-from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.persistent.ahead import Ahead
 from lightning_gnn.runtime.devices import sent
+from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedLinkLoader, ThreadedNodeLoader
 
 
 @dataclass(eq=False)
 class Begun:
-    """A mini-batch that the GPU samples.
+    """Mini-batches that the GPU samples, in one launch.
 
     Args:
-        sample: What the sampler has begun.
-        key: The key of the mini-batch.
-        metadata: Positions of its seeds on the device, int64 ``[batch_size]``, and None: seeds have no times.
-        start: When it was begun, in seconds.
+        samples: What the sampler has begun.
+        keys: Of each.
+        ids: Of each, the positions of its seeds on the device, int64 ``[batch_size]``.
     """
 
-    sample: Any
-    key: int
-    metadata: tuple[Tensor, None]
-    start: float
+    samples: Any
+    keys: list[int]
+    ids: list[Tensor]
 
     def is_ready(self) -> bool:
-        """Whether completing it would not wait."""
-        return bool(self.sample.is_ready())
+        """Whether to end them would not wait."""
+        return bool(self.samples.is_ready())
 
 
 class _OnDevice:
@@ -68,53 +68,66 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
     """The mini-batches of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, sampled and gathered by a GPU.
 
     Args:
-        *args: The graph, and a sampler on the GPU.
+        *args: The graph, and a :class:`PersistentNeighborSampler`.
         device: The GPU.
         prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
             turn with training.
+        bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow
+            (``PersistentNeighborSampler.bulk_size``); features are gathered for one at a time, when it is its turn.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedNodeLoader` takes.
     """
 
-    def __init__(self, *args: Any, device: torch.device, prefetch: int = 2, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, device: torch.device, prefetch: int = 2, bulk: int = 8, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.device, self.prefetch = device, prefetch
+        self.device, self.prefetch, self.bulk = device, prefetch, bulk
         self._there: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def can_begin(self) -> bool:
         """Whether it can begin with a mini-batch and wait for it later."""
-        return bool(getattr(self.node_sampler, "can_begin", False)) and self.input_data.time is None
+        return not self.in_training_thread and self.node_sampler.can_begin and self.input_data.time is None
 
-    def begin(self, task: Task, share: float = 1.0) -> Begun:
-        """Launch the sampling of a mini-batch on the current stream; nobody waits.
+    @property
+    def bulk_size(self) -> int:
+        """How many mini-batches :meth:`begin` is to be given at a time."""
+        return int(self.node_sampler.bulk_size(self.bulk))
+
+    def begin(self, tasks: Sequence[Task], share: float = 1.0) -> Begun:
+        """Launch the sampling of mini-batches on the current stream; nobody waits.
 
         Args:
-            task: Its epoch, its number and the positions of its seeds, on the device or on the host.
+            tasks: Epoch, number and the positions of at least one seed of each, on the device or on the host.
             share: Of the GPU, how much the launch may fill.
         """
-        epoch, number, index = task
-        start = time.perf_counter()
-        key = batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+        seeds, ids = zip(*(self._on_device(index) for _, _, index in tasks), strict=True)
+        keys = [self.key_of(task) for task in tasks]
+        return Begun(self.node_sampler.begin(seeds, keys, share), keys, list(ids))
+
+    def _on_device(self, index: Any) -> tuple[Tensor, Tensor]:
+        """Return seeds, and their names, for positions."""
         if self._there is None:
             nodes = check_seeds(self.input_data.node, self.node_sampler.graph.num_nodes)
             names = self.input_data.input_id
             self._there = nodes.to(self.device), None if names is None else names.to(self.device)
         if isinstance(index, Tensor) and not index.is_cpu:
             nodes, names = self._there
-            ids, seeds = index if names is None else names.index_select(0, index), nodes.index_select(0, index)
-        else:  # of a user's own sampler: they may be out of range
-            inputs = self.input_data[index]
-            ids, seeds = sent(inputs.input_id, self.device), sent(inputs.node, self.device)
-        return Begun(self.node_sampler.begin(seeds, key, share), key, (ids, None), start)
+            return nodes.index_select(0, index), index if names is None else names.index_select(0, index)
+        inputs = self.input_data[index]  # of a user's own sampler: positions may be out of range
+        return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
 
-    def complete(self, begun: Begun) -> Prepared:
-        """Return a mini-batch that was begun on the current stream; waits for its sizes, unless it is ready."""
-        began = time.perf_counter()
-        out = self.node_sampler.end(begun.sample)
-        out.metadata = begun.metadata
-        sampled = time.perf_counter()
-        prepared = self.load(out, begun.key)
-        prepared.cost.sampling_s, prepared.cost.features_s = sampled - began, time.perf_counter() - sampled
+    @profiled("sampling")
+    def end(self, begun: Begun) -> list[Callable[[], Prepared]]:
+        """Return the mini-batches that were begun on the current stream, each of which is yet to be gathered."""
+        start = time.perf_counter()
+        outs = self.node_sampler.end(begun.samples)
+        share = (time.perf_counter() - start) / len(outs)
+        for out, ids in zip(outs, begun.ids, strict=True):
+            out.metadata = (ids, None)
+        return [partial(self._gathered, out, key, share) for out, key in zip(outs, begun.keys, strict=True)]
+
+    def _gathered(self, out: SamplerOutput, key: int, sampling_s: float) -> Prepared:
+        prepared = self.load(out, key)
+        prepared.cost.sampling_s = sampling_s
         return prepared
 
 

@@ -51,6 +51,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         mode: str = "fused",
         fetch_size: int = 32,
         prefetch: int = 2,
+        bulk: int = 8,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,6 +81,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
         self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
+        self.bulk = whole_number(bulk, "bulk", 1)
         self._wanted = device
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
@@ -109,6 +111,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             tables=self._tables,
             device=device,
             prefetch=self.prefetch,
+            **({"bulk": self.bulk} if self.kind == "node" else {}),
             # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
             pin_memory=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace as changed
 from typing import Any
 
@@ -10,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, SamplerOutput
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -234,20 +235,84 @@ class PersistentNeighborSampler(NeighborSampler):
         """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
         return self._kernel is not None and not beyond_plain(self)
 
-    def begin(self, seeds: Tensor, key: int, share: float = 1.0) -> Any:
-        """Launch a mini-batch on the current stream, without waiting; one at a time. :meth:`end` returns it.
+    def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
+        """Launch mini-batches on the current stream, without waiting; what :meth:`end` takes.
 
         Args:
-            seeds: int64 ``[batch_size]``, at least one, on the device; not checked.
-            key: The key of the mini-batch.
+            seeds: Of each, int64 ``[batch_size]``, at least one, on the device; not checked. At most as many
+                mini-batches as :meth:`bulk_size` says.
+            keys: Of each.
             share: Of the GPU, how much the launch may fill.
         """
-        self._check_process()
-        return self._kernel.begin(seeds, self.num_neighbors, key, self.replace, self.disjoint, share)
+        from lightning_gnn.triton_kernels.sample_bulk import Bulk
 
-    def end(self, begun: Any) -> SamplerOutput:
-        """Return a mini-batch that has been begun, for use on the stream where that was."""
-        return self.as_output(NeighborSample(*begun.end()))
+        self._check_process()
+        if len(seeds) > 1:
+            batch = Bulk.of(self._kernel, seeds, self.num_neighbors, keys, self.replace)
+        else:
+            batch = self._kernel.batch(seeds[0], self.num_neighbors, keys[0], self.replace, self.disjoint)
+        return self._kernel.begin(batch, share)
+
+    def end(self, begun: Any) -> list[SamplerOutput]:
+        """Return mini-batches that have been begun, for use on the stream where that was."""
+        return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
+
+    def bulk_size(self, wanted: int = 8) -> int:
+        """Return how many mini-batches :meth:`sample_many` had best be given at a time.
+
+        One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
+        disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
+        node of the graph, take an eighth of the free memory.
+
+        Args:
+            wanted: At most so many.
+        """
+        if self._kernel is None or self.disjoint or self.labor is not None:
+            return 1
+        if self.subgraph_type == SubgraphType.induced:
+            return 1
+        from lightning_gnn.triton_kernels.sample_bulk import most_batches
+
+        most = min(wanted, most_batches(self._kernel))
+        if self._kernel.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._kernel.device)[0]
+            most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))
+        return int(max(1, most))
+
+    def sample_many(self, inputs: Sequence[NodeSamplerInput], keys: Sequence[int]) -> list[Output]:
+        """Sample several mini-batches, in one launch where that can be (:meth:`bulk_size`).
+
+        Args:
+            inputs: The seeds of each.
+            keys: The key of each.
+
+        Returns:
+            What :meth:`sample_from_nodes` returns for each of them, bit for bit.
+
+        Raises:
+            TypeError: As for :meth:`sample_from_nodes`, and so are the following.
+            IndexError: A seed outside the graph.
+            ValueError: Seeds with a type.
+            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
+        """
+        self._check_process()
+        if (
+            self.device is None
+            or len(inputs) < 2
+            or self.bulk_size() < 2
+            or any(own.time is not None for own in inputs)
+        ):
+            return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
+        from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
+
+        seeds = [sent(check_seeds(own.node, self.graph.num_nodes), self.device) for own in inputs]
+        drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
+        made = []
+        for own, sample in zip(inputs, drawn, strict=True):
+            out = self.as_output(NeighborSample(*sample))
+            out.metadata = (own.input_id, own.time)
+            made.append(self._both_ways(out))
+        return made
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""

@@ -385,6 +385,11 @@ class _ThreadedLoader:
         numbered = enumerate(mini_batches(self.batch_sampler, first, device), first)
         return ((epoch, number, index) for number, index in numbered)
 
+    def key_of(self, task: Task) -> int:
+        """Return the key of a mini-batch."""
+        epoch, number, _ = task
+        return batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+
     def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
 
@@ -392,8 +397,7 @@ class _ThreadedLoader:
             task: Its epoch, its number and the positions of its seeds.
             stage_ends: Called before, between and after the stages.
         """
-        epoch, number, index = task
-        key = batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+        key, index = self.key_of(task), task[2]
         stage_ends()
         start = time.perf_counter()
         part = getattr(index, "part", 0)

@@ -1,5 +1,7 @@
 """What a GPU prepares ahead is in order: no use before an event, no reuse in flight, no wait of the host."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,10 +9,9 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.persistent import ahead
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
-from lightning_gnn.triton_kernels import sample
+from lightning_gnn.triton_kernels import sample, sample_bulk
 from tests.batching_data import small_data
 from tests.event_simulator import Simulator
 from tests.persistent.test_datamodule import assert_same_content
@@ -31,28 +32,33 @@ def kernels(request, monkeypatch):
         simulator.work([batch.seeds, batch.control, *scratch], [batch.sizes, *scratch], simulator.kernel_s)
         with simulator.pause():
             graph = CSCGraph.from_csc(*batch.sampler.graph[:2])
-            batch.made = sample_neighbors(graph, batch.seeds, batch.fanouts, batch.key)
+            parts = zip(pairwise(getattr(batch, "starts", [0, None])), getattr(batch, "keys", [batch.key]), strict=True)
+            batch.made = [sample_neighbors(graph, batch.seeds[a:b], batch.fanouts, key) for (a, b), key in parts]
             batch.sizes.zero_()
-            batch.sizes[1] = batch.made.node.numel()
+            batch.sizes[1] = sum(made.node.numel() for made in batch.made)
 
     def emit(batch, sizes):
         simulator = Simulator.at_work
-        assert sizes[1] == batch.made.node.numel()
-        node, edge_index, edge = (torch.empty_like(part) for part in batch.made[:3])
-        simulator.work([batch.nodes, batch.src, batch.eid, batch.col], [node, edge_index, edge], simulator.operator_s)
-        with simulator.pause():
-            for mine, part in zip((node, edge_index, edge), batch.made, strict=False):
-                mine.copy_(part)
-        return node, edge_index, edge, None, *batch.made[4:]
+        assert sizes[1] == sum(made.node.numel() for made in batch.made)
+        found = []
+        for made in batch.made:
+            parts = [torch.empty_like(part) for part in made[:3]]
+            simulator.work([batch.nodes, batch.src, batch.eid, batch.col], parts, simulator.operator_s)
+            with simulator.pause():
+                for mine, part in zip(parts, made, strict=False):
+                    mine.copy_(part)
+            found.append((*parts, None, *made[4:]))
+        return found
 
     monkeypatch.setattr(sample.Batch, "launch", launch)
-    monkeypatch.setattr(sample.Batch, "emit", emit)
+    monkeypatch.setattr(sample.Batch, "emit", lambda batch, sizes: emit(batch, sizes)[0])
+    monkeypatch.setattr(sample_bulk.Bulk, "emit_all", emit)
 
 
 def loader(**options):
     data = small_data(num_nodes=40, num_edges=200)
     data.train_mask = torch.arange(40) < 24
-    return PersistentSamplerDataModule(data, **SIZES, device="cpu", **options).train_dataloader(), data
+    return PersistentSamplerDataModule(data, **SIZES, device="cpu", **{"bulk": 1, **options}).train_dataloader(), data
 
 
 def train(simulator, batches, seconds=400.0, launch_s=30.0):
@@ -77,7 +83,9 @@ def simulated(monkeypatch, options=None, **costs):
     return simulator, seen, most, data
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"mode": "persistent"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 1}, {"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"mode": "persistent"}], ids=str
+)
 def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, options):
     simulator, seen, _, data = simulated(monkeypatch, options)
     assert simulator.errors == []
@@ -193,16 +201,16 @@ def test_an_epoch_is_resumed_and_dropped_with_mini_batches_under_way(monkeypatch
 
 def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
     made, _ = loader()
-    complete, calls = type(made).complete, []
+    load, calls = type(made).load, []
 
-    def failing(self, begun):
-        calls.append(begun)
+    def failing(self, *args):
+        calls.append(args)
         if len(calls) == 3:
             raise RuntimeError("the third")
-        return complete(self, begun)
+        return load(self, *args)
 
-    monkeypatch.setattr(type(made), "complete", failing)
-    taken = []
+    monkeypatch.setattr(type(made), "load", failing)
     with Simulator().installed(monkeypatch), pytest.raises(RuntimeError, match="the third"):
-        taken.extend(batch.batch_size for batch in made)
-    assert ahead.SHARE < 1
+        for batch in made:
+            taken.append(batch.batch_size)
+    assert taken == [2, 2]

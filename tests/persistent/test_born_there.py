@@ -50,8 +50,11 @@ class Sampler(NeighborSampler):
 
     can_begin = True
 
-    def begin(self, seeds, key, share):
-        assert seeds.device == GPU
+    def bulk_size(self, wanted):
+        return 1
+
+    def begin(self, seeds, keys, share):
+        assert seeds[0].device == GPU
         return self
 
     def is_ready(self):
@@ -61,7 +64,7 @@ class Sampler(NeighborSampler):
         from torch_geometric.sampler import SamplerOutput
 
         node, row, col, edge = (torch.empty(n, dtype=torch.int64, device=GPU) for n in (25, 30, 30, 30))
-        return SamplerOutput(node, row, col, edge, None, [10, 15], [30])
+        return [SamplerOutput(node, row, col, edge, None, [10, 15], [30])]
 
 
 @pytest.mark.parametrize("order", ["torch's", "the user's"])
@@ -79,9 +82,10 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
         batches = {"batch_sampler": [[*range(10)]] * 3} if order == "the user's" else {"batch_size": 10}
         loader = DeviceNodeLoader(placed, sampler, **batches, tables=tables, device=GPU, seed=1)
         loader._there = loader.input_data.node.to(GPU), None  # which the first mini-batch would check, and send
-        tasks = loader.tasks(0, 0, GPU)
+        there = (torch.empty(10, dtype=torch.int64, device=GPU) for _ in range(2))
+        tasks = list(loader.tasks(0, 0)) if order == "the user's" else [(0, n, index) for n, index in enumerate(there)]
         with Waits() as waits:
-            batches = [loader.finish(loader.complete(loader.begin(task))) for task in (next(tasks), next(tasks))]
+            batches = [loader.finish(gather()) for task in tasks[:2] for gather in loader.end(loader.begin([task]))]
     assert waits.found == []
     for batch in batches:
         tensors = {key: value for key, value in batch if isinstance(value, torch.Tensor)}
