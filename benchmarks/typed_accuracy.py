@@ -2,7 +2,9 @@
 
 Papers cite papers (both ways), and have words; a word has features of its own, one per word, so that the first layer
 learns an embedding of it. R-GCN on these types, and GCN (Kipf and Welling's settings) on the papers and their words as
-features, with the same seeds, on the public split; the weights with the best validation accuracy are tested.
+features, with the same seeds, on the public split; the weights with the best validation accuracy are tested. So few
+papers have labels that relations share one matrix (``num_bases=1``) times a number each; that, dropout and weight decay
+were chosen by validation accuracy, on other seeds, and are the same for both graphs.
 """
 
 from __future__ import annotations
@@ -86,13 +88,13 @@ class Contestant:
             model: Any = GCN(data.num_features, 16, 2, classes, dropout=0.5, input_dropout=0.5)
             return train(model, lambda: model(x, data.edge_index), data, self.epochs, 5e-4)
         types = self.types
-        model = RGCN(types.metadata(), data.num_features, 16, 2, classes, dropout=0.6)
+        model = RGCN(types.metadata(), data.num_features, 16, 2, classes, dropout=0.5, num_bases=1)
 
         def rows() -> Tensor:
-            x = {name: F.dropout(value, 0.5, model.training) for name, value in types.x_dict.items()}
+            x = {name: F.dropout(value, 0.8, model.training) for name, value in types.x_dict.items()}
             return model(x, types.edge_index_dict)["paper"]
 
-        return train(model, rows, data, self.epochs, 5e-4)
+        return train(model, rows, data, self.epochs, 5e-3)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """A training epoch on a graph with types through ``pl.Trainer``: ours against PyG's layers and loader, on the CPU.
 
-R-GCN and GraphSAGE by type, 2 layers and 128 hidden channels, fanouts 15 and 10 per edge type, 1024 papers a batch, on
-a graph of the shape of OGB-MAG with 128 floats per node. PyG's side is ``NeighborLoader`` with pyg-lib and, for
-GraphSAGE, ``HeteroConv`` as in its example of hierarchical sampling, trimmed layer by layer; for R-GCN, ``RGCNConv`` on
-the batch without types, and ``HeteroConv`` with a layer per type, which computes the same: the quicker one counts
-(``FastRGCNConv`` would take a matrix per edge, 27 GB). Each contestant has a process of its own, whose number of
-workers and of torch's threads is the best of those tried. The figure is seconds per epoch.
+R-GCN, GraphSAGE, R-GAT and HGT (4 heads) by type, 2 layers and 128 hidden channels, fanouts 15 and 10 per edge type,
+1024 papers a batch, on a graph of the shape of OGB-MAG with 128 floats per node. PyG's side is ``NeighborLoader`` with
+pyg-lib and, for GraphSAGE and R-GAT, ``HeteroConv`` as in its example of hierarchical sampling, trimmed layer by layer;
+for HGT, ``HGTConv`` as in its example, trimmed; for R-GCN, ``RGCNConv`` on the batch without types, and ``HeteroConv``
+with a layer per type, which computes the same: the quicker one counts (``FastRGCNConv`` would take a matrix per edge,
+27 GB).
+R-GAT's is a ``GATConv`` per type of edges: ``RGATConv`` has another attention, over all relations at once. Each
+contestant has a process of its own, whose number of workers and of torch's threads is the best of those tried. The
+figure is seconds per epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import HeteroConv, RGCNConv, SAGEConv
+from torch_geometric.nn import GATConv, HeteroConv, HeteroDictLinear, HGTConv, RGCNConv, SAGEConv
 from torch_geometric.utils import trim_to_layer
 
 from benchmarks import peers
@@ -29,12 +32,13 @@ from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, pu
 from benchmarks.machine import MISSING, machine
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from benchmarks.typed_sampling import mag
-from lightning_gnn.nn import RGCN, HeteroGraphSAGE, NodeClassifier
+from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import num_cores
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 349
 FANOUTS = [15, 10]
+HEADS = 4
 TARGET = 4.0
 SIZES = {
     "edges": (5_000_000, 30_000),
@@ -50,6 +54,10 @@ CONTESTANTS = {
     "PyG, R-GCN, HeteroConv, trimmed": {"library": "pyg", "model": "hetero_rgcn"},
     "ours, GraphSAGE": {"library": "ours", "model": "sage"},
     "PyG, GraphSAGE, HeteroConv, trimmed": {"library": "pyg", "model": "sage"},
+    "ours, R-GAT": {"library": "ours", "model": "rgat"},
+    "PyG, R-GAT, HeteroConv, trimmed": {"library": "pyg", "model": "rgat"},
+    "ours, HGT": {"library": "ours", "model": "hgt"},
+    "PyG, HGT, HGTConv, trimmed": {"library": "pyg", "model": "hgt"},
 }
 
 
@@ -64,6 +72,11 @@ def make_data(num_edges: int, num_features: int) -> HeteroData:
         data[kind].edge_index = relation.to_edge_index()
     data["paper"].y = torch.randint(CLASSES, (data["paper"].num_nodes,), generator=generator)
     return data
+
+
+def _attention(wide: int, narrow: int, last: bool) -> GATConv:
+    channels = narrow if last else narrow // HEADS
+    return GATConv((wide, wide), channels, HEADS, concat=not last, add_self_loops=False, residual=True)
 
 
 class PlainTyped(pl.LightningModule):
@@ -82,10 +95,16 @@ class PlainTyped(pl.LightningModule):
         if model == "rgcn":
             self.convs = nn.ModuleList(RGCNConv(*width, len(metadata[1])) for width in widths)
             return
+        if model == "hgt":
+            _, hidden, classes = sizes
+            self.lin, self.lin_out = HeteroDictLinear(sizes[0], hidden, metadata[0]), nn.Linear(hidden, classes)
+            self.convs = nn.ModuleList(HGTConv(hidden, hidden, metadata, HEADS) for _ in widths)
+            return
         self.roots = nn.ModuleList(nn.Linear(*width) for width in widths)
-        make = {
+        make: Any = {
             "sage": lambda wide, narrow: SAGEConv((wide, wide), narrow),
             "hetero_rgcn": lambda wide, narrow: SAGEConv((wide, wide), narrow, root_weight=False, bias=False),
+            "rgat": lambda wide, narrow: _attention(wide, narrow, last=narrow == sizes[-1]),
         }[model]
         self.convs = nn.ModuleList(HeteroConv({kind: make(*width) for kind in metadata[1]}) for width in widths)
 
@@ -100,6 +119,8 @@ class PlainTyped(pl.LightningModule):
             return x[whole.node_type == first]
         x, edges = batch.x_dict, batch.edge_index_dict
         nodes, counts = batch.num_sampled_nodes_dict, batch.num_sampled_edges_dict
+        if self.kind == "hgt":
+            x = {name: rows.relu() for name, rows in self.lin(x).items()}
         for i, conv in enumerate(self.convs):
             x, edges, _ = trim_to_layer(i, nodes, counts, x, edges)
             given = x
@@ -107,8 +128,9 @@ class PlainTyped(pl.LightningModule):
             if self.kind == "hetero_rgcn":
                 x = {name: rows + self.roots[i](given[name]) for name, rows in x.items()}
             if i == 0:
-                x = {name: F.dropout(rows.relu(), 0.5, self.training) for name, rows in x.items()}
-        return x["paper"]
+                act = (lambda rows: rows) if self.kind == "hgt" else F.relu  # HGT's layers have one of their own
+                x = {name: F.dropout(act(rows), 0.5, self.training) for name, rows in x.items() if rows is not None}
+        return self.lin_out(x["paper"]) if self.kind == "hgt" else x["paper"]
 
     def training_step(self, batch: HeteroData, batch_idx: int) -> Tensor:
         """Return the cross-entropy of the seeds."""
@@ -127,8 +149,9 @@ def make(data: HeteroData, seeds: Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
     pl.seed_everything(0, verbose=False)
     kwargs = {name: spec[name] for name in ("batch_size", "num_workers")} | {"num_neighbors": FANOUTS}
     if spec["library"] == "ours":
-        kind = {"rgcn": RGCN, "sage": HeteroGraphSAGE}[spec["model"]]
-        model = kind(data.metadata(), spec["features"], spec["hidden"], 2, CLASSES, dropout=0.5)
+        kind: Any = {"rgcn": RGCN, "sage": HeteroGraphSAGE, "rgat": RGAT, "hgt": HGT}[spec["model"]]
+        heads = {"heads": HEADS} if spec["model"] in ("rgat", "hgt") else {}
+        model = kind(data.metadata(), spec["features"], spec["hidden"], 2, CLASSES, dropout=0.5, **heads)
         return NodeClassifier(model, CLASSES, target="paper"), NeighborDataModule(data, ("paper", seeds), **kwargs)
     from torch_geometric.data.lightning import LightningNodeData
 
@@ -204,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             rows, f"Training epoch, {model}, against PyG", [f"ours, {model}"],
             [name for name in names if name.startswith(f"PyG, {model}")], False, TARGET if model == "R-GCN" else None,
         )
-        for model in ("R-GCN", "GraphSAGE")
+        for model in ("R-GCN", "GraphSAGE", "R-GAT", "HGT")
     ]  # fmt: skip
     return publish(
         {

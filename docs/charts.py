@@ -104,15 +104,16 @@ def which_module() -> str:
         ("A CUDA GPU\nin the machine?", "no", "yes", "NeighborDataModule\nthen: lgnn plan"),
         ("Does the training step wait\nfor mini-batches?", "no", "yes", "NeighborDataModule\nnothing to gain"),
         ("Are CPU cores\nfree to help?", "no", "yes", "PersistentSamplerDataModule\nthe GPU prepares all"),
-        ("Types, times, weights\nor LABOR?", "yes", "no", "PersistentSamplerDataModule\nthe GPU prepares all"),
     )  # fmt: skip
     parts = []
     for number, (question, aside, below, answer) in enumerate(rows):
         y = 16 + number * 84
         parts += [box(20, y, 250, 44, question, "question"), box(400, y, 230, 44, answer, "ours")]
         parts += [arrow((270, y + 22), (400, y + 22), text=aside), arrow((145, y + 44), (145, y + 84), text=below)]
-    parts.append(box(20, 520, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours"))
-    return picture(650, 580, "Which DataModule to use", parts)
+    parts.append(
+        box(20, 16 + len(rows) * 84, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours")
+    )
+    return picture(650, 76 + len(rows) * 84, "Which DataModule to use", parts)
 
 
 def sampling() -> str:

@@ -16,6 +16,13 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 
 
+def test_every_extra_is_explained():
+    lines = (ROOT / "docs/get-started.md").read_text(encoding="utf-8").splitlines()
+    rows = " ".join(line.split("|")[1] for line in lines if line.startswith("| `"))
+    extras = distribution("lightning-gnn").metadata.get_all("Provides-Extra")
+    assert [extra for extra in extras if f"`{extra}`" not in rows] == []
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")

@@ -139,8 +139,9 @@ def _start(job: Callable[[DictConfig], Any], config_name: str) -> None:
         rebuilt = _compose_once(config_name, typed)
         config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
-        at = argv.index(typed.overrides[0]) if deletions and typed is not None else len(argv)
-        sys.argv = [*argv[:at], *deletions, *argv[at:]]  # argparse takes overrides that stand together
+        if typed is not None and typed.overrides:  # argparse takes overrides that stand together
+            flags = [item for item in argv[1:] if item not in typed.overrides]
+            sys.argv = [argv[0], *flags, *deletions, *typed.overrides]
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
     finally:
         sys.argv = argv
@@ -177,7 +178,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace | None:
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")
-    typed, more = parser.parse_known_args(arguments)
+    typed, more = parser.parse_known_intermixed_args(arguments)
     return None if more or any(item.startswith("hydra.mode=") for item in typed.overrides) else typed
 
 

@@ -1,4 +1,4 @@
-"""The comparison that ends a sweep, as a Hydra callback."""
+"""The comparison of runs, and the Hydra callback that ends a sweep with one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from rich.table import Table
 
 from lightning_gnn.report.console import warn
 from lightning_gnn.report.metrics import reporting
+from lightning_gnn.report.runs import Run, find_runs
 from lightning_gnn.report.sweep_page import write_sweep_page
-from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, write_whole
+from lightning_gnn.runtime.files import write_whole
 
 _SCORES = ("acc", "auc", "f1", "mae", "mrr")
 """Those that pick checkpoints by default, which stand first."""
@@ -73,23 +74,38 @@ def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyT
             they have left no ``metrics.json``.
 
     Returns:
-        One row per run, in order: ``job``, ``status`` (``ok`` or ``failed``), what it was told that differs from other
-        runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in
+        As :func:`compare_runs`, with the runs' numbers as their names.
+    """
+    runs = {run.job: run for run in find_runs([directory]) if run.job is not None}
+    return compare_runs(dict(sorted(runs.items())), returned)
+
+
+def compare_runs(
+    runs: Mapping[int, Run] | Mapping[str, Run], returned: Mapping[int, float] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Put runs beside one another.
+
+    Args:
+        runs: By what they are called.
+        returned: See :func:`compare`.
+
+    Returns:
+        One row per run, in order: ``job`` (its name), ``status`` (``ok`` or ``failed``), what it was told that differs
+        from other runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in
         the seed only, and ``error``.
     """
-    jobs = sorted(Path(directory).glob("**/.hydra/overrides.yaml"), key=_job_number)
-    overrides = [dict(str(item).lstrip("+").partition("=")[::2] for item in OmegaConf.load(path)) for path in jobs]
-    keys = list(dict.fromkeys(key for given in overrides for key in given))
-    varied = [key for key in keys if len({given.get(key) for given in overrides}) > 1]
+    told = [dict(item.lstrip("+").partition("=")[::2] for item in run.overrides) for run in runs.values()]
+    keys = list(dict.fromkeys(key for given in told for key in given))
+    varied = [key for key in keys if len({given.get(key) for given in told}) > 1]
     rows = []
-    for path, given in zip(jobs, overrides, strict=True):
-        metrics = _metrics(path.parents[1])
+    for (name, run), given in zip(runs.items(), told, strict=True):
+        metrics = run.metrics or {"error": "the run has left no metrics.json"}
         error = metrics.get("error")
         figures = (*_scores(metrics), *_SPEEDS)
-        succeeded = not math.isnan(returned.get(_job_number(path), math.nan))
+        succeeded = isinstance(name, int) and not math.isnan(returned.get(name, math.nan))
         rows.append(
             {
-                "job": _job_number(path),
+                "job": name,
                 "status": "failed" if error and not succeeded else "ok",
                 **{key: given.get(key, "") for key in varied},
                 **{name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))},
@@ -106,21 +122,6 @@ def _scores(figures: Iterable[str]) -> list[str]:
     found = [name for name in figures if name.startswith(("test_", "val_"))]
     found = [name for name in found if not name.endswith(("_loss", "_mean", "_std"))]
     return sorted(dict.fromkeys(found), key=lambda name: known.index(name) if name in known else len(known))
-
-
-def _job_number(overrides: Path) -> int:
-    return int(OmegaConf.load(overrides.with_name("hydra.yaml")).hydra.job.num)
-
-
-def _metrics(directory: Path) -> dict[str, Any]:
-    path = directory / "metrics.json"
-    if not path.is_file():
-        return {"error": "the run has left no metrics.json"}
-    try:
-        metrics: dict[str, Any] = dict(read_json(read_text(path, LARGEST_JSON)))
-    except (OSError, ValueError, TypeError) as error:
-        return {"error": f"{path} cannot be read: {error}"}
-    return metrics
 
 
 def _add_statistics(rows: list[dict[str, Any]], keys: list[str]) -> None:
@@ -153,13 +154,13 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def told_differently(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the columns of :func:`compare` that hold what the runs were told."""
+    """Return the columns of :func:`compare_runs` that hold what the runs were told."""
     others = {*_SPEEDS, "runs", "job", "status", "error"}
     return [key for key in _columns(rows) if key not in others and not key.startswith(("test_", "val_"))]
 
 
 def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
-    """Print the rows of :func:`compare` as a table; ``path`` stands below it."""
+    """Print the rows of :func:`compare_runs` as a table; ``path`` stands below it."""
     scores = _scores(_columns(rows))
     score = next((name for name in scores if name.startswith("test_")), next(iter(scores), "test_acc"))
     told = told_differently(rows)
@@ -193,7 +194,8 @@ def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
     console.print(table)
     for row in rows:
         if row["error"]:
-            said = f"job {row['job']}" + (" failed" if row["status"] != "ok" else "")
+            name = f"job {row['job']}" if isinstance(row["job"], int) else row["job"]
+            said = name + (" failed" if row["status"] != "ok" else "")
             console.print(f"{said}: {row['error']}", style="red", markup=False, highlight=False)
 
 

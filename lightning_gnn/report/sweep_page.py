@@ -1,11 +1,13 @@
-"""report.html of a sweep: its runs beside one another."""
+"""The page of several runs beside one another: report.html of a sweep, comparison.html of others."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lightning_gnn.report.html import Html, page, table, tag
 from lightning_gnn.report.metrics import BOUNDED, LOWER_IS_BETTER
@@ -25,16 +27,34 @@ def write_sweep_page(folder: str | Path, rows: Sequence[dict[str, Any]], told: S
         rows: As :func:`~lightning_gnn.report.comparison.compare` returns them.
         told: The columns of what the runs were told differently.
     """
-    folder = Path(folder)
     runs = {run.job: run for run in find_runs([folder]) if run.job is not None}
-    rows = [{**row, **runs[row["job"]].scores} if row["job"] in runs else row for row in rows]
-    return write_whole(folder / "report.html", sweep_page(folder, rows, told, runs))
+    return write_comparison_page(Path(folder) / "report.html", rows, told, runs, "Sweep")
 
 
-def sweep_page(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str], runs: dict[int, Run]) -> str:
-    """Return the page of a sweep; see :func:`write_sweep_page`."""
+def write_comparison_page(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    told: Sequence[str],
+    runs: Mapping[int, Run] | Mapping[str, Run],
+    what: str = "Comparison",
+) -> Path:
+    """Make the page of several runs.
+
+    Args:
+        path: The page.
+        rows: As :func:`~lightning_gnn.report.comparison.compare_runs` returns them.
+        told: The columns of what the runs were told differently.
+        runs: By their names in the rows.
+        what: The page is.
+    """
+    found: dict[Any, Run] = dict(runs)
+    rows = [{**row, **found[row["job"]].scores} if row["job"] in found else row for row in rows]
+    return write_whole(path, _page(path.parent, rows, told, found, what))
+
+
+def _page(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str], runs: dict[Any, Run], what: str) -> str:
     first = min((run.started for run in runs.values()), default=None)
-    title = f"Sweep over {', '.join(told)}" if told else "Sweep"
+    title = f"{what} over {', '.join(told)}" if told else what
     ok = [row for row in rows if row["status"] == "ok"]
     score = next((name for name in _scores(ok)), None)
     began = f"{first:%Y-%m-%d %H:%M} · " if first else ""
@@ -63,7 +83,7 @@ def _lower_is_better(score: str) -> bool:
     return score.partition("_")[2] in LOWER_IS_BETTER
 
 
-def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str], runs: dict[int, Run]) -> Html:
+def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str], runs: dict[Any, Run]) -> Html:
     scores = _scores(rows)
     cells = []
     for row in rows:
@@ -71,7 +91,7 @@ def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str
         page_of = None if run is None else run.folder / "report.html"
         name: object = row["job"]
         if page_of is not None and page_of.is_file():
-            name = tag("a", row["job"], href=page_of.relative_to(folder).as_posix())
+            name = tag("a", row["job"], href=quote(Path(os.path.relpath(page_of, folder)).as_posix()))
         took = shown_seconds(run.seconds) if run is not None else ""
         values = [shown_score(key, row[key]) if isinstance(row.get(key), (int, float)) else "" for key in scores]
         values.append(shown_seconds(row.get("epoch_time_s")))
@@ -98,12 +118,12 @@ def _groups(rows: Sequence[dict[str, Any]], told: Sequence[str], score: str | No
 
 
 def _pictures(
-    rows: Sequence[dict[str, Any]], told: Sequence[str], score: str | None, runs: dict[int, Run]
+    rows: Sequence[dict[str, Any]], told: Sequence[str], score: str | None, runs: dict[Any, Run]
 ) -> list[Html]:
     found: list[Html] = []
     if score is None:
         return found
-    names = [f"job {row['job']}: {', '.join(f'{key}={row.get(key, str())}' for key in told)}" for row in rows]
+    names = [f"{_called(row['job'])}: {', '.join(f'{key}={row.get(key, str())}' for key in told)}" for row in rows]
     columns = {key: [row.get(key) for row in rows] for key in [*told, score]}
     across = parallel_coordinates(columns, names, lowest=_lower_is_better(score))
     if across is not None:
@@ -117,6 +137,10 @@ def _pictures(
     whole = (0.0, 1.0) if kind.removeprefix("val_") in BOUNDED else None
     chart = line_chart(kind, curves, bounds=whole, percent=kind.endswith("_acc"), width=1080.0)
     return found if chart is None else [*found, tag("h2", "Validation"), chart]
+
+
+def _called(name: int | str) -> str:
+    return f"job {name}" if isinstance(name, int) else name
 
 
 def _command(folder: Path) -> list[Html]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gnn.cli import main as cli
 from tests.cli.command import NODE, lgnn
 from tests.cli.test_plan import plan
 
@@ -131,6 +132,14 @@ def test_hydras_own_errors_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(Exception, match="Could not find 'model/gnc'"):
         lgnn(tmp_path, "model=gnc")
+
+
+def test_flags_may_stand_between_overrides(monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["lgnn", "hydra/sweeper=basic", "seed=3", "--cfg", "job", "torch_threads=1"])
+    cli.main()
+    shown = capfd.readouterr().out
+    assert "seed: 3" in shown
+    assert "torch_threads: 1" in shown
 
 
 def test_version(capfd):

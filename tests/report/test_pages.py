@@ -261,6 +261,28 @@ def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):
     assert "is not the folder of a run or a sweep" in capsys.readouterr().err
 
 
+def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, capsys):
+    sweep_of(tmp_path / "multirun", [{"test_acc": 0.25 * job} for job in range(2)])
+    apart = tmp_path / "outputs/a day"
+    sweep_of(apart, [{"test_acc": 0.7}, None])
+    for job in ("0", "1"):
+        OmegaConf.save({"hydra": {"job": {"config_name": "train"}}}, apart / job / ".hydra/hydra.yaml")
+    for folder in (tmp_path / "multirun/0", apart / "0"):
+        (folder / "report.html").touch()
+    (tmp_path / "multirun/multirun.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert report_command.main(["multirun", "outputs/a day/0", "outputs/a day/1/metrics.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "70.00%" in shown
+    assert "outputs/a day/1 failed: it broke" in shown.replace("\n", " ")
+    page = page_of(tmp_path, "comparison.html")
+    assert page.text("h1") == "Comparison over seed"
+    assert [link["href"] for link in page.all("a")] == ["multirun/0/report.html", "outputs/a%20day/0/report.html"]
+    assert {"70.00%", "25.00%", "0.00%"} <= {data.strip() for tag, data in page.texts if tag == "td"}
+    assert report_command.main(["multirun", "nowhere"]) == 1
+    assert "nowhere is not the folder of a run" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_sweep(tmp_path, capfd):
     folder = tmp_path / "multirun"
