@@ -210,7 +210,8 @@ def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
         return load(self, *args)
 
     monkeypatch.setattr(type(made), "load", failing)
-    with Simulator().installed(monkeypatch), pytest.raises(RuntimeError, match="the third"):
-        for batch in made:
-            taken.append(batch.batch_size)
-    assert taken == [2, 2]
+    with Simulator().installed(monkeypatch):
+        batches = iter(made)
+        assert [next(batches).batch_size for _ in range(2)] == [2, 2]
+        with pytest.raises(RuntimeError, match="the third"):
+            next(batches)
