@@ -8,14 +8,23 @@ ARGS ?=
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '$(1)'
 	touch $@
+endef
 
-train: $(VENV)/.installed
+# With the tools of developers, which are a third of all that lies in .venv then.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call install,.[dev])
+
+# Without them.
+$(VENV)/.trains: pyproject.toml constraints.txt
+	$(call install,.)
+
+train: $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.trains)
 	$(BIN)/lgnn $(ARGS)
 
 lint: $(VENV)/.installed
@@ -43,6 +52,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.plan_cpu $(ARGS)
 	$(BIN)/python -m benchmarks.collective $(ARGS)
+	$(BIN)/python -m benchmarks.collective_disturbed $(ARGS)
 	$(BIN)/python -m benchmarks.collective_planner $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)

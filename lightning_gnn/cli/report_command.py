@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -72,7 +73,8 @@ def _page_of(folders: Sequence[Path]) -> Path:
 def _several(folders: Sequence[Path], path: Path) -> Path:
     """Compare the runs in all folders, the first first."""
     found = [run for run in reversed(find_runs(folders)) if run.state != "plan"]
-    runs = {str(run.folder): run for run in found}
+    above = Path(os.path.commonpath([run.folder.absolute().parent for run in found])) if found else Path()
+    runs = {str(run.folder.absolute().relative_to(above)): run for run in found}
     rows = compare_runs(runs)
     print_comparison(rows, path)
     return write_comparison_page(path, rows, told_differently(rows), runs)

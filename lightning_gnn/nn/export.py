@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,16 +92,22 @@ def export_onnx(
     """
     check_onnx()
     program = export_program(model, num_features, num_seeds)
-    torch.onnx.export(
-        program,
-        (),
-        str(path),
-        dynamo=True,
-        input_names=["x", "edge_index"],
-        output_names=["rows"],
-        external_data=False,
-        verbose=verbose,
-    )
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(level if verbose else logging.ERROR)  # else it warns that torchvision is missing
+    try:
+        torch.onnx.export(
+            program,
+            (),
+            str(path),
+            dynamo=True,
+            input_names=["x", "edge_index"],
+            output_names=["rows"],
+            external_data=False,
+            verbose=verbose,
+        )
+    finally:
+        logger.setLevel(level)
     return Path(path)
 
 

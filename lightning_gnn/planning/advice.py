@@ -9,7 +9,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_gnn.planning.limits import num_cores, product_rate
+from lightning_gnn.planning.limits import product_rate
+from lightning_gnn.runtime.cores import num_cores
 
 FASTER = 1.3
 """How much faster products in bfloat16 must be here to be worth a word."""

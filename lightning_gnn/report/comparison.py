@@ -27,6 +27,8 @@ from lightning_gnn.runtime.files import write_whole
 
 _SCORES = ("acc", "auc", "f1", "mae", "mrr")
 """Those that pick checkpoints by default, which stand first."""
+_SWEEP = "multirun.yaml"
+"""What was typed, by which a sweep is known."""
 _SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
 
 
@@ -57,6 +59,9 @@ class ComparisonTable(Callback):
             return
         with reporting("the comparison's table", warn):
             print_comparison(rows, directory / "comparison.csv")
+        if not (directory / _SWEEP).exists():  # of Hydra's sweepers not all leave it
+            with reporting(directory / _SWEEP, warn):
+                write_whole(directory / _SWEEP, OmegaConf.to_yaml(config))
         with reporting(directory / "comparison.csv", warn):
             _write(rows, directory / "comparison.csv")
         with reporting(directory / "report.html", warn):
@@ -174,9 +179,9 @@ def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
         caption_justify="left",
     )
     for name in ["job", *told]:
-        table.add_column(name, style="cyan")
+        table.add_column(name, style="cyan", no_wrap=name == "job")
     for name in [*figures, f"{score}: mean ± std"]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name in figures)
     repeated = any(row.get("runs", 1) > 1 for row in rows)
     previous: tuple[Any, ...] | None = None
     for row in rows:

@@ -32,6 +32,7 @@ p { margin: .4rem 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; } th { text-align: left; font-weight: 600; white-space: nowrap; }
 td, th { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.name { white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; font-size: .85rem; overflow-x: auto;
   padding: .7rem .9rem; margin: .4rem 0; }
 figure { margin: 0; } figure img { background: #fff; border-radius: 6px; max-width: 100%; }

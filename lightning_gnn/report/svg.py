@@ -11,6 +11,8 @@ Points = Sequence[tuple[float, float]]
 _COLORS = 6
 _NARROW = 540.0
 """A wider drawing is scrolled where there is no room for it: made smaller, nobody could read it."""
+_WIDE = 1080.0
+"""What fits a page."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 44.0, 34.0
 
 
@@ -117,8 +119,10 @@ def parallel_coordinates(
     """
     if len(columns) < 2 or len(names) < 2:
         return None
-    width, height, top, bottom = 1080.0, 320.0, 30.0, 20.0
-    step = (width - 240.0) / (len(columns) - 1)
+    height, top, bottom = 320.0, 30.0, 20.0
+    longest = max(7.4 * len(column) for column in columns)  # in bold; labels are cut
+    step = max(840.0 / (len(columns) - 1), longest + 12.0, 170.0 if len(columns) > 5 else 0.0)
+    width = 240.0 + step * (len(columns) - 1)
     places: list[list[float | None]] = []
     parts: list[Html] = []
 
@@ -190,8 +194,9 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _legend(names: Sequence[tuple[str, int]], y: float, width: float) -> tuple[list[Html], float]:
     """Return the legend from y on, and by how much it is higher than one line."""
-    found, x, first = [], 0.0, y
-    for name, color in names:
+    found, x, first, most = [], 0.0, y, int((width - 14) / 6.4)
+    for text, color in names:
+        name = text if len(text) <= most else f"{text[: most - 1]}…"
         if x and x + 14 + 6.4 * len(name) > width:
             x, y = 0.0, y + 16
         found.append(tag("rect", x=_at(x), y=y - 9, width=10, height=10, class_=f"f{color % _COLORS}"))
@@ -205,7 +210,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
 
 
 def _drawing(width: float, height: float, title: str, parts: Sequence[Html]) -> Html:
-    drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title)
+    wider = f"min-width: {width:g}px" if width > _WIDE else None
+    drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title, style=wider)
     return drawing if width <= _NARROW else tag("div", drawing, class_="wide")
 
 

@@ -89,9 +89,9 @@ def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str
     for row in rows:
         run = runs.get(row["job"])
         page_of = None if run is None else run.folder / "report.html"
-        name: object = row["job"]
+        name = tag("span", row["job"], class_="name")
         if page_of is not None and page_of.is_file():
-            name = tag("a", row["job"], href=quote(Path(os.path.relpath(page_of, folder)).as_posix()))
+            name = tag("a", name, href=quote(Path(os.path.relpath(page_of, folder)).as_posix()))
         took = shown_seconds(run.seconds) if run is not None else ""
         values = [shown_score(key, row[key]) if isinstance(row.get(key), (int, float)) else "" for key in scores]
         values.append(shown_seconds(row.get("epoch_time_s")))
@@ -123,7 +123,7 @@ def _pictures(
     found: list[Html] = []
     if score is None:
         return found
-    names = [f"{_called(row['job'])}: {', '.join(f'{key}={row.get(key, str())}' for key in told)}" for row in rows]
+    names = [f"{_called(row['job'])}: {', '.join(f'{key}={row[key]}' for key in told if row.get(key))}" for row in rows]
     columns = {key: [row.get(key) for row in rows] for key in [*told, score]}
     across = parallel_coordinates(columns, names, lowest=_lower_is_better(score))
     if across is not None:

@@ -16,7 +16,7 @@ from lightning_gnn.cli.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.report import save_numbers
-from lightning_gnn.report.comparison import compare, print_comparison, told_differently
+from lightning_gnn.report.comparison import ComparisonTable, compare, print_comparison, told_differently
 from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.run_page import run_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run, shown_seconds
@@ -281,6 +281,19 @@ def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, c
     assert {"70.00%", "25.00%", "0.00%"} <= {data.strip() for tag, data in page.texts if tag == "td"}
     assert report_command.main(["multirun", "nowhere"]) == 1
     assert "nowhere is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_sweep_by_a_sweeper_that_does_not_note_what_was_typed(tmp_path, capsys):
+    sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
+    typed = {"hydra": ["hydra/sweeper=optuna"], "task": ["task.lr=interval(0.1,1)"]}
+    runtime = {"cwd": "/there"}
+    ended = {"hydra": {"sweep": {"dir": str(tmp_path)}, "overrides": typed, "runtime": runtime, "job": {"num": "???"}}}
+    ComparisonTable().on_multirun_end(OmegaConf.create(ended))
+    command = shlex.split(page_of(tmp_path).text("pre").splitlines()[1])
+    assert command == ["lgnn", "-m", "hydra/sweeper=optuna", "task.lr=interval(0.1,1)"]
+    capsys.readouterr()
+    assert report_command.main([str(tmp_path)]) == 0
+    assert "Comparison" in capsys.readouterr().out
 
 
 @pytest.mark.slow
