@@ -81,7 +81,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
         **options: Any,
     ) -> None:
@@ -98,7 +98,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""

@@ -85,9 +85,10 @@ def _of_other(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
 
 
 def _could_precompute(datamodule: Any) -> bool:
-    """Tell whether a DataModule has the option and does not use it."""
+    """Tell whether a DataModule has the option, could use it and does not."""
     known = "precompute" in inspect.signature(type(datamodule).__init__).parameters
-    return known and getattr(datamodule, "precompute", None) is None
+    possible = getattr(datamodule, "can_precompute", True)
+    return known and possible and getattr(datamodule, "precompute", None) is None
 
 
 def _loader(trainer: pl.Trainer) -> Any:
