@@ -52,6 +52,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.plan_cpu $(ARGS)
 	$(BIN)/python -m benchmarks.collective $(ARGS)
+	$(BIN)/python -m benchmarks.collective_disturbed $(ARGS)
 	$(BIN)/python -m benchmarks.collective_planner $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate $(ARGS)
 	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)

@@ -31,7 +31,8 @@ from benchmarks.minibatch import make_data
 from benchmarks.roofline import roofline
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
-from lightning_gnn.planning.limits import MachineLimits, measure_limits, num_cores
+from lightning_gnn.planning.limits import MachineLimits, measure_limits
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32

@@ -55,9 +55,9 @@ from benchmarks.machine import machine
 from benchmarks.scripts import Script
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import num_cores
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import split_seeds
+from lightning_gnn.runtime.cores import num_cores
 
 SIZES = {
     "nodes": (200_000, 2_000),

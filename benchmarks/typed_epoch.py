@@ -33,7 +33,7 @@ from benchmarks.machine import MISSING, machine
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from benchmarks.typed_sampling import mag
 from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier
-from lightning_gnn.planning.limits import num_cores
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 349

@@ -19,6 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn.collective.dispatcher import initial_ratio
+from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.planning import MachineLimits
 
 ROOT = Path(__file__).parent.parent
@@ -605,6 +606,15 @@ def test_the_figure_of_hybrid_training_is_drawn(load, tmp_path):
     assert all(points[0]["speedup"] == 1 for points in study["nodes"].values())
     benchmark.draw({name: {"ours, accelerator only": 1.0, "ours, + DRM": 1.4}}, study, tmp_path / "hyscale.png")
     assert (tmp_path / "hyscale.png").stat().st_size > 1000
+
+
+def test_a_disturbed_loader_sleeps_as_it_should(load):
+    disturbed = load("collective_disturbed")
+    times = StageTimes(*[Duration(0.001)] * 5, cpu_workers=2)
+    plan = disturbed.plan_for(times, 12)
+    seconds = disturbed.epochs(times, 3.0, 12, plan, replan=True)
+    assert len(seconds) == disturbed.BEFORE + disturbed.AFTER
+    assert min(seconds) > 12 * 0.001
 
 
 @pytest.mark.campaign(parts=2, seldom=True)

@@ -227,7 +227,7 @@ class TritonNeighborSampler(DeviceSampler):
         indices: Tensor,
         *,
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         num_programs: int | None = None,
         num_warps: int = 4,
         device: torch.device | str | None = None,

@@ -32,7 +32,7 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
     """Return versions, machine, threads and devices of a run, by name."""
     import torch
 
-    from lightning_gnn.planning.limits import num_cores
+    from lightning_gnn.runtime.cores import num_cores
 
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -21,6 +21,7 @@ from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
 from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of, stores_of
@@ -29,6 +30,8 @@ from lightning_gnn.sampling.neighbor import beyond_plain
 ROUTES = ("auto", "cpu")
 _CPU_PART = 4
 """Without an accelerator the model needs the cores: one in so many prepares mini-batches."""
+_PLACES = 1024
+"""Of each tensor, that are looked at to tell graphs apart."""
 _SAMPLING = (
     "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "temporal_strategy", "time_window", "labor",
 )  # fmt: skip
@@ -39,7 +42,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
 
     In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. The plan
-    is kept on disk for the same machine and configuration. On a machine without a GPU, CPU threads prepare the
+    is kept on disk for the same machine and configuration, and made anew after an epoch that took a tenth longer or
+    shorter than it said. On a machine without a GPU, CPU threads prepare the
     mini-batches while the model trains; on another accelerator they do so through page-locked memory. Validation,
     testing and prediction are those of :class:`PersistentSamplerDataModule`.
 
@@ -52,6 +56,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
         profile_batches: Measurements of each stage before planning.
         cache_plan: Keep plans on disk, and use those that are there.
+        replan: Plan anew where epochs part from what the plan said; one that is given is never changed.
         gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
         **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
             them.
@@ -85,6 +90,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         gpu_buffer_size: int = 10,
         profile_batches: int = 20,
         cache_plan: bool = True,
+        replan: bool = True,
         gpu_route: str = "auto",
         **kwargs: Any,
     ) -> None:
@@ -92,13 +98,14 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
         true_or_false(cache_plan, "cache_plan")
+        true_or_false(replan, "replan")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
         self._given = _read_plan(plan)
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
-        self.cache_plan, self.gpu_route = cache_plan, gpu_route
+        self.cache_plan, self.replan, self.gpu_route = cache_plan, replan, gpu_route
         self._plan: CollectivePlan | None = None
         self._loaders: WeakSet[CollectiveLoader] = WeakSet()
         self._names = "", ""
@@ -170,6 +177,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             num_batches=self._num_batches,
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
             on_plan=self._keep,
+            replan=self.replan and (plan is None or plan is not self._given),
             **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
         )
         self._loaders.add(loader)
@@ -199,7 +207,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     def _end_model(self) -> int:
         """Called when a validation in mid-epoch begins, which is not the model's time."""
         for loader in self._loaders:
-            loader.routes.recorder.end_model()
+            loader.end_model()
         return 0
 
     def _num_batches(self) -> float:
@@ -268,11 +276,11 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         plan = kept_plan(*self._names) if self.cache_plan else None
         return plan if plan is not None and self._fits(plan) else None
 
-    def _keep(self, plan: CollectivePlan) -> CollectivePlan:
+    def _keep(self, plan: CollectivePlan, why: str) -> CollectivePlan:
         """Take a plan that has been made."""
         machine, configuration = self._names
         self._plan = plan = replace(plan, machine=machine, configuration=configuration)
-        rank_zero_info(_one_line(plan, "measured and planned"))
+        rank_zero_info(_one_line(plan, why))
         if self.cache_plan and self._rank == 0 and plan.times is not None:
             keep_plan(plan)
         return plan
@@ -309,7 +317,7 @@ def cores_of_process(trainer: pl.Trainer | None) -> int:
     Args:
         trainer: Tells how many processes there are; without one, the environment does.
     """
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = num_cores()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if trainer is not None and trainer.world_size > 1:
         processes = trainer.num_devices
@@ -317,7 +325,7 @@ def cores_of_process(trainer: pl.Trainer | None) -> int:
 
 
 def machine_name(device: torch.device, cores: int) -> str:
-    """Return what tells machines apart on which the stages take other times: processor, cores, accelerator.
+    """Return what tells machines apart on which the stages take other times: processor, cores, accelerator, its load.
 
     Args:
         device: Where the model trains.
@@ -331,7 +339,7 @@ def machine_name(device: torch.device, cores: int) -> str:
     accelerator = device.type
     if device.type == "cuda":
         accelerator = torch.cuda.get_device_name(device)
-    return f"{processor}, {cores} cores, {accelerator}"
+    return f"{processor}, {cores} cores, {accelerator}" + (", busy" if is_busy() else "")
 
 
 def configuration_name(
@@ -340,22 +348,33 @@ def configuration_name(
     """Return 32 hexadecimal digits that change with what the stages' times depend on.
 
     Args:
-        data: The graph; shapes count, content does not.
+        data: The graph: the shapes of its tensors, and their content at :data:`_PLACES` places each, which tells graphs
+            of one size apart and reads no large file.
         sampler: Its fanouts and options.
         model: Its class and the sizes of its parameters.
         settings: Anything else, by its ``repr``.
     """
-    shapes = [
-        (name, key, str(value.dtype), tuple(value.shape))
+    tensors = [
+        (name, key, value)
         for name, store in stores_of(data)
         for key, value in store.items()
         if isinstance(value, Tensor)
     ]
+    shapes = [(name, key, str(value.dtype), tuple(value.shape)) for name, key, value in tensors]
+    content = [_places(value) for _, _, value in tensors]
     sampling = [*beyond_plain(sampler), *(getattr(sampler, name, None) for name in _SAMPLING)]
     parameters = [] if model is None else [None if is_lazy(p) else tuple(p.shape) for p in model.parameters()]
     kind = None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
     graph = (data.num_nodes, shapes, type(sampler).__name__, sampling)
-    return checksum(graph, kind, parameters, list(settings), torch.__version__)
+    return checksum(graph, *content, kind, parameters, list(settings), torch.__version__)
+
+
+def _places(tensor: Tensor) -> Tensor | None:
+    """Return what stands at evenly spread places of a strided tensor."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    flat = torch.linspace(0, tensor.numel() - 1, min(_PLACES, tensor.numel()), dtype=torch.float64).long()
+    return tensor.detach()[torch.unravel_index(flat, tensor.shape)]
 
 
 def _lines(path: str) -> list[str]:

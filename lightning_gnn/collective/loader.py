@@ -22,6 +22,7 @@ from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.collective.watch import Watch
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
@@ -34,7 +35,8 @@ class CollectiveLoader(ThreadedNodeLoader):
     CPU workers fill page-locked host memory (Route 0), the training thread lets the device sample and gather others
     (Route 1), and yields them in the order of the epoch, as the plan says. Without a plan it begins with buffers of one
     size, measures the stages while the model trains, and goes on as the :class:`Dispatcher` finds best, which looks for
-    it in a thread of its own.
+    it in a thread of its own. It measures on: after an epoch that took a tenth longer or shorter than its plan said, it
+    plans anew by what the stages take by then.
 
     It iterates once at a time: a new iterator takes the place of one that has not come to its end.
 
@@ -47,7 +49,8 @@ class CollectiveLoader(ThreadedNodeLoader):
         profile_batches: Measurements of each stage before planning.
         num_batches: Tells how many there are, for an epoch that ends early.
         torch_threads: Torch's threads in the training thread while it iterates; None leaves them.
-        on_plan: Called with a plan that has been made; returns what to keep.
+        on_plan: Called with a plan that has been made, and why; returns what to keep.
+        replan: Plan anew where epochs part from what their plan said.
         **kwargs: What :class:`ThreadedNodeLoader` takes; ``num_workers`` are the threads of the CPU. With 0 and no
             ``route`` mini-batches are prepared when they are asked for.
 
@@ -68,7 +71,8 @@ class CollectiveLoader(ThreadedNodeLoader):
         profile_batches: int = 20,
         num_batches: Callable[[], float] | None = None,
         torch_threads: int | None = None,
-        on_plan: Callable[[CollectivePlan], CollectivePlan] | None = None,
+        on_plan: Callable[[CollectivePlan, str], CollectivePlan] | None = None,
+        replan: bool = True,
         **kwargs: Any,
     ) -> None:
         if gpu_buffer_size < 1:
@@ -84,8 +88,11 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.on_plan = on_plan
         self.planning: Future[CollectivePlan] | None = None
         """A plan that is being made."""
+        self._why = ""
         moves = route is not None or self.device.type != "cpu"
         self.ring = HostRing(self.device) if moves and self.num_threads else None
+        watches = replan and route is not None and self.num_threads
+        self.watch = Watch(profile_batches, self.num_threads) if watches else None
         in_thread = self if route is None and not self.num_threads else route
         self.routes = DeviceRoutes(self.device, in_thread, self.ring)
         self.buffer_limit: tuple[int, int] | None = None
@@ -162,10 +169,30 @@ class CollectiveLoader(ThreadedNodeLoader):
         )
         return CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
 
+    def start_planning(self, times: StageTimes, num_batches: int, why: str = "") -> None:
+        """Have a plan made in a thread.
+
+        Args:
+            times: What the stages take.
+            num_batches: Mini-batches of an epoch.
+            why: For the user, if it is not the first one.
+        """
+        self._why = why
+        thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
+        self.planning = thread.submit(self.plan_from, times, num_batches)
+        thread.shutdown(wait=False)
+
     def adopt(self, plan: CollectivePlan) -> None:
         """Make a plan the one in force."""
         self.planning = None
-        self.plan = plan if self.on_plan is None else self.on_plan(plan)
+        self.plan = plan if self.on_plan is None else self.on_plan(plan, self._why or "measured and planned")
+        self._why = ""
+
+    def end_model(self) -> None:
+        """Note that what comes now, such as a validation, is not the model's time."""
+        self.routes.recorder.end_model()
+        if self.watch is not None:
+            self.watch.pause()
 
     def shrink(
         self, buffers: tuple[int, int], on_device: bool, hopeless: bool, held: int, error: BaseException
@@ -203,6 +230,8 @@ class CollectiveLoader(ThreadedNodeLoader):
             )
         self.buffer_limit = on_gpu, on_cpu
         self.gpu_buffer_size = max(1, on_gpu)
+        if self.watch is not None:
+            self.watch.forget()
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
 
@@ -286,6 +315,8 @@ class CollectiveEpoch:
         recorder = self._loader.routes.recorder
         if self._begun:
             recorder.end_model()  # the user is back
+            if self._loader.watch is not None and self._left:
+                self._loader.watch.go()
         else:
             recorder.forget_model()  # the epoch before ended without a last call, and much may have been done since
         try:
@@ -338,6 +369,8 @@ class CollectiveEpoch:
             elif loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
                 loader.adopt(loader.plan_from(loader.profiler.stage_times(), self._num_batches))
         recorder.on_stage = loader.profiler.add if loader.measures else None
+        if loader.watch is not None and loader.plan is not None and loader.plan.times is not None:
+            self._watch(loader.watch, loader.plan, whole=not first)  # one without times promises nothing
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
@@ -347,6 +380,18 @@ class CollectiveEpoch:
         self._workers = Workers(
             loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder
         )
+
+    def _watch(self, watch: Watch, plan: CollectivePlan, whole: bool) -> None:
+        """Plan anew if the epoch before was not as its plan said, and watch this one."""
+        loader = self._loader
+        times = watch.parted()
+        if times is not None and loader.planning is None and loader.buffer_limit is None:
+            took = f"planned anew, as an epoch took {watch.took_s:.3g} s instead of {watch.expected_s:.3g}"
+            loader.start_planning(times, self._num_batches, took)
+        watch.begin(plan, self._num_batches)
+        loader.routes.recorder.on_stage = watch.add
+        if not whole:
+            watch.forget()
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Return what the schedule needs to know."""
@@ -365,7 +410,7 @@ class CollectiveEpoch:
         """Take steps until there is a mini-batch to train."""
         loader = self._loader
         while True:
-            if loader.measures:
+            if loader.measures or loader.planning is not None:
                 self._plan(workers)
             step = workers.next()
             self._note_phase(step.phase, time.perf_counter())
@@ -383,15 +428,14 @@ class CollectiveEpoch:
     def _plan(self, workers: Workers) -> None:
         """Have a plan made, in a thread, once enough is known, and go by it once it is there."""
         loader = self._loader
-        if loader.planning is None and loader.profiler.enough():
+        if loader.planning is None and loader.profiler.enough() and (times := loader.profiler.stage_times()):
             loader.routes.recorder.on_stage = None
-            times = loader.profiler.stage_times()
-            thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
-            loader.planning = thread.submit(loader.plan_from, times, self._num_batches)
-            thread.shutdown(wait=False)
+            loader.start_planning(times, self._num_batches)
         if loader.planning is not None and loader.planning.done():
             loader.adopt(loader.planning.result())
             workers.resize(*self._sizes())
+            if loader.watch is not None:
+                loader.watch.forget()
 
     def _bring(self, workers: Workers, number: int) -> None:
         """Let a mini-batch come to be on the device."""
@@ -428,6 +472,8 @@ class CollectiveEpoch:
         batch = loader.finish(prepared)
         self._left -= 1
         loader.times.add(prepared.cost)
+        if loader.watch is not None:
+            loader.watch.trained()
         if not self._left:
             self.close()
         loader.routes.recorder.begin_model(number)

@@ -12,6 +12,8 @@ _OUTLIER = 3.0
 """What takes so many times the median was something else as well: compiling, a validation, a checkpoint."""
 _LEAST = 3
 """Measurements of each stage that will do once an epoch is over."""
+_RECENT = 256
+"""So many of each stage are kept, or those wanted if these are more."""
 
 
 class Profiler:
@@ -36,7 +38,8 @@ class Profiler:
         self.warm_up = warm_up
         self.epochs = 0
         """Epochs that have begun while measuring."""
-        self._seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        kept = max(_RECENT, 2 * (num_measurements + warm_up + cpu_workers))
+        self._seconds: dict[str, deque[float]] = {stage: deque(maxlen=kept) for stage in STAGES}
         self._queued: deque[tuple[str, Timestamp, Timestamp]] = deque()
 
     def add(self, stage: str, start: Timestamp, end: Timestamp) -> None:
@@ -45,8 +48,8 @@ class Profiler:
 
     def seconds(self, stage: str) -> list[float]:
         """Return the durations of a stage that count, in the order in which they were measured."""
-        self._collect()
-        values = self._seconds[stage]
+        self.collect()
+        values = list(self._seconds[stage])
         first = max(self.warm_up, self.cpu_workers) if stage == "cpu_batching" else self.warm_up
         values = values[min(first, len(values) // 2) :]
         limit = _OUTLIER * median(values) if values else 0.0
@@ -55,7 +58,7 @@ class Profiler:
     def enough(self) -> bool:
         """Whether to plan now: all has been measured, or one epoch is over and something of each stage is known."""
         least = self.num_measurements if self.epochs <= 1 else min(_LEAST, self.num_measurements)
-        return all(len(self.seconds(stage)) >= least for stage in STAGES)
+        return all(self.count(stage) >= least for stage in STAGES)
 
     def exhausted(self) -> bool:
         """Whether to measure no more: two epochs have gone by, which were too short."""
@@ -63,15 +66,21 @@ class Profiler:
 
     def stage_times(self) -> StageTimes | None:
         """Return means and spreads; None as long as some stage has not been measured at all."""
-        found = {stage: self.seconds(stage) for stage in STAGES}
-        if not all(found.values()):
+        if not all(map(self.count, STAGES)):
             return None
-        durations = {stage: Duration(fmean(values), pstdev(values)) for stage, values in found.items()}
-        if durations["model"].mean <= 0:
-            durations["model"] = Duration(1e-9)
-        return StageTimes(**durations, cpu_workers=self.cpu_workers)
+        return StageTimes(**{stage: self.duration(stage) for stage in STAGES}, cpu_workers=self.cpu_workers)
 
-    def _collect(self) -> None:
+    def count(self, stage: str) -> int:
+        """Return how many durations of a stage count."""
+        return len(self.seconds(stage))
+
+    def duration(self, stage: str) -> Duration:
+        """Return mean and spread of a stage, of which something has been measured."""
+        values = self.seconds(stage)
+        return Duration(fmean(values) or (1e-9 if stage == "model" else 0.0), pstdev(values))
+
+    def collect(self) -> None:
+        """Read what the device has done by now; to be called now and then, for what is not read stays there."""
         while self._queued and is_reached(self._queued[0][2]):
             stage, start, end = self._queued.popleft()
             self._seconds[stage].append(seconds_between(start, end))

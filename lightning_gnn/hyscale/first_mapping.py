@@ -20,9 +20,10 @@ from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_
 from lightning_gnn.hyscale.decisions import read_decisions
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, num_cores, replays
+from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, replays
 from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.ops import batch_key
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 

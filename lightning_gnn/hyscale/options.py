@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from lightning_gnn.hyscale.numa import numa_cores
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.messages import whole_number
 
 
@@ -151,11 +151,6 @@ def turned_off(
         "Give a mapping by hand, as `lgnn plan` finds one: shares= or cpu_share=0.3, threads=(4, 2, 10), "
         "accelerator_sampling=0.2; or replay what decision_log= recorded: drm='decisions.jsonl'"
     )
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seeds_of_iteration(loader: Any) -> int:

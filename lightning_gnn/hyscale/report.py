@@ -36,12 +36,12 @@ from lightning_gnn.hyscale.options import (
     check_shares,
     default_threads,
     measurements_decide,
-    num_cores,
     replays,
     seeds_of_iteration,
 )
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.workload import Platform, Processor
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, check_yaml, read_text
 
 _CPU = torch.device("cpu")

@@ -49,7 +49,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         cache_bytes: int = 0,
         quantize: bool = False,
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         prefetch: int = 2,
         bulk: int = 8,
         device: torch.device | str | None = None,

@@ -20,7 +20,7 @@ from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
+from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, sample_bulk, triton_sampler
 from lightning_gnn.runtime.devices import sent
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
@@ -81,7 +81,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
         **options: Any,
     ) -> None:
@@ -98,7 +98,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
@@ -244,14 +244,8 @@ class PersistentNeighborSampler(NeighborSampler):
             keys: Of each.
             share: Of the GPU, how much the launch may fill.
         """
-        from lightning_gnn.triton_kernels.sample_bulk import Bulk
-
         self._check_process()
-        if len(seeds) > 1:
-            batch = Bulk.of(self._kernel, seeds, self.num_neighbors, keys, self.replace)
-        else:
-            batch = self._kernel.batch(seeds[0], self.num_neighbors, keys[0], self.replace, self.disjoint)
-        return self._kernel.begin(batch, share)
+        return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share)
 
     def end(self, begun: Any) -> list[SamplerOutput]:
         """Return mini-batches that have been begun, for use on the stream where that was."""
@@ -271,8 +265,6 @@ class PersistentNeighborSampler(NeighborSampler):
             return 1
         if self.subgraph_type == SubgraphType.induced:
             return 1
-        from lightning_gnn.triton_kernels.sample_bulk import most_batches
-
         most = min(wanted, most_batches(self._kernel))
         if self._kernel.device.type == "cuda":
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
@@ -303,8 +295,6 @@ class PersistentNeighborSampler(NeighborSampler):
             or any(own.time is not None for own in inputs)
         ):
             return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
-        from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
-
         seeds = [sent(check_seeds(own.node, self.graph.num_nodes), self.device) for own in inputs]
         drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
         made = []

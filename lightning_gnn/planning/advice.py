@@ -9,7 +9,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_gnn.planning.limits import num_cores, product_rate
+from lightning_gnn.planning.limits import product_rate
+from lightning_gnn.runtime.cores import num_cores
 
 FASTER = 1.3
 """How much faster products in bfloat16 must be here to be worth a word."""
@@ -84,9 +85,10 @@ def _of_other(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
 
 
 def _could_precompute(datamodule: Any) -> bool:
-    """Tell whether a DataModule has the option and does not use it."""
+    """Tell whether a DataModule has the option, could use it and does not."""
     known = "precompute" in inspect.signature(type(datamodule).__init__).parameters
-    return known and getattr(datamodule, "precompute", None) is None
+    possible = getattr(datamodule, "can_precompute", True)
+    return known and possible and getattr(datamodule, "precompute", None) is None
 
 
 def _loader(trainer: pl.Trainer) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.planning.limits import is_busy, num_cores
 from lightning_gnn.planning.overlap import Rhythm, rhythm
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import Step, time_steps, time_together
+from lightning_gnn.runtime.cores import is_busy, num_cores
 
 WORTH = 0.05
 """A gain below this part of the epoch is noise."""

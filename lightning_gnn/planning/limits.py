@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_gnn.ops.gather.definition import gather_rows
+from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, find, kept
 
@@ -112,16 +112,6 @@ def _least(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def is_busy() -> bool:
-    """Tell whether others had work for half of the cores or more in the last minute."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= max(1.0, 0.5 * num_cores())
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machine() -> str:

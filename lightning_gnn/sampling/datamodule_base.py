@@ -33,6 +33,7 @@ _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
 """What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
+_NOT_PRECOMPUTED = ("a graph with types", *_OF_SOME_EDGES, "weight_attr", "subgraph_type")
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
     "loader_id", "first_batch", "epoch", "loader_kwargs",
@@ -135,11 +136,7 @@ class MiniBatchDataModule(ResumableDataModule):
     def _check_together(self, asked: list[str], precompute: str | None) -> None:
         """Refuse what this DataModule cannot do with a sampler, whoever has made it."""
         for whole, on, none_of in (
-            (
-                "precompute",
-                precompute is not None,
-                ("a graph with types", *_OF_SOME_EDGES, "weight_attr", "subgraph_type"),
-            ),
+            ("precompute", precompute is not None, _NOT_PRECOMPUTED),
             ("inference='full'", self.inference is not None, _OF_SOME_EDGES),
         ):
             if on and (what := [name for name in asked if name in none_of]):
@@ -165,6 +162,11 @@ class MiniBatchDataModule(ResumableDataModule):
         if time.shape != (count,):
             raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {count} {what}")
         return time
+
+    @property
+    def can_precompute(self) -> bool:
+        """Whether ``precompute`` goes with the way in which this DataModule samples."""
+        return not {*_NOT_PRECOMPUTED} & {*beyond_plain(self.graph_sampler)}
 
     @property
     def batch_data(self) -> Any:

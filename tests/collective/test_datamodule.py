@@ -11,7 +11,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.collective.datamodule import CollectiveDataModule, cores_of_process
+from lightning_gnn.collective import datamodule as collective_datamodule
+from lightning_gnn.collective.datamodule import (
+    CollectiveDataModule,
+    configuration_name,
+    cores_of_process,
+    machine_name,
+)
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
@@ -31,6 +37,7 @@ PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0), "
 def cache(tmp_path, monkeypatch):
     """No plan of another test, and nothing left behind by any."""
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(collective_datamodule, "is_busy", lambda: False)
     torch_threads = torch.get_num_threads()
     yield tmp_path / "cache"
     gc.collect()
@@ -247,6 +254,21 @@ def test_the_model_is_part_of_the_configuration():
     fitted(data, model=Other())
     assert first.machine == data.plan.machine
     assert first.configuration != data.plan.configuration
+
+
+def test_the_graphs_content_and_the_machines_load_are_part_of_what_a_plan_is_kept_for(monkeypatch):
+    data = small_data()
+    names = [configuration_name(graph, None, None, []) for graph in (data, data.clone())]
+    assert names[0] == names[1]
+    other = data.clone()
+    other.edge_index = other.edge_index.flip(1)
+    assert configuration_name(other, None, None, []) != names[0]
+    transposed = data.clone()
+    transposed.x = data.x.t().contiguous().t()  # strided in another way, the same content
+    assert configuration_name(transposed, None, None, []) == names[0]
+    name = machine_name(torch.device("cpu"), 2)
+    monkeypatch.setattr(collective_datamodule, "is_busy", lambda: True)
+    assert machine_name(torch.device("cpu"), 2) == f"{name}, busy"
 
 
 def test_plans_need_not_be_kept(cache):

@@ -156,7 +156,7 @@ def test_it_measures_while_training_and_then_plans_once():
         route=route(batch_size=5),
         profile_batches=4,
         gpu_buffer_size=4,
-        on_plan=lambda plan: made.append(plan) or plan,
+        on_plan=lambda plan, why: made.append(plan) or plan,
         epoch=lambda number: 0,
     )
     plain = list(ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, "batch_size": 5}))

@@ -11,8 +11,9 @@ from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import options
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import Trainers, default_threads, num_cores, seeds_of_iteration
+from lightning_gnn.hyscale.options import Trainers, default_threads, seeds_of_iteration
 from lightning_gnn.hyscale.report import forecast, stages
+from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph import launch
 from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
 

@@ -40,6 +40,10 @@ class Precomputes:
         self.precompute = precompute
 
 
+class Typed(Precomputes):
+    can_precompute = False
+
+
 WAITING = EpochThroughput(10.0, model_s=2.0, wait_s=8.0, sampling_s=6.0, features_s=3.0)
 MODEL = EpochThroughput(10.0, model_s=9.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
 OTHER = EpochThroughput(10.0, model_s=2.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
@@ -52,6 +56,7 @@ OTHER = EpochThroughput(10.0, model_s=2.0, wait_s=1.0, sampling_s=2.0, features_
         (WAITING, run(1), Plain(), "datamodule.num_workers=2 would share out what takes longest there, sampling"),
         (WAITING, run(4), Plain(), "smaller datamodule.num_neighbors would cut"),
         (WAITING, run(4), Precomputes(), "datamodule.precompute=first_layer would spare a hop"),
+        (WAITING, run(4), Typed(), "smaller datamodule.num_neighbors"),
         (WAITING, run(4), Precomputes("first_layer"), "smaller datamodule.num_neighbors"),
         (WAITING, run(known=False), Plain(), "what SimpleNamespace waits for is not known here"),
         (MODEL, run(), Plain(), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may cut it"),

@@ -14,10 +14,10 @@ from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
-from lightning_gnn.planning.limits import num_cores
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.report import sentences
 from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart, time_together
+from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 

@@ -47,6 +47,50 @@ def triton_sampler(
     return by_device[device]
 
 
+def most_batches(sampler: TritonNeighborSampler) -> int:
+    """Return how many mini-batches :func:`sample_bulk` draws in one launch at most."""
+    from lightning_gnn.triton_kernels import sample_bulk as kernels
+
+    return int(kernels.most_batches(sampler))
+
+
+def sample_bulk(
+    sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
+) -> list[Any]:
+    """Sample several mini-batches side by side; arguments as for ``triton_kernels.sample_bulk.sample_bulk``."""
+    from lightning_gnn.triton_kernels import sample_bulk as kernels
+
+    made: list[Any] = kernels.sample_bulk(sampler, seeds, fanouts, keys, replace)
+    return made
+
+
+def begin_samples(
+    sampler: TritonNeighborSampler,
+    seeds: Sequence[Tensor],
+    fanouts: Sequence[int],
+    keys: Sequence[int],
+    replace: bool,
+    disjoint: bool,
+    share: float,
+) -> Any:
+    """Launch mini-batches, side by side if there are several, and return before they have been sampled.
+
+    Args:
+        sampler: Of the graph.
+        seeds: Of each, at least one, on the device, not checked.
+        fanouts: In-edges to pick per node and hop.
+        keys: Of each.
+        replace: Draw with replacement.
+        disjoint: One tree per seed; of one mini-batch alone.
+        share: Of the GPU, how much the launch may fill.
+    """
+    from lightning_gnn.triton_kernels.sample_bulk import Bulk
+
+    if len(seeds) > 1:
+        return sampler.begin(Bulk.of(sampler, seeds, fanouts, keys, replace), share)
+    return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint), share)
+
+
 def sample_relations_triton(
     graph: object,
     relations: Sequence[Relation],
