@@ -48,7 +48,9 @@ def runtime(monkeypatch):
 
 
 def locked(runtime, tensor):
-    return any(s <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= e for s, e in runtime.ranges.items())
+    """Whether all of its pages are registered, in one piece or in several."""
+    pages = range(tensor.data_ptr() // 4096, (tensor.data_ptr() + tensor.nbytes - 1) // 4096 + 1)
+    return all(any(s <= page * 4096 < e for s, e in runtime.ranges.items()) for page in pages)
 
 
 def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
