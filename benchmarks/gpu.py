@@ -1,19 +1,60 @@
-"""What exists for CUDA today: mini-batches copied to the GPU while the next ones are made, and a training epoch there.
+"""A GPU, measured: the most telling figures in the first ten minutes, on one page, then everything else.
 
-The contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders. Around
-bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the epoch
-Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation, full-graph epochs, hybrid training and
-collective batching. Without CUDA there is nothing to measure.
+First ``benchmarks.gpu_first``: samples (fused, bulks, queue, hop by hop), what of the host's memory is better read by
+the CPU, mini-batches and training steps through the DataModules beside PyG, cuGraph-PyG and GraphBolt. After each part
+the page is written anew: benchmarks/results/gpu.md, with the roofline and the verdicts.
+
+Then the contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders.
+Around bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the
+epoch Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation, full-graph epochs, hybrid
+training and collective batching. Without CUDA there is nothing to measure.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.harness import parse
+
+
+def first_page(args: argparse.Namespace, described: dict[str, Any]) -> dict[str, Any]:
+    """Measure what tells most, and write the page after each part; without a file, print it.
+
+    Args:
+        args: The command line.
+        described: The machine.
+    """
+    from benchmarks import gpu_first, gpu_page, peers
+    from benchmarks.gpu_model import Batch
+
+    small = {"nodes": args.nodes, "edges": args.edges, "batches": 16, "runs": args.runs}
+    first = gpu_first.First(torch.device("cuda", torch.cuda.current_device()), **(small if args.quick else {}))
+    what = (
+        f"{first.nodes:,} nodes, {first.edges:,} edges, {first.features} features, fanouts "
+        f"{', '.join(map(str, first.fanouts))}, {first.batch_size:,} seeds; {first.runs} rounds."
+    )
+    out = first._by_cpu(0)
+    batch = Batch(tuple(out[4]), tuple(out[5]))
+    packages = {"cuGraph-PyG": "cugraph_pyg", "GraphBolt": "dgl.graphbolt", "pyg-lib": "pyg_lib"}
+    missing = [name for name, package in packages.items() if not peers.importable(package)]
+
+    def write(parts: dict[str, Any]) -> None:
+        text = gpu_page.page(described, what, batch, parts, missing)
+        if args.out is None:
+            print(text, flush=True)
+            return
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.with_suffix(".md").write_text(text)
+        found = {"benchmark": "gpu_first", "machine": described, "parts": parts}
+        args.out.with_name(f"{args.out.stem}_first.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    write({})
+    return {"benchmark": "gpu_first", "parts": gpu_first.run(first, write)}
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -27,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     sizes = {**minibatch.SIZES, "hidden": epoch.SIZES["hidden"], "train_nodes": epoch.SIZES["train_nodes"]}
     args = parse("gpu", __doc__, sizes, argv, runs=3)
     described = machine()
+    results = [first_page(args, described)]
     batches = minibatch.run(args.sizes, args.runs, args.only, device="cuda")
     epochs = epoch.run(args.sizes, args.runs, args.only, device="cuda", models=tuple(epoch.MODELS))
-    results = []
     for part, rows, unit, compared in (
         ("minibatch", batches, "ms per mini-batch", minibatch.comparisons(batches, "Mini-batches on a GPU", None)),
         ("epoch", epochs, "s per epoch", epoch.comparisons(epochs, "Training epoch on a GPU", False)),

@@ -1,4 +1,4 @@
-"""Sampling hop by hop in one cooperative launch: the phases of a hop, the kernel that runs them, and the output.
+"""Sampling hop by hop in one cooperative launch: the phases of a hop and the kernel that runs them.
 
 Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)`` are
 the seeds, position B + x is edge x of the output. Each level runs three phases, a grid barrier after each: *expand*
@@ -15,7 +15,9 @@ batches::
 
 so a relaxed atomic minimum is the whole protocol: whatever order the bids arrive in, the lowest position of the lowest
 level remains. A disjoint sample has one node per (tree, node), found through a hash table; its slot takes the place of
-the node id.
+the node id. A bulk is several mini-batches in one launch, whose levels lie side by side: node v of mini-batch b is
+number ``b * num_nodes + v`` here, in ``nodes``, ``src`` and ``state``, so that within a level all is sorted by
+mini-batch, and each has the order that it would have alone. One barrier then serves all of them.
 
 Edge positions, local ids and nodes are int32, which halves what the random accesses move; offsets into the graph's
 edges are int64. Where a position is computed as ``program * share``, that is int64 too: it passes the end of the array
@@ -46,18 +48,24 @@ REPLACE = tl.constexpr(3)
 NUM_HOPS = tl.constexpr(4)
 CAPACITY = tl.constexpr(5)  # edge positions there is room for
 FIRST_TREE = tl.constexpr(6)  # position of the first seed in the whole mini-batch
+NUM_NODES = tl.constexpr(7)  # of the graph; read in a bulk, as are the following
+NUM_BATCHES = tl.constexpr(8)
 BARRIER = tl.constexpr(16)
 HEAD = tl.constexpr(32)  # next queue slot to claim
 WORK = tl.constexpr(48)  # (slots reserved << HALF) | tasks outstanding
 FANOUT = tl.constexpr(64)  # fanouts of up to MAX_HOPS hops
+KEYS = tl.constexpr(96)  # of up to MAX_BATCHES mini-batches of a bulk
+STARTS = tl.constexpr(128)  # where the seeds of each of them begin
 
 # Places in `sizes`, int64 [SIZES_SIZE].
 NODES = tl.constexpr(0)  # first local id of each level
 EDGES = tl.constexpr(40)  # first edge position of each level
 NEEDED = tl.constexpr(80)  # 0, or the capacity that a level would have needed: the levels from there on are missing
+PARTS = tl.constexpr(96)  # bulk: first local id of each (level, mini-batch), then first edge of each from level 1 on
 
 MAX_HOPS = 30
-CONTROL_SIZE, SIZES_SIZE = 128, 96
+MAX_BATCHES = 32
+CONTROL_SIZE, SIZES_SIZE = 160, 96
 
 # Two numbers in one 64-bit word: a single atomic changes both, and a single load reads both of the same moment.
 HALF = tl.constexpr(32)
@@ -137,9 +145,18 @@ def find_slot(table: Array, slots: Scalar, tree: Lanes, node: Lanes, on: Lanes) 
 
 
 @triton.jit
+def own_node(control: Array, u: Lanes) -> tuple[Lanes, Lanes]:
+    """Split numbers of nodes in a bulk into the mini-batch and the node of the graph, int32 ``[R]`` each."""
+    num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
+    batch = u // num_nodes
+    return batch, u - batch * num_nodes
+
+
+@triton.jit
 def place_seeds(
-    seeds: Array, state: Array, src: Array, sizes: Array, table: Array, stamp: Scalar, num_seeds: Scalar,
-    slots: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
+    seeds: Array, control: Array, state: Array, src: Array, sizes: Array, table: Array, stamp: Scalar,
+    num_seeds: Scalar, slots: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr,
+    T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Level 0: a seed's local id is its position, or the first one if it is given twice."""
     t = pid.to(tl.int64) * T
@@ -149,6 +166,12 @@ def place_seeds(
         u = tl.load(seeds + i, mask=on, other=0).to(tl.int32)
         if DISJOINT:
             u = find_slot(table, slots, i, u, on)
+        if BULK:
+            num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
+            batch = 1
+            while batch < tl.load(control + NUM_BATCHES):
+                u += tl.where(i >= tl.load(control + STARTS + batch), num_nodes, 0)
+                batch += 1
         tl.store(src + i, u, mask=on)
         # Code 0 is assigned at level 0: no later bid is lower. Of a seed given twice the lower position stays.
         tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
@@ -190,10 +213,11 @@ def neighbor(indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: 
 
 @triton.jit
 def expand_rows(
-    indptr: Array, indices: Array, offset: Array, hot: Array, state: Array, nodes: Array, trees: Array, rowptr: Array,
-    src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar, key: Scalar, first_tree: Scalar,
-    fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    indptr: Array, indices: Array, offset: Array, hot: Array, control: Array, state: Array, nodes: Array,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
+    key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
+    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
     low, high = level_rows(sizes, level, pid, programs)
@@ -203,11 +227,14 @@ def expand_rows(
         i = t + tl.arange(0, R)
         on = i < high
         v = tl.load(nodes + i, mask=on, other=0)
+        own_key = key
+        if BULK:
+            batch, v = own_node(control, v)
+            own_key = tl.load(control + KEYS + batch)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
         at = tl.load(rowptr + i, mask=on, other=0)
         taken = tl.where(on, width(degree, fanout, replace), 0)
-        own_key = key
         if DISJOINT:
             own_key = tree_key(key, first_tree + tl.load(trees + i, mask=on, other=0))
         picks = pick_row(node_key(own_key, v), degree, fanout, replace, K)
@@ -226,11 +253,18 @@ def expand_rows(
         e = tl.load(eid + pos, mask=on, other=0)
         begin = e
         copied = e
-        if CACHED:
+        v = pos
+        before = pos * 0
+        if BULK or CACHED:  # near in the caches: rows have been read, and edges written, by this program
             v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+        if BULK:
+            before = v
+            batch, v = own_node(control, v)
+            before -= v
+        if CACHED:
             begin = tl.load(indptr + v, mask=on, other=0)
             copied = tl.load(offset + v, mask=on, other=-1)
-        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED) + before
         tree = pos
         if DISJOINT:
             tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
@@ -297,10 +331,10 @@ def row_of(rowptr: Array, pos: Lanes, first: Scalar, last: Scalar, on: Lanes) ->
 
 @triton.jit
 def expand_flat(
-    indptr: Array, indices: Array, offset: Array, hot: Array, state: Array, nodes: Array, trees: Array, rowptr: Array,
-    src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar, key: Scalar, first_tree: Scalar,
-    fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr,
+    indptr: Array, indices: Array, offset: Array, hot: Array, control: Array, state: Array, nodes: Array,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
+    key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
+    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
     t, end = level_edges(sizes, level, pid, programs, T)
@@ -311,11 +345,17 @@ def expand_flat(
         on = pos < end
         low = row_of(rowptr, pos, first, last, on)
         v = tl.load(nodes + low, mask=on, other=0)
+        before = pos * 0
+        own_key = key
+        if BULK:
+            before = v
+            batch, v = own_node(control, v)
+            before -= v
+            own_key = tl.load(control + KEYS + batch)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
         j = pos - tl.load(rowptr + low, mask=on, other=0)
         tree = pos
-        own_key = key
         if DISJOINT:
             tree = tl.load(trees + low, mask=on, other=0)
             own_key = tree_key(key, first_tree + tree)
@@ -325,16 +365,16 @@ def expand_flat(
         copied = e
         if CACHED:
             copied = tl.load(offset + v, mask=on, other=-1)
-        u = neighbor(indices, hot, copied, begin, e, on, CACHED)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED) + before
         bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
         t += T
 
 
 @triton.jit
 def count(
-    indptr: Array, state: Array, src: Array, mark: Array, table: Array, sizes: Array, counts: Array, stamp: Scalar,
-    next_fanout: Scalar, replace: Scalar, level: Scalar, num_hops: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, T: tl.constexpr,
+    indptr: Array, control: Array, state: Array, src: Array, mark: Array, table: Array, sizes: Array, counts: Array,
+    stamp: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar, num_hops: Scalar, pid: Scalar,
+    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Mark the edges that won their source (1 + the edges it will have); total both for this program."""
     t, end = level_edges(sizes, level, pid, programs, T)
@@ -350,6 +390,8 @@ def count(
         expands = won & (level < num_hops)  # nodes of the last hop have no edges: their degrees are not read
         if DISJOINT:
             u = tl.load(table + u, mask=on, other=0).to(tl.int32)  # the lower half is the node
+        if BULK:
+            u = u % tl.load(control + NUM_NODES).to(tl.int32)
         begin = tl.load(indptr + u, mask=expands, other=0)
         degree = (tl.load(indptr + u + 1, mask=expands, other=0) - begin).to(tl.int32)
         edges = tl.where(expands, width(degree, next_fanout, replace), 0)
@@ -442,6 +484,7 @@ def level_phase(
     programs: Scalar,  # int32, how many there are
     PHASE: tl.constexpr,  # EXPAND, COUNT or ASSIGN
     DISJOINT: tl.constexpr,  # one tree per seed
+    BULK: tl.constexpr,  # several mini-batches, not disjoint
     CACHED: tl.constexpr,  # hot lists have copies
     STAGED: tl.constexpr,  # the queue has sampled already
     K: tl.constexpr,  # largest fanout that is picked in registers
@@ -457,7 +500,8 @@ def level_phase(
         first_tree = tl.load(control + FIRST_TREE)
         if level == 0:
             num_seeds = tl.load(control + NUM_SEEDS)
-            place_seeds(seeds, state, src, sizes, table, stamp, num_seeds, slots, pid, programs, DISJOINT, T)
+            place_seeds(seeds, control, state, src, sizes, table, stamp, num_seeds, slots, pid, programs,
+                        DISJOINT, BULK, T)  # fmt: skip
         else:
             fanout = tl.load(control + FANOUT + level - 1).to(tl.int32)
             if (fanout >= 0) & (fanout <= K):
@@ -465,22 +509,49 @@ def level_phase(
                     replay_rows(indptr, state, nodes, rowptr, src, eid, col, stage, ticket_of, sizes, stamp, fanout,
                                 replace, level, pid, programs, K, R, T)  # fmt: skip
                 else:
-                    expand_rows(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                                stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                                DISJOINT, CACHED, K, R, T)  # fmt: skip
+                    expand_rows(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
+                                table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
+                                DISJOINT, BULK, CACHED, K, R, T)  # fmt: skip
             else:
-                expand_flat(indptr, indices, offset, hot, state, nodes, trees, rowptr, src, eid, col, table, sizes,
-                            stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                            DISJOINT, CACHED, T)  # fmt: skip
+                expand_flat(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
+                            table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
+                            DISJOINT, BULK, CACHED, T)  # fmt: skip
     elif PHASE == COUNT:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)
-        count(indptr, state, src, mark, table, sizes, counts, stamp, fanout, replace, level, num_hops, pid, programs,
-              DISJOINT, T)  # fmt: skip
+        count(indptr, control, state, src, mark, table, sizes, counts, stamp, fanout, replace, level, num_hops, pid,
+              programs, DISJOINT, BULK, T)  # fmt: skip
     else:
         capacity = tl.load(control + CAPACITY)
         assign(state, nodes, trees, rowptr, src, mark, table, sizes, counts, stamp, capacity, level, pid, programs,
                DISJOINT, T, P)  # fmt: skip
+
+
+@triton.jit
+def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.constexpr) -> None:
+    """Note where each mini-batch of a bulk begins in each level; for one program."""
+    batches = tl.load(control + NUM_BATCHES).to(tl.int32)
+    num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
+    num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
+    parts = (num_hops + 1) * batches
+    t = 0
+    while t < parts:
+        part = t + tl.arange(0, T)
+        on = part < parts
+        level = part // batches
+        # A level is sorted by mini-batch: a binary search for the first node of each, side by side.
+        first = (part - level * batches) * num_nodes
+        at = tl.load(sizes + NODES + level, mask=on, other=0).to(tl.int32)
+        left = tl.load(sizes + NODES + 1 + level, mask=on, other=0).to(tl.int32) - at
+        while tl.max(left, 0) > 0:
+            half = left >> 1
+            below = (tl.load(nodes + at + half, mask=left > 0, other=0) < first) & (left > 0)
+            at = tl.where(below, at + half + 1, at)
+            left = tl.where(below, left - half - 1, half)
+        tl.store(sizes + PARTS + part, at.to(tl.int64), mask=on)
+        edge = tl.load(rowptr + at, mask=on & (level < num_hops), other=0)  # also of the first node behind a level
+        tl.store(sizes + PARTS + parts + part, edge.to(tl.int64), mask=on & (level < num_hops))
+        t += T
 
 
 # Arguments that change from batch to batch are not specialised: otherwise the first batch whose seeds lie at an
@@ -490,11 +561,13 @@ def hop_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
     sizes: Array, counts: Array, begin: Scalar, end: Scalar,
-    DISJOINT: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+    DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``.
+    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``, of a bulk one more.
 
-    Phase ``3 * level + EXPAND``, ``COUNT`` or ``ASSIGN``; the other arguments are those of :func:`level_phase`.
+    Phase ``3 * level + EXPAND``, ``COUNT`` or ``ASSIGN``, and of a bulk :func:`split` at the end; the other arguments
+    are those of :func:`level_phase`.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -503,45 +576,16 @@ def hop_kernel(
     # all threads. Under the interpreter, which runs programs one after another, a launch is a range of one phase.
     while phase < end:
         level = phase // PHASES
+        at_end = False
+        if BULK:
+            at_end = level > tl.load(control + NUM_HOPS)
+            if at_end & (pid == 0):
+                split(nodes, rowptr, control, sizes, R)
         for what in tl.static_range(3):
-            if phase % PHASES == what:
+            if (phase % PHASES == what) & (at_end == 0):
                 level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
                             mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
-                            DISJOINT, CACHED, False, K, R, T, P)  # fmt: skip
+                            DISJOINT, BULK, CACHED, False, K, R, T, P)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)
-
-
-@triton.jit(do_not_specialize=["num_seeds", "num_nodes", "num_edges"])
-def emit_kernel(
-    state: Array,  # int64 [num_nodes of the graph] or [slots]
-    nodes: Array,  # int32 [num_sampled]
-    trees: Array,  # int32 [num_sampled]; read if DISJOINT
-    src: Array,  # int32 [capacity]
-    eid: Array,  # int32 or int64 [capacity]
-    col: Array,  # int32 [capacity]
-    node_out: Array,  # int64 [num_nodes]
-    batch_out: Array,  # int64 [num_nodes]; written if DISJOINT
-    edge_index_out: Array,  # int64 [2, num_edges]
-    edge_out: Array,  # int64 [num_edges]
-    num_seeds: Scalar,
-    num_nodes: Scalar,
-    num_edges: Scalar,
-    DISJOINT: tl.constexpr,
-    T: tl.constexpr,
-) -> None:
-    """Relabel the edges of a finished batch and copy it out of the scratch memory."""
-    i = tl.program_id(0) * T + tl.arange(0, T)
-    on = i < num_nodes
-    tl.store(node_out + i, tl.load(nodes + i, mask=on, other=0).to(tl.int64), mask=on)
-    if DISJOINT:
-        tl.store(batch_out + i, tl.load(trees + i, mask=on, other=0).to(tl.int64), mask=on)
-    on = i < num_edges
-    pos = num_seeds + i
-    u = tl.load(src + pos, mask=on, other=0)
-    # By now the word of every source is assigned: its lower half is the local id. The one random access of an edge.
-    tl.store(edge_index_out + i, tl.load(state + u, mask=on, other=0) & LOW, mask=on)
-    # int64: the second row of edge_index begins at num_edges, and twice that may pass 2^31.
-    tl.store(edge_index_out + num_edges.to(tl.int64) + i, tl.load(col + pos, mask=on, other=0).to(tl.int64), mask=on)
-    tl.store(edge_out + i, tl.load(eid + pos, mask=on, other=0).to(tl.int64), mask=on)

@@ -225,7 +225,7 @@ def queue_kernel(
                 if (phase - FIRST_LEVEL) % PHASES == what:
                     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, src, rowptr, src, eid, col,
                                 mark, state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
-                                False, CACHED, True, K, R, T, P)  # fmt: skip
+                                False, False, CACHED, True, K, R, T, P)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

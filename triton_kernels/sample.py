@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lightning_gnn.triton_kernels.emit import emit_kernel
 from lightning_gnn.triton_kernels.hops import (
     CONTROL_SIZE,
     EDGES,
@@ -31,7 +32,6 @@ from lightning_gnn.triton_kernels.hops import (
     SIZES_SIZE,
     STAMP_SHIFT,
     WORK,
-    emit_kernel,
     hop_kernel,
 )
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
@@ -137,6 +137,12 @@ class DeviceSampler:
             self._stream = stream
             yield
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have the scratch memory to oneself, and launch on the sampler's device."""
+        with self._lock, self.on_device():
+            yield
+
     def most_programs(self) -> int:
         """Return how many programs a launch has at most."""
         if self.num_programs is not None:
@@ -202,7 +208,7 @@ class TritonNeighborSampler(DeviceSampler):
         indices: Tensor,
         *,
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         num_programs: int | None = None,
         num_warps: int = 4,
         device: torch.device | str | None = None,
@@ -248,14 +254,13 @@ class TritonNeighborSampler(DeviceSampler):
             ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
         fanouts = [int(fanout) for fanout in fanouts]
-        if len(fanouts) > MAX_HOPS:
-            raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
+        check_hops(fanouts)
         if not seeds.numel():
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             trees = empty.clone() if disjoint else None
             no_edges = [0] * len(fanouts)
             return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
-        with self._lock, self.on_device():
+        with self.turn():
             seeds = seeds.to(self.device).contiguous()
             batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
             sizes = batch.run()
@@ -291,10 +296,13 @@ class Batch:
     replace: bool
     disjoint: bool
     first_tree: int
+    parts: int = 1
+    """How many mini-batches it is, side by side."""
 
     def __post_init__(self) -> None:
         sampler = self.sampler
         self.num_seeds, self.num_hops = self.seeds.numel(), len(self.fanouts)
+        self.num_sizes = SIZES_SIZE + (2 * self.parts * (self.num_hops + 1) if self.parts > 1 else 0)
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
@@ -306,7 +314,7 @@ class Batch:
 
     def _bounds(self) -> tuple[int, int]:
         """Bound the edge positions and the queue slots that the batch can take."""
-        graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else 1)
+        graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else self.parts)
         rows, positions, slots = self.num_seeds, self.num_seeds, self.num_seeds
         for hop, fanout in enumerate(self.fanouts):
             # A seed given twice is expanded twice; from then on, a node once.
@@ -315,7 +323,7 @@ class Batch:
             if not self.replace:
                 edges = min(edges, largest)
             positions += edges
-            rows = edges if self.disjoint else min(edges, self.sampler.num_nodes)
+            rows = edges if self.disjoint else min(edges, self.parts * self.sampler.num_nodes)
             slots += rows if hop + 1 < self.num_hops else 0  # a node is pushed at most once for each hop
         return positions, slots
 
@@ -329,14 +337,15 @@ class Batch:
     def run(self) -> list[int]:
         """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
         s = self.sampler
-        most_nodes = self.capacity if self.disjoint else min(self.capacity, s.num_nodes + self.num_seeds)
+        words_of_nodes = self.parts * s.num_nodes
+        most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
         self.src = s.scratch("src", self.capacity, torch.int32)
         self.col = s.scratch("col", self.capacity, torch.int32)
         self.mark = s.scratch("mark", self.capacity, torch.int32)
         self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
         self.nodes = s.scratch("nodes", most_nodes, torch.int32)
         self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
-        self.sizes = s.scratch("sizes", SIZES_SIZE, torch.int64)
+        self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
         self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
         self.counts = s.scratch("counts", 2 * s.most_programs(), torch.int64)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
@@ -347,7 +356,7 @@ class Batch:
             self.table[: self.slots].fill_(-1)
             self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
         else:
-            self.state = s.scratch("state", s.num_nodes, torch.int64, UNTOUCHED)
+            self.state = s.scratch("state", words_of_nodes, torch.int64, UNTOUCHED)
         if self.queued:
             self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
             self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
@@ -359,9 +368,13 @@ class Batch:
         words[6] = self.first_tree
         words[WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
         words[FANOUT.value : FANOUT.value + self.num_hops] = self.fanouts
+        self.describe(words)
         self.control.copy_(host, non_blocking=True)
         self.launch()
-        return [int(size) for size in self.sizes.tolist()]
+        return [int(size) for size in self.sizes[: self.num_sizes].tolist()]
+
+    def describe(self, words: Any) -> None:
+        """Add to what the kernel is told, int64 ``[CONTROL_SIZE]``."""
 
     def launch(self) -> None:
         """Launch what samples into the scratch memory."""
@@ -378,8 +391,8 @@ class Batch:
             self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
         )  # fmt: skip
         options = {
-            "DISJOINT": self.disjoint, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": 64 * s.num_warps,
-            "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
+            "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
+            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
         }  # fmt: skip
         return args, options
 
@@ -387,8 +400,8 @@ class Batch:
         """Launch all hops as one cooperative kernel."""
         args, options = self.hop_arguments()
         options["launch_cooperative_grid"] = True
-        end = PHASES.value * (self.num_hops + 1)
-        variant = ("hop", self.disjoint, self.K, self.seeds.dtype)
+        end = PHASES.value * (self.num_hops + 1) + (self.parts > 1)
+        variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
         programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
         for begin, stop in self.sampler.ranges(0, end, programs):
             hop_kernel[(programs,)](*args, begin, stop, **options)
@@ -428,6 +441,12 @@ class Batch:
         node_counts = [b - a for a, b in pairwise(nodes_at)]
         edge_counts = [b - a for a, b in pairwise(edges_at)]
         return node, edge_index, edge, batch, node_counts, edge_counts
+
+
+def check_hops(fanouts: Sequence[int]) -> None:
+    """Raise a ValueError if there are more hops than the kernels do."""
+    if len(fanouts) > MAX_HOPS:
+        raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
 
 
 def queue_can(fanouts: Sequence[int]) -> bool:

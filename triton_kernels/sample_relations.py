@@ -144,7 +144,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
         Raises:
             ValueError: Too many hops and edge types, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
-        with self._lock, self.on_device():
+        with self.turn():
             on_device = [ids.to(self.device) for ids in seeds]
             batch = RelationBatch(self, relations, on_device, list(starts), keys, picking)
             sizes = batch.run()

@@ -46,7 +46,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         cache_bytes: int = 0,
         quantize: bool = False,
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace as changed
 from typing import Any
 
@@ -10,7 +12,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -19,7 +21,7 @@ from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import runs_on, triton_sampler
+from lightning_gnn.ops.sample.triton import most_batches, runs_on, sample_bulk, triton_sampler
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
 
 MODES = ("fused", "persistent")
@@ -68,6 +70,9 @@ class PersistentNeighborSampler(NeighborSampler):
     Source: PGSampler, sections III and IV. The termination rule and the order of nodes and edges are this project's.
     """
 
+    _drawn: NeighborSample | None = None
+    """What one of several samplers that share a launch returns."""
+
     def __init__(
         self,
         data: Data | HeteroData | CSCGraph | HeteroCSCGraph,
@@ -79,7 +84,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
         **options: Any,
     ) -> None:
@@ -96,7 +101,7 @@ class PersistentNeighborSampler(NeighborSampler):
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
-        fetch_size: int = 32,
+        fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
@@ -222,11 +227,61 @@ class PersistentNeighborSampler(NeighborSampler):
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         self._check_process()
+        if self._drawn is not None:
+            return self._drawn
         if self._kernel is None:
             return super().draw(seeds, key, first_tree)
         seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
         return NeighborSample(*out)
+
+    def bulk_size(self, wanted: int = 8) -> int:
+        """Return how many mini-batches :meth:`sample_many` had best be given at a time.
+
+        One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
+        disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
+        node of the graph, take an eighth of the free memory.
+
+        Args:
+            wanted: At most so many.
+        """
+        if self._kernel is None or self.disjoint or self.labor is not None:
+            return 1
+        if self.subgraph_type == SubgraphType.induced:
+            return 1
+        most = min(wanted, most_batches(self._kernel))
+        if self._kernel.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._kernel.device)[0]
+            most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))
+        return int(max(1, most))
+
+    def sample_many(self, inputs: Sequence[NodeSamplerInput], keys: Sequence[int]) -> list[Output]:
+        """Sample several mini-batches, in one launch where that can be (:meth:`bulk_size`).
+
+        Args:
+            inputs: The seeds of each.
+            keys: The key of each.
+
+        Returns:
+            What :meth:`sample_from_nodes` returns for each of them, bit for bit.
+
+        Raises:
+            TypeError: As for :meth:`sample_from_nodes`, and so are the following.
+            IndexError: A seed outside the graph.
+            ValueError: Seeds with a type.
+            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
+        """
+        self._check_process()
+        if len(inputs) < 2 or self.bulk_size() < 2 or any(own.time is not None for own in inputs):
+            return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
+        seeds = [check_seeds(own.node, self.graph.num_nodes) for own in inputs]
+        drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
+        made = []
+        for own, key, sample in zip(inputs, keys, drawn, strict=True):
+            one = copy.copy(self)
+            one._drawn = NeighborSample(*sample)
+            made.append(one.sample_from_nodes(own, key))
+        return made
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""

@@ -370,6 +370,16 @@ class _ThreadedLoader:
             part = batch._store if name is None else batch[name]
             part[key] = self._trained_rows(self.data._store if name is None else self.data[name], key, ids)
 
+    def pipeline(self, tasks: Iterator[Task]) -> Any:
+        """Return an iterator over the prepared mini-batches of some tasks, in their order, with ``close``."""
+        ahead = self.num_threads * self.prefetch_factor_threads
+        return OrderedPipeline(tasks, self.prepare, self.num_threads, ahead)
+
+    def key_of(self, task: Task) -> int:
+        """Return the key of a mini-batch."""
+        epoch, number, _ = task
+        return batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+
     def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
         """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
 
@@ -377,8 +387,7 @@ class _ThreadedLoader:
             task: Its epoch, its number and the positions of its seeds.
             stage_ends: Called before, between and after the stages.
         """
-        epoch, number, index = task
-        key = batch_key(self.seed, self.rank, self.loader_id, epoch, number)
+        key, index = self.key_of(task), task[2]
         stage_ends()
         start = time.perf_counter()
         part = getattr(index, "part", 0)
@@ -478,7 +487,7 @@ class _ThreadedIterator:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._pipeline: OrderedPipeline[Task, Prepared] | None = None
+        self._pipeline: Any = None
 
     def __iter__(self) -> Iterator[Data]:
         return self
@@ -494,15 +503,14 @@ class _ThreadedIterator:
         loader.times.add(cost)
         return batch
 
-    def _begin(self) -> OrderedPipeline[Task, Prepared]:
+    def _begin(self) -> Any:
         loader = self._loader
         epoch = loader.begin_epoch()
         first = 0 if loader.first_batch is None else loader.first_batch()
         tasks = (
             (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
         )
-        ahead = loader.num_threads * loader.prefetch_factor_threads
-        return OrderedPipeline(tasks, loader.prepare, loader.num_threads, ahead)
+        return loader.pipeline(tasks)
 
     def close(self) -> None:
         """Stop preparing and join the threads."""

@@ -50,6 +50,21 @@ def test_batches_equal_those_of_the_cpu(options):
             assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
 
 
+@pytest.mark.slow
+def test_any_bulk_gives_the_same_batches_also_from_its_middle():
+    options = SIZES | {"num_neighbors": [2], "batch_size": 8}
+    theirs = list(NeighborDataModule(data(), **options).train_dataloader())
+    for bulk in (2, 8):
+        ours = PersistentSamplerDataModule(data(), **options, device=DEVICE, bulk=bulk)
+        loader = ours.train_dataloader()
+        loader.first_batch = lambda: 1  # as in a resumed run
+        made = list(loader)
+        assert len(made) == len(theirs) - 1 > 2
+        for a, b in zip(made, theirs[1:], strict=True):
+            assert_same_content(a, b)
+        assert loader.times.batches == len(made)
+
+
 def more(kind):
     """A graph, and options that sample it otherwise than uniformly, or with types."""
     if kind in ("types", "types with times"):

@@ -2,33 +2,29 @@
 
 import re
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from benchmarks.kernel_usage import TILES, compiled, usage
 from benchmarks.sampling_baselines import discover_kernel, phase_kernel
-from lightning_gnn.triton_kernels.hops import emit_kernel, hop_kernel
+from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
+from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
-from tests.triton_kernels.compiling import targets, usage
+from tests.triton_kernels.compiling import targets
 
-LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset", "begins", "places")
-OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
-INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "ticket_of")
-TILES = {"R": 128, "T": 256}
 KINDS = ("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR")
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (hop_kernel, {"DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32"),
     *((phase_kernel, {"PHASE": phase, "DISJOINT": False, "K": 10, "P": 1024, **TILES}, "i32") for phase in range(3)),
     (hop_kernel, {"DISJOINT": True, "K": 10, "P": 1024, **TILES}, "i64"),
     (hop_kernel, {"DISJOINT": False, "CACHED": True, "K": 10, "P": 1024, **TILES}, "i32"),
+    (hop_kernel, {"DISJOINT": False, "BULK": True, "K": 10, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 15, "P": 1024, **TILES}, "i32"),
     (queue_kernel, {"K": 15, "CHUNK": chunk_size(15), "P": 1024, **TILES}, "i64"),
     (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}, "i32"),
     (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
     (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
+    (emit_bulk_kernel, {"T": 512}, "i32"),
     *(
         (relation_kernel, {**dict.fromkeys(KINDS, False), **kind, "P": 1024, **TILES}, dtype)
         for kind, dtype in (
@@ -41,20 +37,6 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     ),
     (emit_relations_kernel, {"T": 1024}, "i32"),
 ]
-
-
-def compiled(kernel, constants, kind, capability):
-    pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
-    constants = {"CACHED": False, **constants} if "CACHED" in kernel.arg_names else constants
-    pointers |= {"indices": f"*{kind}", "hot": f"*{kind}", "eid": f"*{kind}"}
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name in pointers and name != "seeds"
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
 def rows(number):

@@ -5,17 +5,13 @@ Run as ``python -m tests.triton_kernels.compiling FOLDER SLICE``: writes what ea
 
 import importlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import triton
+from benchmarks.kernel_usage import usage as usage
 
 GENERATIONS = (80, 90)
 SCRIPTS = ("compile_aggregate", "compile_aggregate_update", "compile_gather", "compile_sample")
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def targets(variants, number="all"):
@@ -29,16 +25,6 @@ def targets(variants, number="all"):
         for i, variant in enumerate(variants):
             if number == "all" or GENERATIONS[(i + int(number)) % 2] == capability:
                 yield capability, variant
-
-
-def usage(made):
-    """Return the registers, stack and local memory of a compiled kernel, as far as CUDA's tool is there to tell."""
-    if not CUOBJDUMP.exists():
-        return {}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
 
 
 def main():

@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import sampling_baselines
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
-from lightning_gnn.ops import Labor, sample_hetero_neighbors
+from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample import triton as operator
 from lightning_gnn.triton_kernels import sample as module
 from lightning_gnn.triton_kernels import sample_relations
+from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from tests.ops.test_sample_types import assert_equal
 from tests.patience import PATIENCE
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
@@ -121,6 +122,12 @@ def main():
         )
         assert_equal_to_reference(sampler, GRAPHS[name], seeds, fanouts, key=11)
         print(mode, "on", name, "equal", flush=True)
+    sampler = SharedSampler(*(torch.tensor(array) for array in GRAPHS["random"]), num_programs=3, num_warps=1)
+    seeds, keys = [torch.tensor([3, 0, 40]), torch.tensor([7]), torch.tensor([0, 0])], [1, 2, 3]
+    for made, own, key in zip(sample_bulk(sampler, seeds, [3, 2], keys), seeds, keys, strict=True):
+        wanted = sample_neighbors(CSCGraph(*sampler.graph[:2]), own, [3, 2], key, backend="reference")
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[:3], wanted[:3], strict=True))
+    print("a bulk on random equal", flush=True)
     sample_relations.relation_kernel = Forked(sample_relations.relation_kernel)
     indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
     plain = CSCGraph.from_csc(indptr, indices)

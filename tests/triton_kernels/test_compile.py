@@ -13,6 +13,7 @@ def test_sampling_kernels_compile_for_a100_and_h100(compiled):
         "queue_kernel",
         "discover_kernel",
         "emit_kernel",
+        "emit_bulk_kernel",
         "relation_kernel",
         "emit_relations_kernel",
     }

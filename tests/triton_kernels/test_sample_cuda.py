@@ -74,6 +74,23 @@ def test_other_fanouts_equal_numba(graph):
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_batches", [2, 8, 32])
+def test_a_bulk_equals_numba(graph, num_batches):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+    from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
+
+    sampler = TritonNeighborSampler(graph.indptr.cuda(), graph.indices.cuda())
+    generator = torch.Generator().manual_seed(3)
+    for fanouts in ([15, 10, 5], [-1, 5], [40, 3]):
+        seeds = [torch.randint(0, graph.num_nodes, (1024 - own,), generator=generator) for own in range(num_batches)]
+        keys = list(range(-2, num_batches - 2))
+        for out, own, key in zip(sample_bulk(sampler, seeds, fanouts, keys), seeds, keys, strict=True):
+            wanted = sample_neighbors(graph, own, fanouts, key, backend="numba")
+            assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(out[:3], wanted[:3], strict=True))
+            assert (list(out[4]), list(out[5])) == (list(wanted[4]), list(wanted[5]))
+
+
+@pytest.mark.timeout(1800)
 def test_topology_in_pinned_memory_equals_numba(graph):
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 

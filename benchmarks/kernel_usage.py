@@ -1,0 +1,99 @@
+"""What the compiled sampling kernels need of a GPU that need not be there: registers, shared memory, occupancy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
+from lightning_gnn.triton_kernels.hops import hop_kernel
+from lightning_gnn.triton_kernels.queue import queue_kernel
+from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset", "begins", "places")
+OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
+INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "ticket_of")
+TILES = {"R": 128, "T": 256}
+NUM_WARPS = 4
+SHARED = {80: 164, 90: 228}
+"""KB of shared memory of a multiprocessor; 65,536 registers and 64 warps on both."""
+_PLAIN = {"DISJOINT": False, "K": 10, "P": 1024, **TILES}
+_TYPED = {**dict.fromkeys(("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR"), False), "P": 1024, **TILES}
+VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
+    ("hop_kernel", "fanouts to 10"): (hop_kernel, _PLAIN),
+    ("hop_kernel", "fanouts to 15"): (hop_kernel, {**_PLAIN, "K": 15}),
+    ("hop_kernel", "bulk, fanouts to 10"): (hop_kernel, {**_PLAIN, "BULK": True}),
+    ("hop_kernel", "bulk, fanouts to 15"): (hop_kernel, {**_PLAIN, "BULK": True, "K": 15}),
+    ("hop_kernel", "disjoint, fanouts to 10"): (hop_kernel, {**_PLAIN, "DISJOINT": True}),
+    ("queue_kernel", "fanouts to 10"): (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}),
+    ("relation_kernel", "types"): (relation_kernel, _TYPED),
+    ("relation_kernel", "types, times"): (relation_kernel, {**_TYPED, "DISJOINT": True, "TEMPORAL": True}),
+    ("relation_kernel", "types, weights"): (relation_kernel, {**_TYPED, "WEIGHTED": True}),
+    ("relation_kernel", "types, LABOR"): (relation_kernel, {**_TYPED, "LABOR": True}),
+    ("emit_kernel", "one mini-batch"): (emit_kernel, {"DISJOINT": False, "T": 1024}),
+    ("emit_bulk_kernel", "bulk"): (emit_bulk_kernel, {"T": 512}),
+    ("emit_relations_kernel", "types"): (emit_relations_kernel, {"T": 1024}),
+}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int) -> Any:
+    """Compile a sampling kernel.
+
+    Args:
+        kernel: One of those that sample, or copy a sample out.
+        constants: Its constants.
+        kind: Type of source nodes and positions of edges, ``"i32"`` or ``"i64"``.
+        capability: Of the GPU, such as 90.
+    """
+    pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
+    constants = {name: False for name in ("CACHED", "BULK") if name in kernel.arg_names} | constants
+    pointers |= {"indices": f"*{kind}", "hot": f"*{kind}", "eid": f"*{kind}"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in pointers and name != "seeds"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})
+
+
+def usage(made: Any) -> dict[str, int]:
+    """Return the registers, stack and local memory of a compiled kernel, as far as CUDA's tool is there to tell."""
+    if not CUOBJDUMP.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        dump = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+
+
+def resident(registers: int, shared: int, capability: int) -> int:
+    """Return how many programs of ``NUM_WARPS`` warps one multiprocessor holds at once."""
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * NUM_WARPS)
+    by_shared = SHARED[capability] * 1024 // (shared + 1024)  # the system takes 1 KB of each program
+    return min(by_registers, by_shared, 64 // NUM_WARPS, 32)
+
+
+def all_kernels() -> list[dict[str, Any]]:
+    """Compile every variant for both generations of GPUs, and say what it needs."""
+    rows = []
+    for (name, variant), (kernel, constants) in VARIANTS.items():
+        for capability in SHARED:
+            made = compiled(kernel, constants, "i32", capability)
+            needs, shared = usage(made), made.metadata.shared
+            programs = resident(needs["REG"], shared, capability)
+            rows.append({
+                "kernel": name, "variant": variant, "sm": capability, "registers": needs["REG"], "shared": shared,
+                "spilled": needs["STACK"] + needs["LOCAL"], "programs": programs,
+                "occupancy": programs * NUM_WARPS / 64,
+            })  # fmt: skip
+    return rows

@@ -1,0 +1,149 @@
+"""What ``benchmarks.gpu_model`` counts is what Triton's interpreter counts, access by access."""
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+import triton.runtime.interpreter as interpreter
+
+from lightning_gnn.triton_kernels import sample as module
+from lightning_gnn.triton_kernels import sample_bulk as bulk_module
+from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
+from tests.triton_kernels.sampling_cases import GRAPHS
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return importlib.import_module("benchmarks.gpu_model")
+
+
+class Counting:
+    """Counts the accesses of kernels to arrays that it knows by name."""
+
+    KINDS = {  # noqa: RUF012
+        "create_masked_load": ("load", 0, 1),
+        "create_masked_store": ("store", 0, 2),
+        "create_atomic_rmw": ("atomic", 1, 3),
+    }
+
+    def __init__(self, monkeypatch):
+        self.ranges, self.counts = [], Counter()
+        for name, (kind, pointer_at, mask_at) in self.KINDS.items():
+            original = getattr(interpreter.InterpreterBuilder, name)
+            monkeypatch.setattr(interpreter.InterpreterBuilder, name, self.counted(original, kind, pointer_at, mask_at))
+
+    def counted(self, original, kind, pointer_at, mask_at):
+        def call(builder, *args):
+            addresses = np.atleast_1d(args[pointer_at].data).astype(np.uint64)
+            mask = np.broadcast_to(np.atleast_1d(args[mask_at].data), addresses.shape).astype(bool)
+            for name, low, high in self.ranges:
+                seen = int(((addresses >= low) & (addresses < high) & mask).sum())
+                if seen:
+                    self.counts[kind, name] += seen
+            return original(builder, *args)
+
+        return call
+
+    def name(self, name, tensor):
+        if tensor.numel():
+            low = tensor.data_ptr()
+            self.ranges.append((name, low, low + tensor.numel() * tensor.element_size()))
+        return tensor
+
+
+class Outputs:
+    """Stands in for ``torch`` where outputs are made, in the order node, edge_index, edge."""
+
+    NAMES = ("node_out", "edge_index_out", "edge_out")
+
+    def __init__(self, counting):
+        self.counting, self.made = counting, 0
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *args, **kwargs):
+        self.made += 1
+        return self.counting.name(self.NAMES[(self.made - 1) % 3], torch.empty(*args, **kwargs))
+
+    def cat(self, parts):
+        return self.counting.name("seeds", torch.cat(parts))
+
+
+class Named(TritonNeighborSampler):
+    def _allocate(self, size, dtype):
+        return torch.empty(size, dtype=dtype)
+
+    def scratch(self, name, size, dtype, fill=None):
+        known = name in self._buffers
+        made = super().scratch(name, size, dtype, fill)
+        if not known and name in self.counting.names:
+            self.counting.name(name, made)
+        return made
+
+
+@pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here")
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_counts_are_those_of_the_interpreter(parts, model, monkeypatch):
+    counting = Counting(monkeypatch)
+    counting.names = set(model.BYTES) - {"table"}
+    indptr, indices = GRAPHS["random"]
+    indptr = counting.name("indptr", torch.tensor(indptr))
+    indices = counting.name("indices", torch.tensor(indices, dtype=torch.int32))
+    Named.counting = counting
+    sampler = Named(indptr, indices, num_programs=2, num_warps=1)
+    outputs = Outputs(counting)
+    monkeypatch.setattr(module if parts == 1 else bulk_module, "torch", outputs)
+    if parts == 1:
+        seeds = counting.name("seeds", torch.tensor([3, 0, 40, 3]))
+        made = [sampler.sample(seeds, [4, 3], 1)]
+    else:
+        made = sample_bulk(sampler, [torch.tensor([3, 0]), torch.tensor([7, 40, 5])], [4, 3], [1, 2])
+    nodes = tuple(map(sum, zip(*(sample[4] for sample in made), strict=True)))
+    edges = tuple(map(sum, zip(*(sample[5] for sample in made), strict=True)))
+    batch = model.Batch(nodes, edges, parts)
+    wanted = model.hop_counts(batch, programs=2) + model.emit_counts(batch)
+    if parts > 1:  # the search for its parts
+        searched = counting.counts["load", "nodes"] - wanted["load", "nodes"]
+        assert 0 < searched < 100
+        counting.counts["load", "nodes"] -= searched
+        counting.counts["load", "rowptr"] -= len(edges) * parts
+        counting.counts = +counting.counts
+    assert counting.counts == wanted
+    assert model.barriers(batch) == (8 if parts == 1 else 9)
+
+
+def test_the_roofline_says_what_a_bulk_saves(model):
+    batch = model.Batch((1024, 15_000, 140_000, 450_000), (15_360, 150_000, 700_000))
+    alone, shared = (model.expected(batch.times(bulk), 2039, 432) for bulk in (1, 8))
+    assert alone["barriers"] == 11
+    assert shared["barriers"] == 12 / 8
+    assert shared["us"] < alone["us"] < model.hop_by_hop(batch, 2039, 432)
+    assert shared["fixed_us"] == pytest.approx((12 * model.BARRIER_US + 2 * model.LAUNCH_US + model.SYNC_US) / 8)
+    assert [row["bulk"] for row in model.roofline({"x": batch})] == [1, 8] * 3
+
+
+def test_the_guide_shows_the_table_of_the_file(model):
+    result = json.loads(model.FILE.read_text())
+    assert {row["sm"] for row in result["kernels"]} == {80, 90}
+    assert all(row["spilled"] <= 64 for row in result["kernels"])
+    text = model.PAGE.read_text(encoding="utf-8")
+    assert model.replaced(text, model.page(result)) == text, "run python -m benchmarks.gpu_model --write"
+
+
+def test_occupancy(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    resident = importlib.import_module("benchmarks.kernel_usage").resident
+    assert resident(128, 2048, 80) == 4
+    assert resident(96, 2048, 90) == 5
+    assert resident(16, 0, 80) == 16
+    assert resident(32, 40_000, 80) == 4
