@@ -108,7 +108,7 @@ def which_module() -> str:
     parts = []
     for number, (question, aside, below, answer) in enumerate(rows):
         y = 16 + number * 84
-        parts += [box(20, y, 250, 44, question, "question"), box(400, y, 230, 44, answer, "ours")]
+        parts += [box(20, y, 250, 44, question, "question"), box(400, y, 250, 44, answer, "ours")]
         parts += [arrow((270, y + 22), (400, y + 22), text=aside), arrow((145, y + 44), (145, y + 84), text=below)]
     parts.append(
         box(20, 16 + len(rows) * 84, 250, 44, "CollectiveDataModule\nboth prepare, by a measured plan", "ours")

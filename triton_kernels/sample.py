@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import triton
@@ -81,9 +81,13 @@ class DeviceSampler:
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple[object, ...], int] = {}
         self._sms: int | None = None
-        self._lock = threading.Lock()
-        self._stream: torch.Stream | None = None
+        self._lock = threading.RLock()  # a bulk that is too large is sampled again in halves
+        self._stream: Any = None
         self._host_control = self.host_words(CONTROL_SIZE)
+        self._host_sizes = self.host_words(SIZES_SIZE)
+        self._open: Pending | None = None
+        self.share = 1.0
+        """Of the GPU, how much a launch may fill; a part leaves room for what is trained at the same time."""
 
     def host_words(self, size: int) -> Tensor:
         """Return int64 zeros ``[size]`` in host memory from which a GPU copies without waiting."""
@@ -127,21 +131,36 @@ class DeviceSampler:
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Launch on the sampler's device, after what an earlier call may still do on another stream."""
-        if self.device.type != "cuda":
-            yield
-            return
-        with torch.cuda.device(self.device):  # Triton launches on the current CUDA device
-            stream = torch.accelerator.current_stream()
+        # Triton launches on the current CUDA device.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            stream = self.current_stream()
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
             yield
 
+    def current_stream(self) -> Any:
+        """Return the stream that launches go to; None where they are over when they return."""
+        return torch.accelerator.current_stream(self.device) if self.device.type == "cuda" else None
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Have the scratch memory to oneself, and launch on the sampler's device."""
-        with self._lock, self.on_device():
-            yield
+        """Have the scratch memory to oneself, once a mini-batch that was begun has left it, and launch."""
+        with self._lock:
+            if self._open is not None:
+                with self._open.stream or contextlib.nullcontext(), self.on_device():
+                    self._open.settle()
+            with self.on_device():
+                yield
+
+    def fetch(self, words: Tensor) -> Fetched:
+        """Send int64 words to host memory that the next call uses again; nobody waits."""
+        if self._host_sizes.numel() < words.numel():
+            self._host_sizes = self.host_words(2 * words.numel())
+        host = self._host_sizes[: words.numel()]
+        host.copy_(words, non_blocking=True)
+        stream = self.current_stream()
+        return Fetched(host, None if stream is None else stream.record_event())
 
     def most_programs(self) -> int:
         """Return how many programs a launch has at most."""
@@ -167,7 +186,7 @@ class DeviceSampler:
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
             self._programs[variant] = max(1, per_sm) * self._num_sms()
-        return self._programs[variant]
+        return max(1, int(self._programs[variant] * self.share))
 
     def ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
         """Return the phases of each launch: all, but under the interpreter one."""
@@ -261,18 +280,106 @@ class TritonNeighborSampler(DeviceSampler):
             no_edges = [0] * len(fanouts)
             return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self.turn():
-            seeds = seeds.to(self.device).contiguous()
-            batch = self._batch(seeds, fanouts, key, replace, disjoint, first_tree)
-            sizes = batch.run()
-            while needed := sizes[NEEDED.value]:
-                batch.grow(needed)
-                sizes = batch.run()
-            return batch.emit(sizes)
+            self.share = 1.0
+            batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
+            batch.start()
+            return batch.finish()[0]
+
+    def begin(self, batch: Batch, share: float = 1.0) -> Pending:
+        """Launch a batch on the current stream, and return before it has been sampled.
+
+        Args:
+            batch: Of this sampler, from :meth:`batch` or of several mini-batches.
+            share: Of the GPU, how much the launch may fill.
+        """
+        with self.turn():
+            self.share = share
+            batch.start()
+            self._open = Pending(self, batch)
+            return self._open
+
+    def batch(
+        self,
+        seeds: Tensor,
+        fanouts: Sequence[int],
+        key: int,
+        replace: bool = False,
+        disjoint: bool = False,
+        first_tree: int = 0,
+    ) -> Batch:
+        """Return what :meth:`begin` launches; arguments as for :meth:`sample`, with at least one seed.
+
+        Raises:
+            ValueError: More than 30 hops.
+        """
+        fanouts = [int(fanout) for fanout in fanouts]
+        check_hops(fanouts)
+        return self._batch(seeds.to(self.device).contiguous(), fanouts, key, replace, disjoint, first_tree)
 
     def _batch(
         self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
     ) -> Batch:
         return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
+
+
+class Fetched(NamedTuple):
+    """Words on their way to the host.
+
+    Args:
+        words: Where they arrive, int64 ``[n]``.
+        arrival: Event after which they are there; None: they are.
+    """
+
+    words: Tensor
+    arrival: Any
+
+    def is_there(self) -> bool:
+        """Whether reading would not wait."""
+        return self.arrival is None or bool(self.arrival.query())
+
+    def read(self) -> list[int]:
+        """Return them, once they are there."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return [int(word) for word in self.words.tolist()]
+
+
+class Pending:
+    """A mini-batch, or several, that have been launched by :meth:`TritonNeighborSampler.begin`.
+
+    It leaves the sampler's scratch memory when it is asked for, or when the sampler is to sample something else.
+
+    Args:
+        sampler: Where it has been launched.
+        batch: What.
+    """
+
+    def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
+        self.stream = sampler.current_stream()
+        """Where it has been launched, and where its output is made."""
+        self._sampler, self._batch = sampler, batch
+        self._made: list[Sample] | None = None
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`end` would not wait."""
+        return self._made is not None or self._batch.fetched.is_there()
+
+    def end(self) -> list[Sample]:
+        """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun.
+
+        Raises:
+            ValueError: A sample of more than 2^31 edges (2^29 if disjoint).
+        """
+        if self._made is None:
+            with self._sampler.turn():
+                pass
+        assert self._made is not None
+        return self._made
+
+    def settle(self) -> None:
+        """Copy it out of the scratch memory; for who has the sampler's lock, on ``stream``."""
+        self._sampler._open = None
+        self._made = self._batch.finish()
 
 
 @dataclass(eq=False)
@@ -334,8 +441,17 @@ class Batch:
         self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
         self.sampler._start = max(self.sampler._start, self.capacity)
 
-    def run(self) -> list[int]:
-        """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
+    def finish(self) -> list[Sample]:
+        """Return the samples of what has been started, in a list; waits for the sizes."""
+        sizes = self.fetched.read()
+        while needed := sizes[NEEDED.value]:
+            self.grow(needed)
+            self.start()
+            sizes = self.fetched.read()
+        return [self.emit(sizes)]
+
+    def start(self) -> None:
+        """Sample into the scratch memory; the sizes are ``fetched``."""
         s = self.sampler
         words_of_nodes = self.parts * s.num_nodes
         most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
@@ -361,7 +477,7 @@ class Batch:
             self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
             self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
             self.ticket_of = s.scratch("ticket_of", s.num_nodes, torch.int32)
-        host = s._host_control  # not in use: the last batch ended with a synchronisation
+        host = s._host_control  # not in use: the host has read the sizes of the last batch, which came after it
         words = host.numpy()
         words[:] = 0  # the counters too
         words[:6] = (s.next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
@@ -371,7 +487,7 @@ class Batch:
         self.describe(words)
         self.control.copy_(host, non_blocking=True)
         self.launch()
-        return [int(size) for size in self.sizes[: self.num_sizes].tolist()]
+        self.fetched = s.fetch(self.sizes[: self.num_sizes])
 
     def describe(self, words: Any) -> None:
         """Add to what the kernel is told, int64 ``[CONTROL_SIZE]``."""

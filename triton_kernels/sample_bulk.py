@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,19 +81,10 @@ def sample_bulk(
         return [sampler.sample(own, fanouts, key, replace) for own, key in zip(seeds, keys, strict=True)]
     check_hops(fanouts)
     with sampler.turn():
+        sampler.share = 1.0
         bulk = Bulk.of(sampler, seeds, fanouts, keys, replace)
-        sizes = bulk.run()
-        while (needed := sizes[NEEDED.value]) and needed <= bulk.limit:
-            bulk.grow(needed)
-            sizes = bulk.run()
-        if not needed:
-            return bulk.emit_all(sizes)
-    half = len(seeds) // 2  # together they have more edges than can be numbered
-    return [
-        sample
-        for part in (slice(half), slice(half, None))
-        for sample in sample_bulk(sampler, seeds[part], fanouts, keys[part], replace)
-    ]
+        bulk.start()
+        return bulk.finish()
 
 
 @dataclass(eq=False)
@@ -112,11 +104,13 @@ class Bulk(Batch):  # type: ignore[misc]
         cls,
         sampler: TritonNeighborSampler,
         seeds: Sequence[Tensor],
-        fanouts: list[int],
+        fanouts: Sequence[int],
         keys: Sequence[int],
         replace: bool,
     ) -> Bulk:
         """Join mini-batches, of which none is empty."""
+        fanouts = [int(fanout) for fanout in fanouts]
+        check_hops(fanouts)
         starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
         together = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
         return cls(sampler, together, fanouts, 0, replace, False, 0, len(seeds), keys, starts)
@@ -126,6 +120,23 @@ class Bulk(Batch):  # type: ignore[misc]
         words[NUM_NODES.value], words[NUM_BATCHES.value] = self.sampler.num_nodes, self.parts
         words[KEYS.value : KEYS.value + self.parts] = self.keys
         words[STARTS.value : STARTS.value + self.parts] = self.starts[:-1]
+
+    def finish(self) -> list[Sample]:
+        """Return the samples of what has been started; waits for the sizes."""
+        sizes = self.fetched.read()
+        while (needed := sizes[NEEDED.value]) and needed <= self.limit:
+            self.grow(needed)
+            self.start()
+            sizes = self.fetched.read()
+        if not needed:
+            return self.emit_all(sizes)
+        half = self.parts // 2  # together they have more edges than can be numbered
+        own = [self.seeds[a:b] for a, b in pairwise(self.starts)]
+        return [
+            sample
+            for part in (slice(half), slice(half, None))
+            for sample in sample_bulk(self.sampler, own[part], self.fanouts, self.keys[part], self.replace)
+        ]
 
     def emit_all(self, sizes: list[int]) -> list[Sample]:
         """Copy the mini-batches out of the scratch memory."""

@@ -251,7 +251,8 @@ class RelationBatch:
         self._write_control()
         self._launch()
         used = 1 + (self.num_stages + 1) * (1 + self.num_types)
-        return [int(size) for size in self.sizes[:used].tolist()]
+        sizes: list[int] = s.fetch(self.sizes[:used]).read()
+        return sizes
 
     def _write_control(self) -> None:
         """Write what differs from stage to stage, and from batch to batch, to where the kernel reads it."""

@@ -27,7 +27,6 @@ from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.loader import Task, ThreadedNodeLoader, name_of
-from lightning_gnn.sampling.seed_order import mini_batches
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -376,12 +375,11 @@ class CollectiveEpoch:
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        tasks = (
-            (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
-        )
         schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
         threads = loader.num_threads if self._buffers[1] else 0
-        self._workers = Workers(tasks, loader.prepare_on_host, loader.drop, schedule, threads, recorder)
+        self._workers = Workers(
+            loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder
+        )
 
     def _watch(self, watch: Watch, plan: CollectivePlan, whole: bool) -> None:
         """Plan anew if the epoch before was not as its plan said, and watch this one."""

@@ -21,6 +21,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
+from lightning_gnn.runtime.page_locked import page_locked
 
 INT32_MAX = 2**31 - 1
 
@@ -318,8 +319,11 @@ class CSCGraph:
         return self._map(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> CSCGraph:
-        """Return a copy in page-locked host memory, which an accelerator can read directly."""
-        return self._map(Tensor.pin_memory)
+        """Return the graph in page-locked host memory, which an accelerator can read directly.
+
+        It is the same memory, if the system can lock it where it is, else a copy.
+        """
+        return self._map(page_locked)
 
     def share_memory_(self) -> CSCGraph:
         """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""

@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
+from lightning_gnn.runtime.page_locked import page_locked
 
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What a table keeps features in."""
@@ -174,9 +175,12 @@ class FeatureTable:
         return FeatureTable(self.values.to(device), scales=None if self.scales is None else self.scales.to(device))
 
     def pin_memory(self) -> FeatureTable:
-        """Return a copy in page-locked host memory, which an accelerator can read directly; a cache stays as it is."""
-        scales = self.scales.pin_memory() if self.scales is not None and self.scales.is_cpu else self.scales
-        return FeatureTable(self.values.pin_memory(), scales=scales, cache=self.cache)
+        """Return the table in page-locked host memory, which an accelerator can read directly.
+
+        It is the same memory, if the system can lock it where it is, else a copy; a cache stays as it is.
+        """
+        scales = None if self.scales is None else page_locked(self.scales)
+        return FeatureTable(page_locked(self.values), scales=scales, cache=self.cache)
 
     def share_memory_(self) -> FeatureTable:
         """Move the table into shared memory; returns self."""

@@ -115,7 +115,7 @@ class HeteroCSCGraph:
         return self.map_relations(lambda _, graph: graph.to(device))
 
     def pin_memory(self) -> HeteroCSCGraph:
-        """Return a copy in page-locked host memory, which an accelerator can read directly."""
+        """Return the graph in page-locked host memory, in place where the system can lock it, else a copy."""
         return self.map_relations(lambda _, graph: graph.pin_memory())
 
     def share_memory_(self) -> HeteroCSCGraph:

@@ -27,10 +27,10 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 
 class Pinnable(Protocol):
-    """What can copy itself into page-locked memory: a tensor, a graph, a feature table."""
+    """What can be had in page-locked memory: a graph, a feature table."""
 
     def pin_memory(self: P) -> P:
-        """Return the copy."""
+        """Return it there: the same memory, if it can be locked where it is, else a copy."""
 
 
 P = TypeVar("P", bound=Pinnable)
@@ -70,10 +70,10 @@ def choose_place(place: str, num_bytes: int, device: torch.device, what: str) ->
 
 
 def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
-    """Copy data into page-locked host memory; for the CPU, any memory will do.
+    """Return data in page-locked host memory, in place where possible; for the CPU, any memory will do.
 
     Args:
-        data: What to copy.
+        data: A graph or a table.
         num_bytes: Its size.
         device: Who is to read it.
         what: What to call it in the message.

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.persistent.loader import BulkNodeLoader
 from lightning_gnn.persistent.placement import PlacedOnGPU
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler
-from lightning_gnn.runtime.messages import whole_number
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 
@@ -35,6 +29,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             graphs of one type; all else runs hop by hop); the samples are equal.
         fetch_size: Tasks that a program of the persistent queue claims at a time.
+        prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
+            turn with training.
         bulk: Mini-batches that are sampled in one launch, in uniform sampling of graphs of one type with
             ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
             more than an eighth of the free memory. Everything else is sampled one mini-batch at a time.
@@ -61,16 +57,6 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
     """
 
     on_cpu = "NeighborDataModule"
-
-    def __init__(self, *args: Any, bulk: int = 8, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bulk = whole_number(bulk, "bulk", 1)
-
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> ThreadedNodeLoader:
-        if not isinstance(sampler, PersistentNeighborSampler):
-            return super()._sampled_loader(stage, data, sampler, **options)
-        arguments = self.loader_arguments(stage, self._count(stage)) | options
-        return BulkNodeLoader(data, sampler, bulk=self.bulk, **self._inputs(stage), **arguments)
 
     def _training_seeds(self) -> tuple[NodeSamplerInput, None]:
         kind, seeds, _ = get_input_nodes(self.data, self._seeds("train"))

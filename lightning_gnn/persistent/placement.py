@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
@@ -17,12 +18,14 @@ from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.persistent.access_counts import count_accesses, count_rows
+from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
+_LOADERS = {"node": DeviceNodeLoader, "link": DeviceLinkLoader}
 _PRESAMPLED_BATCHES = 8
 _EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
 """What of the sampler may be another one in evaluation."""
@@ -47,6 +50,8 @@ class PlacedOnGPU(MiniBatchDataModule):
         quantize: bool = False,
         mode: str = "fused",
         fetch_size: int = 128,
+        prefetch: int = 2,
+        bulk: int = 8,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -57,7 +62,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
         if features == "device" and cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
-        fetch_size = whole_number(fetch_size, "fetch_size", 1)
+        fetch_size, prefetch = whole_number(fetch_size, "fetch_size", 1), whole_number(prefetch, "prefetch", 0)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         try:
@@ -75,7 +80,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             )
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
-        self.mode, self.fetch_size = mode, fetch_size
+        self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
+        self.bulk = whole_number(bulk, "bulk", 1)
         self._wanted = device
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
@@ -101,8 +107,12 @@ class PlacedOnGPU(MiniBatchDataModule):
             stage,
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
+            _LOADERS[self.kind],
             tables=self._tables,
-            # The GPU works while the training thread goes on; there is nothing to gain by threads.
+            device=device,
+            prefetch=self.prefetch,
+            **({"bulk": self.bulk} if self.kind == "node" else {}),
+            # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
             pin_memory=False,
         )
@@ -119,14 +129,21 @@ class PlacedOnGPU(MiniBatchDataModule):
         """Copy graph, features and other attributes to where they are read."""
         sampler, data = self.graph_sampler, self.batch_data
         self._placed_data, self._tables = copy.copy(data), {}
-        # What is trained stays the user's own tensor; so do attributes that are no tensors.
-        values = {
-            (name, key): store[key]
+        # What is trained stays the user's own tensor; so do attributes that are no numbers.
+        all_values = {
+            (name, key): _as_tensor(store[key])
             for name, store in stores_of(data)
             for key in store
-            if key not in ("num_nodes", "edge_index", "adj_t") and (of_nodes(store, key) or of_edges(store, key))
-            if isinstance(store[key], Tensor) and not store[key].requires_grad
+            if key not in ("num_nodes", "edge_index", "adj_t")
         }
+        all_values = {at: v for at, v in all_values.items() if isinstance(v, Tensor) and not v.requires_grad}
+        by_row = {
+            (name, key)
+            for name, store in stores_of(data)
+            for key in store
+            if of_nodes(store, key) or of_edges(store, key)
+        }
+        values = {at: value for at, value in all_values.items() if at in by_row}
         tables = {at: FeatureTable(value) for at, value in values.items() if _is_table(value) and at[1] != "y"}
         if self.quantize:
             tables = {at: table.quantized() if at[1] == "x" else table for at, table in tables.items()}
@@ -149,7 +166,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 placed = pinned(table, table.num_nodes * table.row_bytes, device, named[at])
                 placed = placed.cached(hot_rows[at[0]], device) if at[1] == "x" and at[0] in hot_rows else placed
             self._tables[at[1] if at[0] is None else at] = placed
-        for (name, key), value in values.items():
+        for (name, key), value in all_values.items():
             if (name, key) not in tables:
                 part = self._placed_data if name is None else self._placed_data[name]
                 part[key] = value.to(device)
@@ -213,6 +230,12 @@ def _out_degrees(graph: CSCGraph | HeteroCSCGraph, name: NodeType | None) -> Ten
         if source == name:
             degrees += relation.out_degrees
     return degrees
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return what mini-batches would hold as a tensor as one: arrays of numbers."""
+    numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return torch.from_numpy(value) if numbers else value
 
 
 def _is_table(value: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace as changed
 from typing import Any
@@ -12,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -21,8 +20,9 @@ from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import most_batches, runs_on, sample_bulk, triton_sampler
-from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
+from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, sample_bulk, triton_sampler
+from lightning_gnn.runtime.devices import sent
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
 MODES = ("fused", "persistent")
 
@@ -30,7 +30,7 @@ MODES = ("fused", "persistent")
 class PersistentNeighborSampler(NeighborSampler):
     """Neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
 
-    All hops of a mini-batch run in one launch, with one host synchronisation, for the sizes. On a machine without a GPU
+    All hops of a mini-batch run in one launch, and the host waits once, for the sizes. On a machine without a GPU
     it says so and samples on the CPU: the mini-batches are identical.
 
     Args:
@@ -69,9 +69,6 @@ class PersistentNeighborSampler(NeighborSampler):
 
     Source: PGSampler, sections III and IV. The termination rule and the order of nodes and edges are this project's.
     """
-
-    _drawn: NeighborSample | None = None
-    """What one of several samplers that share a launch returns."""
 
     def __init__(
         self,
@@ -227,13 +224,32 @@ class PersistentNeighborSampler(NeighborSampler):
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         self._check_process()
-        if self._drawn is not None:
-            return self._drawn
-        if self._kernel is None:
+        if self._kernel is None or self.device is None:
             return super().draw(seeds, key, first_tree)
-        seeds = check_seeds(seeds, self.graph.num_nodes).to(self.device, non_blocking=True)
+        seeds = sent(check_seeds(seeds, self.graph.num_nodes), self.device)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
         return NeighborSample(*out)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
+        return self._kernel is not None and not beyond_plain(self)
+
+    def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
+        """Launch mini-batches on the current stream, without waiting; what :meth:`end` takes.
+
+        Args:
+            seeds: Of each, int64 ``[batch_size]``, at least one, on the device; not checked. At most as many
+                mini-batches as :meth:`bulk_size` says.
+            keys: Of each.
+            share: Of the GPU, how much the launch may fill.
+        """
+        self._check_process()
+        return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share)
+
+    def end(self, begun: Any) -> list[SamplerOutput]:
+        """Return mini-batches that have been begun, for use on the stream where that was."""
+        return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
     def bulk_size(self, wanted: int = 8) -> int:
         """Return how many mini-batches :meth:`sample_many` had best be given at a time.
@@ -272,15 +288,20 @@ class PersistentNeighborSampler(NeighborSampler):
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         self._check_process()
-        if len(inputs) < 2 or self.bulk_size() < 2 or any(own.time is not None for own in inputs):
+        if (
+            self.device is None
+            or len(inputs) < 2
+            or self.bulk_size() < 2
+            or any(own.time is not None for own in inputs)
+        ):
             return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
-        seeds = [check_seeds(own.node, self.graph.num_nodes) for own in inputs]
+        seeds = [sent(check_seeds(own.node, self.graph.num_nodes), self.device) for own in inputs]
         drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
         made = []
-        for own, key, sample in zip(inputs, keys, drawn, strict=True):
-            one = copy.copy(self)
-            one._drawn = NeighborSample(*sample)
-            made.append(one.sample_from_nodes(own, key))
+        for own, sample in zip(inputs, drawn, strict=True):
+            out = self.as_output(NeighborSample(*sample))
+            out.metadata = (own.input_id, own.time)
+            made.append(self._both_ways(out))
         return made
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:

@@ -23,6 +23,30 @@ def works(attempt: Callable[[], Any]) -> bool:
     return True
 
 
+def new_stream(device: torch.device) -> Any:
+    """Return a stream of its own on a device; None on the CPU, and on a backend that has none."""
+    if device.type == "cpu" or not works(lambda: torch.Stream(device).record_event().synchronize()):
+        return None
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which a device works at present."""
+    return torch.accelerator.current_stream(device)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host's tensor on a device, whose current stream makes it while nobody waits.
+
+    Args:
+        tensor: Small; it is copied to page-locked memory first.
+        device: Where to; what is there already is returned as it is.
+    """
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def used_on(tensor: Tensor, stream: Any) -> Tensor:
     """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
 

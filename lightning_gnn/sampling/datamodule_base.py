@@ -224,13 +224,14 @@ class MiniBatchDataModule(ResumableDataModule):
     def _loader(self, stage: str) -> Any:
         raise NotImplementedError
 
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> Any:
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, kind: Any = None, **options: Any) -> Any:
         """Return a loader of mini-batches that a sampler draws, with features cut from ``data``.
 
         Args:
             stage: As for :meth:`loader_arguments`.
             data: The graph, perhaps on another device than the user's.
             sampler: Draws neighbourhoods.
+            kind: The class of the loader, by default the one that samples on the CPU.
             **options: Other arguments of the loader than the user's.
         """
         raise NotImplementedError

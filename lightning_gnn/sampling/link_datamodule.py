@@ -201,12 +201,14 @@ class LinkDataModule(MiniBatchDataModule):
             return self.full_loader(stage, self._types[stage], **asked)
         return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage))
 
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> ThreadedLinkLoader:
+    def _sampled_loader(
+        self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedLinkLoader, **options: Any
+    ) -> Any:
         edges, labels = self._edges[stage]
         assert edges is not None
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
-        return ThreadedLinkLoader(
+        return kind(
             data,
             sampler,
             edge_label_index=edges if self._types[stage] is None else (self._types[stage], edges),

@@ -370,10 +370,20 @@ class _ThreadedLoader:
             part = batch._store if name is None else batch[name]
             part[key] = self._trained_rows(self.data._store if name is None else self.data[name], key, ids)
 
-    def pipeline(self, tasks: Iterator[Task]) -> Any:
-        """Return an iterator over the prepared mini-batches of some tasks, in their order, with ``close``."""
+    def pipeline(self, epoch: int, first: int) -> Any:
+        """Return an iterator over the mini-batches of an epoch that are left, which can be closed.
+
+        Args:
+            epoch: Its number.
+            first: The number of the first mini-batch.
+        """
         ahead = self.num_threads * self.prefetch_factor_threads
-        return OrderedPipeline(tasks, self.prepare, self.num_threads, ahead)
+        return OrderedPipeline(self.tasks(epoch, first), self.prepare, self.num_threads, ahead)
+
+    def tasks(self, epoch: int, first: int, device: torch.device | None = None) -> Iterator[Task]:
+        """Give the mini-batches of an epoch from ``first`` on; positions are on a device where that is possible."""
+        numbered = enumerate(mini_batches(self.batch_sampler, first, device), first)
+        return ((epoch, number, index) for number, index in numbered)
 
     def key_of(self, task: Task) -> int:
         """Return the key of a mini-batch."""
@@ -506,11 +516,7 @@ class _ThreadedIterator:
     def _begin(self) -> Any:
         loader = self._loader
         epoch = loader.begin_epoch()
-        first = 0 if loader.first_batch is None else loader.first_batch()
-        tasks = (
-            (epoch, number, index) for number, index in enumerate(mini_batches(loader.batch_sampler, first), first)
-        )
-        return loader.pipeline(tasks)
+        return loader.pipeline(epoch, 0 if loader.first_batch is None else loader.first_batch())
 
     def close(self) -> None:
         """Stop preparing and join the threads."""

@@ -297,14 +297,15 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             out = self._draw(seeds, times, key, first)
         else:
             out = self.draw(seeds, key, first) if first and self.disjoint else self.draw(seeds, key)
-        edge = self.original_edges(out.edge)
-        if self.subgraph_type == SubgraphType.induced:
-            return self._induced(out)
+        return self._induced(out) if self.subgraph_type == SubgraphType.induced else self.as_output(out)
+
+    def as_output(self, out: NeighborSample) -> SamplerOutput:
+        """Return a sample of a graph of one type as PyG has it."""
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
             col=out.edge_index[1],
-            edge=edge,
+            edge=self.original_edges(out.edge),
             batch=out.batch,
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,

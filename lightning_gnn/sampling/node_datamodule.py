@@ -175,9 +175,11 @@ class NeighborDataModule(MiniBatchDataModule):
             return self._full_loader(stage)
         return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage))
 
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> ThreadedNodeLoader:
+    def _sampled_loader(
+        self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedNodeLoader, **options: Any
+    ) -> Any:
         arguments = self.loader_arguments(stage, self._count(stage)) | options
-        return ThreadedNodeLoader(data, sampler, **self._inputs(stage), **arguments)
+        return kind(data, sampler, **self._inputs(stage), **arguments)
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""

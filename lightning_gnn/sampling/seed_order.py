@@ -67,7 +67,9 @@ def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None
     size: int = batch_sampler.batch_size
     end = order.numel() - order.numel() % size if batch_sampler.drop_last else order.numel()
     for begin in range(first * size, end, size):
-        yield order[begin : min(begin + size, end)].clone()  # a batch that is kept, or saved, is not to hold all seeds
+        yield order.narrow(
+            0, begin, min(size, end - begin)
+        ).clone()  # a batch that is kept, or saved, is not to hold all seeds
 
 
 def as_positions(index: Any) -> Any:

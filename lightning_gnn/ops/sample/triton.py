@@ -64,6 +64,33 @@ def sample_bulk(
     return made
 
 
+def begin_samples(
+    sampler: TritonNeighborSampler,
+    seeds: Sequence[Tensor],
+    fanouts: Sequence[int],
+    keys: Sequence[int],
+    replace: bool,
+    disjoint: bool,
+    share: float,
+) -> Any:
+    """Launch mini-batches, side by side if there are several, and return before they have been sampled.
+
+    Args:
+        sampler: Of the graph.
+        seeds: Of each, at least one, on the device, not checked.
+        fanouts: In-edges to pick per node and hop.
+        keys: Of each.
+        replace: Draw with replacement.
+        disjoint: One tree per seed; of one mini-batch alone.
+        share: Of the GPU, how much the launch may fill.
+    """
+    from lightning_gnn.triton_kernels.sample_bulk import Bulk
+
+    if len(seeds) > 1:
+        return sampler.begin(Bulk.of(sampler, seeds, fanouts, keys, replace), share)
+    return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint), share)
+
+
 def sample_relations_triton(
     graph: object,
     relations: Sequence[Relation],

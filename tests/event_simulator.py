@@ -1,0 +1,268 @@
+"""A device that is none: streams, events, allocator and page-locked memory, told from what the host asks for.
+
+The tensors are the CPU's, and operators have done their work when they return; what is simulated is the order. Each
+operator, kernel of Triton's interpreter and copy counts as issued to the stream that is current, and knows of what came
+before it: on that stream, through events it waited for, and through what the host has waited for (vector clocks). So
+an order that is missing is found whatever the timing. Time is simulated too, to tell whether the host waits.
+
+Reported in ``errors``:
+
+- memory is used before the event of who writes it, or written while somebody may still read it;
+- memory goes back to the allocator of one stream while another, which was not recorded, may use it;
+- the host reads or writes memory that a stream is not known to be done with.
+"""
+
+from collections import Counter
+from contextlib import contextmanager
+from weakref import finalize
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOST = "host"
+
+
+def joined(*clocks):
+    return {name: max(clock.get(name, 0) for clock in clocks) for name in set().union(*clocks)}
+
+
+class Event:
+    """What a stream had been asked for when it was recorded."""
+
+    def __init__(self, simulator, stream):
+        self.simulator, self.clock, self.end = simulator, dict(stream.clock), stream.end
+        self.stream = stream
+
+    def query(self):
+        if self.simulator.now < self.end:
+            return False
+        self.simulator.host_knows(self.clock)
+        return True
+
+    def synchronize(self):
+        self.simulator.wait(self.end, self.stream.name)
+        self.simulator.host_knows(self.clock)
+
+
+class Stream:
+    """Runs what it is given in order, each for its time."""
+
+    def __init__(self, simulator, name):
+        self.simulator, self.name, self.clock, self.end, self.issued = simulator, name, {}, 0.0, 0
+
+    def record_event(self):
+        return Event(self.simulator, self)
+
+    def wait_event(self, event):
+        self.clock, self.end = joined(self.clock, event.clock), max(self.end, event.end)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+    def __enter__(self):
+        self.simulator.current.append(self)
+
+    def __exit__(self, *error):
+        self.simulator.current.pop()
+
+    def issue(self, seconds):
+        """Return the number of an operator that is put at the end."""
+        simulator = self.simulator
+        simulator.now += simulator.launch_s
+        self.end = max(self.end, simulator.now) + seconds
+        self.clock = joined(self.clock, simulator.known)
+        self.issued += 1
+        self.clock[self.name] = self.issued
+        return self.issued
+
+
+class Memory:
+    """Who has used a storage, and whose it is."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+        self.written, self.read, self.recorded = {}, {}, set()
+
+
+class Simulator(TorchDispatchMode):
+    """Watches the thread that enters it; the one that does so is ``at_work``.
+
+    Args:
+        launch_s: Simulated seconds that each launch takes of the host's time.
+        kernel_s: And each kernel of Triton's of the device's.
+        operator_s: And each other operator.
+    """
+
+    at_work = None
+
+    def __init__(self, launch_s=1.0, kernel_s=20.0, operator_s=1.0):
+        super().__init__()
+        self.launch_s, self.kernel_s, self.operator_s = launch_s, kernel_s, operator_s
+        self.main = Stream(self, "main")
+        self.current = [self.main]
+        self.known, self.now = {}, 0.0
+        self.memory, self.errors, self.waits, self.live = {}, [], [], Counter()
+        self.streams = [self.main]
+        self.paused = False
+
+    # -- what the library's seams are replaced by
+
+    def new_stream(self, device=None):
+        self.streams.append(Stream(self, f"stream {len(self.streams)}"))
+        return self.streams[-1]
+
+    def current_stream(self, device=None):
+        return self.current[-1]
+
+    def used_on(self, tensor, stream):
+        if isinstance(tensor, torch.Tensor) and (memory := self._of(tensor)) is not None:
+            memory.recorded.add(stream.name)
+        return tensor
+
+    @contextmanager
+    def installed(self, monkeypatch):
+        """Stand in for the device, for loaders and Triton's samplers on the CPU."""
+        from triton.runtime import interpreter
+
+        from lightning_gnn.persistent import ahead
+        from lightning_gnn.triton_kernels.sample import DeviceSampler
+
+        launch, numpy, tolist = interpreter.GridExecutor.__call__, torch.Tensor.numpy, torch.Tensor.tolist
+
+        def launched(executor, *args, **kwargs):
+            tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+            self.work(tensors, [tensor for tensor in tensors if self._of(tensor) is not None], self.kernel_s)
+            with self.pause():
+                return launch(executor, *args, **kwargs)
+
+        def looked_at(method, writes):
+            def call(tensor, *args, **kwargs):
+                if not self.paused:
+                    self.host_access(tensor, writes)
+                return method(tensor, *args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("new_stream", "current_stream", "used_on"):
+                patch.setattr(ahead, name, getattr(self, name))
+            patch.setattr(DeviceSampler, "current_stream", lambda sampler: self.current_stream())
+            patch.setattr(interpreter.GridExecutor, "__call__", launched)
+            patch.setattr(torch.Tensor, "numpy", looked_at(numpy, True))
+            patch.setattr(torch.Tensor, "tolist", looked_at(tolist, False))
+            patch.setattr(Simulator, "at_work", self)
+            with self:
+                yield self
+
+    # -- the host
+
+    def wait(self, end, for_whom):
+        if end > self.now:
+            self.waits.append((for_whom, end - self.now))
+            self.now = end
+
+    def host_knows(self, clock):
+        self.known = joined(self.known, clock)
+
+    def host_access(self, tensor, writes):
+        """The host looks into memory, as it is at this moment."""
+        memory = self._of(tensor)
+        if memory is None:
+            return
+        for kind, uses in (("write", memory.written), ("read", memory.read if writes else {})):
+            for name, number in uses.items():
+                if self.known.get(name, 0) < number:
+                    self.errors.append(f"the host looks into {memory.name}, but the {kind} of {name} may be to come")
+        if writes:
+            memory.written, memory.read = {}, {}
+
+    @contextmanager
+    def pause(self):
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    # -- the device
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.paused:
+            return function(*args, **kwargs)
+        on_device = self.current[-1] is not self.main or any(
+            self._of(value) is not None for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+        )
+        with self.pause():
+            out = function(*args, **kwargs)
+        if not on_device:
+            return out
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.current[-1].synchronize()
+            self.host_access(given[0], False)
+            return out
+        there = {value.untyped_storage().data_ptr() for value in given}
+        fresh = [value for value in made if value.untyped_storage().data_ptr() not in there]
+        for value in fresh:
+            self._allocated(value, str(function))
+        if fresh or function._schema.is_mutable:
+            names = [argument.name for argument in function._schema.arguments if argument.is_write]
+            positions = [i for i, argument in enumerate(function._schema.arguments) if argument.is_write]
+            written = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+            self.work(given, [*fresh, *tree_leaves(written)], self.operator_s)
+        return out
+
+    def work(self, reads, writes, seconds):
+        """Issue something to the current stream.
+
+        Args:
+            reads: Tensors that it reads.
+            writes: Tensors that it writes; those that nobody has allocated are the host's.
+            seconds: Simulated time that it takes.
+        """
+        stream = self.current[-1]
+        number = stream.issue(seconds)
+        writes = [tensor for tensor in writes if isinstance(tensor, torch.Tensor)]
+        for tensor in writes:
+            if self._of(tensor) is None:
+                self._allocated(tensor, "memory", HOST)
+        for tensor, kind in [*((tensor, "reads") for tensor in reads), *((tensor, "writes") for tensor in writes)]:
+            memory = self._of(tensor)
+            if memory is None:
+                continue
+            for other, uses in (("written", memory.written), ("read", memory.read if kind == "writes" else {})):
+                for name, before in uses.items():
+                    if stream.clock.get(name, 0) < before:
+                        self.errors.append(f"{stream.name} {kind} {memory.name}, which {name} may not have {other} yet")
+            (memory.written if kind == "writes" else memory.read)[stream.name] = number
+
+    def _of(self, tensor):
+        return self.memory.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
+
+    def _allocated(self, tensor, name, owner=None):
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return
+        owner = self.current[-1].name if owner is None else owner
+        memory = self.memory[storage.data_ptr()] = Memory(owner, f"{name} {list(tensor.shape)}")
+        self.live[owner] += storage.nbytes()
+        finalize(storage, self._freed, storage.data_ptr(), storage.nbytes(), memory).atexit = False
+
+    def _freed(self, address, size, memory):
+        self.live[memory.owner] -= size
+        if self.memory.get(address) is memory:
+            del self.memory[address]
+        owner = next((stream for stream in self.streams if stream.name == memory.owner), None)
+        for name, number in joined(memory.written, memory.read).items():
+            if owner is None:
+                safe = self.known.get(name, 0) >= number
+            else:
+                safe = name == owner.name or name in memory.recorded or owner.clock.get(name, 0) >= number
+            if not safe:
+                self.errors.append(f"{memory.name} of {memory.owner} is freed, but {name} may still use it")

@@ -1,0 +1,115 @@
+"""Pages are locked in place, with a runtime that only keeps accounts."""
+
+import gc
+
+import pytest
+import torch
+
+from lightning_gnn.graph import CSCGraph, FeatureTable
+from lightning_gnn.runtime import page_locked as module
+from lightning_gnn.runtime.page_locked import page_locked
+
+MIB = 1 << 20
+
+
+class Runtime:
+    """Knows what is registered; refuses overlaps, and what it is told to refuse."""
+
+    def __init__(self):
+        self.ranges, self.flags, self.refused, self.forgotten = {}, [], set(), 0
+
+    def cudaHostRegister(self, address, size, flags):
+        assert address % 4096 == size % 4096 == 0
+        if flags in self.refused:
+            return 801
+        if any(start < address + size and address < end for start, end in self.ranges.items()):
+            return 712
+        self.ranges[address] = address + size
+        self.flags.append(flags)
+        return 0
+
+    def cudaHostUnregister(self, address):
+        return 0 if self.ranges.pop(address, None) else 713
+
+    def cudaGetErrorString(self, error):
+        return {712: "already registered", 801: "operation not supported"}[error]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    made = Runtime()
+    monkeypatch.setattr(module, "_cudart", lambda: made)
+    monkeypatch.setattr(module, "_forget_error", lambda: setattr(made, "forgotten", made.forgotten + 1))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    yield made
+    gc.collect()
+    assert made.ranges == module._users == module._ends == {}
+
+
+def locked(runtime, tensor):
+    """Whether all of its pages are registered, in one piece or in several."""
+    pages = range(tensor.data_ptr() // 4096, (tensor.data_ptr() + tensor.nbytes - 1) // 4096 + 1)
+    return all(any(s <= page * 4096 < e for s, e in runtime.ranges.items()) for page in pages)
+
+
+def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
+    tensor = torch.arange(MIB)
+    there = page_locked(tensor)
+    assert there.data_ptr() == tensor.data_ptr()
+    assert locked(runtime, tensor)
+    view = there[10:].detach()
+    del there, tensor
+    gc.collect()
+    assert len(runtime.ranges) == 1  # the view is still read
+    assert view[0] == 10
+    del view
+
+
+def test_arrays_with_pages_in_common_share_them(runtime):
+    whole = torch.zeros(4 * MIB)
+    first, second, again = page_locked(whole[: 2 * MIB + 7]), page_locked(whole[2 * MIB + 7 :]), page_locked(whole)
+    assert len(runtime.ranges) == 2
+    del first
+    assert len(runtime.ranges) == 2
+    del second, again
+    assert runtime.ranges == {}
+
+
+def test_memory_that_may_not_be_written_is_locked_for_reading(runtime):
+    runtime.refused = {1}
+    there = page_locked(torch.zeros(MIB))
+    assert runtime.flags == [1 | 8]
+    assert runtime.forgotten == 1
+    assert there.shape == (MIB,)
+
+
+def test_memory_that_cannot_be_locked_is_copied_and_it_is_said(runtime):
+    runtime.refused = {1, 9}
+    tensor = torch.arange(MIB)
+    with pytest.warns(UserWarning, match=r"0\.01 GB of host memory cannot be page-locked in place \(operation not"):
+        there = page_locked(tensor)
+    assert there.data_ptr() != tensor.data_ptr()
+    assert torch.equal(there, tensor)
+    assert runtime.forgotten == 2
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(10), lambda: torch.zeros(2048, 2048).t()], ids=["small", "strided"]
+)
+def test_what_is_small_or_strided_is_copied(runtime, make):
+    tensor = make()
+    assert torch.equal(page_locked(tensor), tensor)
+    assert runtime.flags == []
+
+
+def test_tables_and_graphs_are_locked_in_place(runtime):
+    values = torch.rand(MIB, 2).to(torch.bfloat16)
+    table = FeatureTable(values).pin_memory()
+    edges = torch.randint(1000, (2, MIB // 2))
+    graph = CSCGraph.from_edge_index(edges, 1000)
+    there = graph.pin_memory()
+    assert table.values.data_ptr() == values.data_ptr()
+    assert there.indices.data_ptr() == graph.indices.data_ptr()
+    assert locked(runtime, values)
+    assert locked(runtime, graph.indices)
