@@ -89,7 +89,7 @@ def test_head_takes_what_it_wants(installed):
         ("lgnn mod", {"model=", "model.", "mode="}),
         ("lgnn model=s", {"model=sage"}),
         ("lgnn model=gcn trainer.max_", {"trainer.max_epochs="}),
-        ("lgnn experiment=cora_g", {"experiment=cora_gat", "experiment=cora_gcn"}),
+        ("lgnn experiment=cora_gc", {"experiment=cora_gcn", "experiment=cora_gcn_tuned"}),
     ],
 )
 def test_the_tab_key_completes(installed, typed, offered):
