@@ -18,6 +18,9 @@ DRAWN, DRAWN_AGAIN = 2, 6
 LEAST_GAIN = 0.003
 """A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
 
+WORTH_CHANGING = 0.05
+"""A plan must promise so much over the one in force, measured anew, to take its place."""
+
 
 def relaxed_time(x: float, times: StageTimes) -> float:
     """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work.
@@ -86,8 +89,12 @@ class Dispatcher:
         self._seen: dict[CollectivePlan, float] = {}
         self._drawn: dict[int, Durations] = {}
 
-    def plan(self) -> CollectivePlan:
-        """Return the plan with the shortest predicted epoch."""
+    def plan(self, kept: CollectivePlan | None = None) -> CollectivePlan:
+        """Return the plan with the shortest predicted epoch.
+
+        Args:
+            kept: The plan in force, which stays, with new predictions, unless another one is clearly better.
+        """
         self._seen = {}
         ratio = initial_ratio(self.times)
         alone = {"cpu": self._plan("cpu", self._depth), "gpu": self._plan("gpu", 0)}
@@ -95,13 +102,21 @@ class Dispatcher:
             self._try(plan)
         if self.num_batches > 1:
             self._search(ratio)
-        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN) for plan in (*self._best(3), *alone.values())}
+        candidates = [*self._best(3), *alone.values()]
+        if kept is not None:
+            kept = CollectivePlan(
+                kept.mode, kept.gpu_buffer_size, kept.cpu_buffer_size, lead=kept.lead, times=self.times
+            )
+            candidates.append(kept)
+        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN) for plan in candidates}
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
         gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
         if means[simple] - means[chosen] <= max(LEAST_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
             chosen = simple
+        if kept is not None and means[kept] <= (1 + WORTH_CHANGING) * means[chosen]:
+            chosen = kept
         scale = self.num_batches / self._simulated
         on_gpu, on_cpu = chosen.gpu_buffer_size, chosen.cpu_buffer_size
         return CollectivePlan(

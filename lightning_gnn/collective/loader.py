@@ -162,7 +162,7 @@ class CollectiveLoader(ThreadedNodeLoader):
             num_batches: Mini-batches of an epoch.
         """
         if times is not None:
-            return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan()
+            return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan(kept=self.plan)
         rank_zero_warn(
             f"collective batching: epochs of {num_batches} mini-batches are too short to measure; the CPU prepares "
             "all of them"

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from math import ceil, inf
 
 import numpy as np
@@ -196,3 +197,16 @@ def test_long_epochs_are_planned_by_a_part_of_them():
     assert (plan.mode, plan.buffers, plan.rounds) == (parts.mode, parts.buffers, parts.rounds)
     assert plan.num_batches == 3000 * SIMULATED_BATCHES
     assert plan.epoch_s == {name: 3000 * seconds for name, seconds in parts.epoch_s.items()}
+
+
+def test_a_plan_stays_unless_another_is_clearly_better():
+    times = StageTimes(*[Duration(seconds) for seconds in (0.4, 0.01, 0.02, 0.03, 0.05)], cpu_workers=4)
+    first = Dispatcher(times, num_batches=100).plan()
+    near = replace(times, model=Duration(0.052))
+    again = Dispatcher(near, num_batches=100).plan(kept=first)
+    assert (again.mode, again.buffers, again.ahead) == (first.mode, first.buffers, first.ahead)
+    assert again.times == near
+    far = replace(times, cpu_batching=Duration(4.0))
+    changed, free = Dispatcher(far, num_batches=100).plan(kept=first), Dispatcher(far, num_batches=100).plan()
+    assert changed.epoch_s == free.epoch_s
+    assert (changed.mode, changed.buffers, changed.ahead) != (first.mode, first.buffers, first.ahead)
