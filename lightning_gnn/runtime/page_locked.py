@@ -40,14 +40,20 @@ def page_locked(tensor: Tensor) -> Tensor:
     Raises:
         RuntimeError: Page-locked memory for the copy was refused.
     """
-    if not tensor.is_cpu or tensor.is_pinned():
+    if not tensor.is_cpu:
         return tensor
-    size = tensor.numel() * tensor.element_size()
     plain = tensor.layout == torch.strided and tensor.is_contiguous() and not tensor.requires_grad
-    if _cudart() is None or size < _COPIED or not plain:
+    if not plain or _cudart() is None:
         return tensor.detach().pin_memory()
+    size = tensor.numel() * tensor.element_size()
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(tensor.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with _lock:
+        _unlock()
+        shared = bool(_overlapping(first, end))
+    # CUDA calls pinned what begins in a page that is locked here, perhaps for others and not to its end.
+    if not shared and (size < _COPIED or tensor.is_pinned()):
+        return tensor.pin_memory()
     with _lock:
         _unlock()
         pieces, error = _register(first, end)
@@ -63,9 +69,9 @@ def page_locked(tensor: Tensor) -> Tensor:
 
 def _register(first: int, end: int) -> tuple[list[int], str]:
     """Lock what is not locked yet of some pages; return the pieces in which they lie, or what the system said."""
-    pieces, made = [start for start in _users if start < end and _ends[start] > first], []
+    pieces, made = _overlapping(first, end), []
     at = first
-    for start in sorted(pieces):
+    for start in pieces:
         if at < start:
             made.append((at, start))
         at = max(at, _ends[start])
@@ -83,6 +89,10 @@ def _register(first: int, end: int) -> tuple[list[int], str]:
     for start in (pieces := [*pieces, *done]):
         _users[start] += 1
     return pieces, ""
+
+
+def _overlapping(first: int, end: int) -> list[int]:
+    return sorted(start for start in _users if start < end and _ends[start] > first)
 
 
 def _release(pieces: list[int], tensor: Tensor) -> None:

@@ -41,7 +41,10 @@ def runtime(monkeypatch):
     monkeypatch.setattr(module, "_cudart", lambda: made)
     monkeypatch.setattr(module, "_forget_error", lambda: setattr(made, "forgotten", made.forgotten + 1))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    # As CUDA says it: by the first byte, also of memory that was registered.
+    monkeypatch.setattr(
+        torch.Tensor, "is_pinned", lambda self: any(s <= self.data_ptr() < e for s, e in made.ranges.items())
+    )
     yield made
     gc.collect()
     assert made.ranges == module._users == module._ends == {}
@@ -73,6 +76,21 @@ def test_arrays_with_pages_in_common_share_them(runtime):
     del first
     assert len(runtime.ranges) == 2
     del second, again
+    assert runtime.ranges == {}
+
+
+def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
+    whole = torch.zeros(4 * MIB)
+    # Each begins in a page that another one has locked, one of them is small.
+    large, small = whole[2 * MIB + 7 :], whole[2 * MIB + 8 : 2 * MIB + 2000]
+    first, second, third = page_locked(whole[: 2 * MIB + 7]), page_locked(large), page_locked(small)
+    assert large.is_pinned()
+    del first
+    assert locked(runtime, large)
+    del second
+    assert third.data_ptr() == small.data_ptr()
+    assert locked(runtime, small)
+    del third
     assert runtime.ranges == {}
 
 
