@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             rows += measure({f"{name} on {data}": contestant}, args.runs, warmup=0)
             values = rows[-1]["values"]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            rows[-1] |= {"mean": round(statistics.fmean(values), 2), "std": round(spread, 2)}
+            found = {"mean": round(statistics.fmean(values), 2), "std": round(spread, 2)}
+            rows[-1] |= {**found, "date": described["date"], "torch": described["torch"]}  # kept rows are of other days
             if args.out is not None:  # what is done is not lost where the rest is too much
                 args.out.with_suffix(".part").write_text(json.dumps(rows))
     measured = {row["name"] for row in rows}
