@@ -10,6 +10,7 @@ from lightning_gnn import startup
 
 PRINTING = {
     "cache": "cache_command",
+    "convert": "convert_command",
     "doctor": "doctor",
     "export": "export_command",
     "init": "init_command",

@@ -6,7 +6,8 @@ and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what
 (one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
 ``graph/hetero_folder.py`` (graphs on disk), ``graph/topology_files.py`` (their topologies), ``graph/tables.py`` (a
-database as a graph).
+database as a graph), ``graph/convert.py`` (tables in files that are larger than memory, by way of
+``graph/table_files.py``).
 """
 
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
@@ -15,6 +16,7 @@ from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what
 from lightning_gnn.graph.cache import CachedAdjacency, DualCachePlan, RowCache, hottest, plan_dual_cache
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -31,6 +33,7 @@ __all__ = [
     "FeatureTable",
     "HeteroCSCGraph",
     "RowCache",
+    "convert_tables",
     "from_tables",
     "hottest",
     "load_hetero_folder",

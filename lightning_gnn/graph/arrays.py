@@ -12,7 +12,7 @@ import platform
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -197,6 +197,23 @@ def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
         path.unlink(missing_ok=True)
         raise
     return np.lib.format.open_memmap(path, mode="r+")
+
+
+def write_blocks(path: Path, dtype: Any, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
+    """Write one ``.npy`` file, block after block of its rows; it gets its name once it is whole.
+
+    Raises:
+        OSError: The disk has no room for it, or cannot be written to; no file is left.
+        ValueError: The blocks have another number of rows together.
+    """
+    header, rows = _header(np.dtype(dtype), shape), 0
+    with new_file(path, len(header) + math.prod(shape) * np.dtype(dtype).itemsize) as file:
+        file.write(header)
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, dtype).data)
+            rows += len(block)
+        if rows != shape[0]:
+            raise ValueError(f"{path} was to have {shape[0]} rows, but {rows} came")
 
 
 @contextmanager

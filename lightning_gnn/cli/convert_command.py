@@ -1,0 +1,95 @@
+"""``lgnn convert``: tables of edges and nodes, of any size, as a folder that ``lgnn data=custom`` reads."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.graph.convert import convert_tables
+from lightning_gnn.report.console import say
+
+_UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SETTINGS = """settings:
+  source=FILE              edges: columns source and target (or src and dst, or the first two), and attributes
+  source.A__R__B=FILE      likewise of a graph with types, one for each type of edges
+  nodes=FILE, nodes.A=FILE nodes: id (or numbered by row), label, split (train, val, test), time, features
+  out=FOLDER               the folder to make
+  memory=4GB               what the process may use; the rest lies on the disk meanwhile
+  undirected=false         add the reverse of each edge, and keep each edge once
+  random_features=0        draw so many features where there are none
+Files are .csv, .tsv, .txt (also .gz and .zst), .parquet, .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands
+for several. What an interrupted conversion has done is found again by the next one. Train on it with
+  lgnn data=custom data.root=FOLDER"""
+
+
+@dataclass
+class _Settings:
+    source: Any = MISSING
+    out: str = MISSING
+    nodes: Any = None
+    memory: str = "4GB"
+    undirected: bool = False
+    random_features: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert; returns 2 where something about the files is wrong."""
+    parser = argparse.ArgumentParser(
+        "lgnn convert",
+        description="Convert tables of edges and nodes to a folder for data=custom. They may be larger than memory.",
+        epilog=_SETTINGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    try:
+        with explained():
+            chosen = _parse(parser.parse_args(arguments).settings)
+            start = time.perf_counter()
+            with console.status("") as status:
+
+                def tell(message: str) -> None:
+                    status.update(message)
+                    console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
+
+                counts = convert_tables(
+                    chosen.source, chosen.out, chosen.nodes, _bytes(chosen.memory), chosen.undirected,
+                    chosen.random_features, tell,
+                )  # fmt: skip
+    except UserError as error:
+        say(f"error: {error}", "red")
+        return 2
+    for name, count in counts.items():
+        print(f"{count:>15,}  {name}")
+    size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
+    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: lgnn data=custom data.root={chosen.out}")
+    return 0
+
+
+def _parse(settings: Sequence[str]) -> Any:
+    try:
+        found = OmegaConf.merge(OmegaConf.structured(_Settings), OmegaConf.from_dotlist(list(settings)))
+        missing = sorted(map(str, OmegaConf.missing_keys(found)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{str(error).splitlines()[0]}; see lgnn convert --help") from None
+    if missing:
+        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn convert --help")
+    return OmegaConf.to_object(found)
+
+
+def _bytes(size: str) -> int:
+    """Return the bytes of a size such as 4GB."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]i?B)?\s*", str(size))
+    if not found or (found[2] or "") not in _UNITS:
+        raise ValueError(f"memory={size!r}; write it as 4GB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -1,0 +1,415 @@
+"""From tables in files, of any size, to a folder of ``.npy`` files that :func:`load_folder` maps into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_gnn.graph.arrays import save_arrays, write_blocks
+from lightning_gnn.graph.csc import index_dtype
+from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.graph.hetero_folder import BETWEEN, EDGES, NODES
+from lightning_gnn.graph.table_files import Columns, TableFiles, listed, quoted, text
+
+SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+"""What a column ``split`` may say."""
+_ALONE, _BETWEEN_ALONE = "node", ("node", "to", "node")
+_ENDS = (("source", "target"), ("src", "dst"))
+_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
+_NUMBERS = (*_INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
+_BLOCK = 1 << 22
+"""Numbers that are written at a time, at least a row of them."""
+_OF_DATABASE = 0.6
+"""Share of the memory that the database gets; the rest is for what is on its way from there to the files."""
+Kind = tuple[str, str, str]
+Say = Callable[[str], None]
+
+
+def convert_tables(
+    source: str | Path | Mapping[str, str | Path],
+    out: str | Path,
+    nodes: str | Path | Mapping[str, str | Path] | None = None,
+    memory: int = 4 << 30,
+    undirected: bool = False,
+    random_features: int = 0,
+    say: Say = lambda message: None,
+) -> dict[str, int]:
+    """Convert tables of edges and of nodes to a folder for :func:`~lightning_gnn.graph.folder.load_folder`.
+
+    CSV (with a header or without, lines that begin with # left out, packed or not), Parquet, Arrow files, or ``.npy``
+    of edges; a pattern stands for several files. The tables pass through DuckDB, which keeps what does not fit into
+    memory on the disk; beside it, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
+
+    Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, or else the first two) are the ends, and
+    further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to, numbers or texts;
+    without such a column, it is the number of the row, from 0 on. ``label`` becomes ``y`` (texts: class numbers, in the
+    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks, ``time`` an attribute, and all other
+    numbers, also lists of one length, features, in which NULL is 0. Texts are left out. Nodes without a table are those
+    that edges refer to, in ascending order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
+
+    Args:
+        source: Edges; for a graph with types, a file for each ``SOURCE__RELATION__TARGET``.
+        out: The folder to make.
+        nodes: Nodes; for a graph with types, a file for each type that has one.
+        memory: Bytes that the process may use.
+        undirected: Add the reverse of each edge, and keep each edge once; between two types, as a type ``rev_…``.
+        random_features: Draw so many features, where there are none, as is usual for graphs that are published without.
+        say: Is told what is done.
+
+    Returns:
+        The numbers of nodes by type, then of edges by type.
+
+    Raises:
+        FileExistsError: There is such a folder already.
+        FileNotFoundError: A file is missing.
+        ModuleNotFoundError: DuckDB is missing, or for Arrow files pyarrow.
+        OSError: The disk has no room for it.
+        ValueError: A file cannot be read, an id that is missing or twice there, an edge to no node, or names of types
+            that do not fit each other.
+    """
+    out = Path(out)
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists already; remove it, or choose another folder")
+    edges, tables, alone = _named(source, nodes)
+    files = {str(path): _state(path) for path in (*edges.values(), *tables.values())}
+    folder = out.with_name(f"{out.name}.partial")
+    of = [1, sorted(map(str, edges.items())), sorted(map(str, tables.items())), undirected, random_features, files]
+    database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of)
+    if not database.resumed:
+        shutil.rmtree(folder / "graph", ignore_errors=True)
+    else:
+        say("going on with what an earlier run has left")
+    try:
+        work = _Conversion(database, folder / "graph", edges, tables, alone, say)
+        counts = work.run(undirected, random_features)
+    finally:
+        database.close()
+    # Its checks run once, here.
+    load_folder(folder / "graph", labels="numbers" if work.alone and work.has_numbers else "classes")
+    (folder / "graph").rename(out)
+    shutil.rmtree(folder)
+    return counts
+
+
+def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, str | Path], bool]:
+    """Return the files of edges and of nodes by type, and whether there are no types."""
+    if not isinstance(source, Mapping):
+        if isinstance(nodes, Mapping):
+            raise ValueError("nodes have types, but edges have none: name them, as source.paper__cites__paper=FILE")
+        return {_BETWEEN_ALONE: source}, {} if nodes is None else {_ALONE: nodes}, True
+    if nodes is not None and not isinstance(nodes, Mapping):
+        raise ValueError("edges have types, but nodes have none: name them, as nodes.paper=FILE")
+    edges = {}
+    for name, path in source.items():
+        kind = tuple(str(name).split(BETWEEN))
+        if len(kind) != 3 or not all(kind):
+            raise ValueError(f"{name!r} names no type of edges; write SOURCE{BETWEEN}RELATION{BETWEEN}TARGET")
+        edges[kind] = path
+    types = {end for kind in edges for end in (kind[0], kind[2])}
+    if unknown := sorted(set(nodes or {}) - types):
+        raise ValueError(f"nodes.{unknown[0]} is the end of no edges; their types are {', '.join(sorted(types))}")
+    return edges, dict(nodes or {}), False
+
+
+def _state(path: str | Path) -> list[Any]:
+    found = Path(path)
+    within = found.parent.glob(found.name) if any(symbol in found.name for symbol in "*?[") else [found]
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(within) if file.exists()]
+
+
+class _Conversion:
+    """One conversion, whose steps leave tables and files behind; what is there is not made again."""
+
+    def __init__(
+        self,
+        database: TableFiles,
+        folder: Path,
+        edges: Mapping[Kind, str | Path],
+        tables: Mapping[str, str | Path],
+        alone: bool,
+        say: Say,
+    ) -> None:
+        self.database, self.folder, self.edges, self.tables = database, folder, dict(edges), dict(tables)
+        self.alone, self.say = alone, say
+        self.types = sorted({end for kind in edges for end in (kind[0], kind[2])})
+        self.ends: dict[Kind, tuple[str, str]] = {}
+        self.has_numbers = False  # as labels
+
+    def run(self, undirected: bool, random_features: int) -> dict[str, int]:
+        """Do all steps."""
+        for name, path in self.tables.items():
+            self.say(f"reading {path}")
+            self.database.read(f"nodes {name}", path)
+        for kind, path in self.edges.items():
+            self.say(f"reading {path}")
+            self.database.read(_of(kind), path)
+            self.ends[kind] = self._ends(kind)
+        for name in self.types:
+            self._number(name)
+        counts = {name: self.database.count(f"ids {name}") for name in self.types}
+        for name in self.types:
+            self.say(f"writing {counts[name]} nodes{self._called(name)}")
+            self._write_nodes(name, counts[name], random_features)
+        edges = {}
+        for kind in self.edges:
+            for made, parts in self._directions(kind, undirected).items():
+                self.say(f"sorting edges{self._called(BETWEEN.join(made))}")
+                edges[BETWEEN.join(made)] = self._write_edges(kind, made, parts, counts, undirected)
+        return counts | edges
+
+    def _called(self, name: str) -> str:
+        return "" if self.alone else f" of {name}"
+
+    def _ends(self, kind: Kind) -> tuple[str, str]:
+        columns = list(self.database.columns(_of(kind)))
+        for pair in _ENDS:
+            if {*pair} <= {*columns}:
+                return pair
+        if len(columns) < 2:
+            raise ValueError(
+                f"{self.edges[kind]} has the columns {', '.join(columns)}; edges need a source and a target"
+            )
+        return columns[0], columns[1]
+
+    def _number(self, name: str) -> None:
+        """Make the table of ids of a type, whose rows have the numbers of its nodes."""
+        table = f"ids {name}"
+        if name not in self.tables:
+            ends = [
+                f"SELECT {quoted(end)} AS id FROM {quoted(_of(kind))}"
+                for kind, pair in self.ends.items()
+                for end, of in zip(pair, (kind[0], kind[2]), strict=True)
+                if of == name
+            ]
+            some = f"SELECT DISTINCT id FROM ({' UNION ALL '.join(ends)}) WHERE id IS NOT NULL ORDER BY id"
+            self.database.make(table, f"SELECT id, row_number() OVER () - 1 AS number FROM ({some})")
+            return
+        source = f"nodes {name}"
+        if self._by_row(name):
+            self.database.make(table, f"SELECT rowid AS id, rowid AS number FROM {quoted(source)}")
+            return
+        self.database.make(table, f"SELECT id, rowid AS number FROM {quoted(source)}")
+        for wrong, what in (("id IS NULL", "has no id"), (None, "is there twice")):
+            found = (
+                f"SELECT id, min(number) FROM {quoted(table)} GROUP BY id HAVING count(*) > 1 LIMIT 1"
+                if wrong is None
+                else f"SELECT id, number FROM {quoted(table)} WHERE {wrong} LIMIT 1"
+            )
+            for value, number in self.database.query(found):
+                of = f"row {number}" if value is None else f"id {value!r}"
+                raise ValueError(f"{self.tables[name]}: {of} {what}; each node has an id of its own")
+
+    def _by_row(self, name: str) -> bool:
+        """Say whether nodes are called by the number of their row."""
+        return name in self.tables and "id" not in self.database.columns(f"nodes {name}")
+
+    def _write_nodes(self, name: str, count: int, random_features: int) -> None:
+        folder = self.folder if self.alone else self.folder / NODES / name
+        folder.mkdir(parents=True, exist_ok=True)
+        table, columns = f"nodes {name}", {}
+        if name in self.tables:
+            columns = self.database.columns(table)
+        else:
+            self._write_ids(name, folder, count)
+        features = [column for column in columns if column not in ("id", "label", "split", "time")]
+        widths = {column: self._width(table, column, columns[column]) for column in features}
+        if left_out := [column for column in features if not widths[column]]:
+            self.say(f"left out{self._called(name)}, as they are no numbers: {', '.join(left_out)}")
+        used = {column: width for column, width in widths.items() if width}
+        if "label" in columns:
+            self._write_labels(table, folder, count, columns["label"])
+        if "split" in columns:
+            self._write_splits(table, folder, count, name)
+        if "time" in columns and self.alone:
+            self.say("left out: time, for which a folder without types has no place; name the types to keep it")
+        elif "time" in columns:
+            self._write_column(table, "time", columns["time"], folder / "time.npy", count)
+        width = sum(used.values()) or random_features
+        if not width and self.alone:
+            raise ValueError("nodes have no features: give nodes=FILE with columns of numbers, or random_features=64")
+        if not width:
+            save_arrays(folder, {"num_nodes": np.array(count)})
+        elif not (folder / "x.npy").exists():
+            rows = max(1, _BLOCK // width)
+            blocks = self._features(table, used, rows) if used else _drawn(count, width, rows)
+            write_blocks(folder / "x.npy", np.float32, (count, width), blocks)
+
+    def _width(self, table: str, column: str, kind: str) -> int:
+        """Return how many features a column is; none if it holds no numbers."""
+        if kind.partition("(")[0] in _NUMBERS:
+            return 1
+        if kind.partition("[")[0] not in _NUMBERS or not kind.endswith("]") or kind.count("[") > 1:
+            return 0
+        if length := kind[kind.index("[") + 1 : -1]:
+            return int(length)
+        found = self.database.query(f"SELECT DISTINCT len({quoted(column)}) FROM {quoted(table)} LIMIT 2")
+        if len(found) != 1 or not found[0][0]:
+            raise ValueError(f"the lists of {column} have different lengths, or are missing; features need one length")
+        return int(found[0][0])
+
+    def _features(self, table: str, widths: Mapping[str, int], rows: int) -> Iterator[np.ndarray]:
+        chosen = {
+            column: f"coalesce({quoted(column)}, 0)::FLOAT" if width == 1 else f"{quoted(column)}::FLOAT[{width}]"
+            for column, width in widths.items()
+        }
+        for block in self.database.blocks(table, chosen, rows):
+            yield np.column_stack([np.stack(list(block[name])) if widths[name] > 1 else block[name] for name in widths])
+
+    def _write_column(self, table: str, column: str, kind: str, path: Path, count: int) -> None:
+        """Write an attribute: times as seconds since 1970, numbers as they are."""
+        if path.exists():
+            return
+        is_time = kind.startswith("TIMESTAMP") or kind == "DATE"
+        whole = is_time or kind in _INTEGERS
+        value = f"floor(epoch({quoted(column)}))" if is_time else quoted(column)
+        if self.database.query(f"SELECT 1 FROM {quoted(table)} WHERE {quoted(column)} IS NULL LIMIT 1"):
+            raise ValueError(f"{column} is missing in some row; fill it in")
+        chosen = {column: f"{value}::{'BIGINT' if whole else 'DOUBLE'}"}
+        blocks = (block[column] for block in self.database.blocks(table, chosen, _BLOCK))
+        write_blocks(path, np.int64 if whole else np.float64, (count,), blocks)
+
+    def _write_labels(self, table: str, folder: Path, count: int, kind: str) -> None:
+        whole = kind in (*_INTEGERS, "VARCHAR", "BOOLEAN")
+        self.has_numbers |= not whole
+        if (folder / "y.npy").exists():
+            return
+        value = "label"
+        if kind == "VARCHAR":
+            rows = self.database.query(
+                f"SELECT DISTINCT label FROM {quoted(table)} WHERE label IS NOT NULL ORDER BY label"
+            )
+            names = [row[0] for row in rows]
+            (folder / "classes.json").write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+            value = f"list_position([{', '.join(map(text, names))}], label) - 1"
+        elif kind.partition("(")[0] not in _NUMBERS:
+            raise ValueError(f"label is {kind}; labels are numbers or texts")
+        chosen = {"y": f"coalesce(({value})::{'BIGINT' if whole else 'FLOAT'}, {-1 if whole else text('NaN')})"}
+        blocks = (block["y"] for block in self.database.blocks(table, chosen, _BLOCK))
+        write_blocks(folder / "y.npy", np.int64 if whole else np.float32, (count,), blocks)
+
+    def _write_splits(self, table: str, folder: Path, count: int, name: str) -> None:
+        known = [word for words in SPLITS.values() for word in words]
+        words = ", ".join(map(text, known))
+        strange = f"SELECT split FROM {quoted(table)} WHERE split IS NOT NULL AND lower(split) NOT IN ({words}) LIMIT 1"
+        for (word,) in self.database.query(strange):
+            raise ValueError(f"split is {word!r} in {self.tables[name]}; it may be {', '.join(known)}, or missing")
+        for split, names in SPLITS.items():
+            if not (path := folder / f"{split}_mask.npy").exists():
+                chosen = {"mask": f"coalesce(lower(split) IN ({', '.join(map(text, names))}), false)"}
+                blocks = (block["mask"] for block in self.database.blocks(table, chosen, _BLOCK))
+                write_blocks(path, np.bool_, (count,), blocks)
+
+    def _write_ids(self, name: str, folder: Path, count: int) -> None:
+        table = f"ids {name}"
+        if self.database.columns(table)["id"] not in _INTEGERS:
+            ids = quoted(table)
+            self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {text(folder / 'id.parquet')}")
+        elif not (folder / "id.npy").exists():
+            blocks = (block["id"] for block in self.database.blocks(table, {"id": "id::BIGINT"}, _BLOCK))
+            write_blocks(folder / "id.npy", np.int64, (count,), blocks)
+
+    def _directions(self, kind: Kind, undirected: bool) -> dict[Kind, list[bool]]:
+        """Return the types of edges that become of one, each with whether its edges are reversed."""
+        if not undirected:
+            return {kind: [False]}
+        if kind[0] == kind[2]:
+            return {kind: [False, True]}
+        return {kind: [False], (kind[2], f"rev_{kind[1]}", kind[0]): [True]}
+
+    def _write_edges(
+        self, kind: Kind, made: Kind, parts: list[bool], counts: Mapping[str, int], undirected: bool
+    ) -> int:
+        """Write a type of edges in CSC order: sorted by target, those of one target as they stand in the file."""
+        folder = self.folder if self.alone else self.folder / EDGES / BETWEEN.join(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        columns = self.database.columns(_of(kind))
+        extras = [column for column in columns if column not in self.ends[kind]]
+        kept = {} if self.alone else {name: columns[name] for name in extras if self._is_attribute(columns[name])}
+        if left_out := [name for name in extras if name not in kept]:
+            why = "for which a folder without types has no place; name the types" if self.alone else "no numbers"
+            self.say(f"left out of the edges, {why}: {', '.join(left_out)}")
+        if kept and undirected and kind[0] == kind[2]:
+            raise ValueError(f"undirected keeps each edge once, but {BETWEEN.join(kind)} has {', '.join(kept)} by edge")
+        numbered = self._numbered(kind, kept)
+        table = f"sorted {BETWEEN.join(made)}"
+        with_extras = f", {listed(list(kept))}" if kept else ""
+        ways = [
+            f"SELECT {'t' if turned else 's'} AS s, {'s' if turned else 't'} AS t, edge{with_extras} "
+            f"FROM {quoted(numbered)}"
+            for turned in parts
+        ]
+        chosen, order = " UNION ALL ".join(ways), "t, edge"
+        if len(parts) > 1:
+            chosen, order = f"SELECT DISTINCT s, t FROM ({chosen})", "t, s"
+        self.database.make(table, f"SELECT s, t{with_extras} FROM ({chosen}) ORDER BY {order}")
+        num_edges = self.database.count(table)
+        for name, of in kept.items():
+            self._write_column(table, name, of, folder / f"{name}.npy", num_edges)
+        if not (folder / "indptr.npy").exists():
+            indptr = np.zeros(counts[made[2]] + 1, np.int64)
+
+            def indices() -> Iterator[np.ndarray]:
+                for block in self.database.blocks(table, {"s": "s", "t": "t"}, _BLOCK):
+                    _count(indptr, block)
+                    yield block["s"]
+
+            write_blocks(folder / "indices.npy", index_dtype(counts[made[0]]), (num_edges,), indices())
+            save_arrays(folder, {"indptr": np.cumsum(indptr, out=indptr)})
+        return num_edges
+
+    def _is_attribute(self, kind: str) -> bool:
+        return kind.partition("(")[0] in _NUMBERS or kind.startswith("TIMESTAMP") or kind == "DATE"
+
+    def _numbered(self, kind: Kind, kept: Mapping[str, str]) -> str:
+        """Make the table of edges between numbers of nodes; return its name."""
+        name, (source, target) = f"numbered {BETWEEN.join(kind)}", self.ends[kind]
+        numbers, joined, within = [], "", ["true"]
+        for alias, end, of in (("a", source, kind[0]), ("b", target, kind[2])):
+            ids = quoted(f"ids {of}")
+            if self._by_row(of):
+                numbers.append(f"e.{quoted(end)}::BIGINT")
+                within.append(f"e.{quoted(end)} BETWEEN 0 AND {self.database.count(f'ids {of}') - 1}")
+            else:
+                numbers.append(f"{alias}.number")
+                joined += f" JOIN {ids} {alias} ON {alias}.id = e.{quoted(end)}"
+        with_extras = "".join(f", e.{quoted(column)}" for column in kept)
+        edges = quoted(_of(kind))
+        self.database.make(
+            name,
+            f"SELECT {numbers[0]} AS s, {numbers[1]} AS t, e.rowid AS edge{with_extras} FROM {edges} e {joined} "
+            f"WHERE {' AND '.join(within)}",
+        )
+        if self.database.count(name) < self.database.count(_of(kind)):
+            for end, of in ((source, kind[0]), (target, kind[2])):
+                among = f"SELECT id FROM {quoted(f'ids {of}')}"
+                lost = (
+                    f"SELECT {quoted(end)}, rowid FROM {edges} WHERE {quoted(end)} IS NULL OR "
+                    f"{quoted(end)} NOT IN ({among}) LIMIT 1"
+                )
+                for value, row in self.database.query(lost):
+                    nodes = self.tables.get(of, "the edges")
+                    raise ValueError(f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no node of {nodes}")
+        return name
+
+
+def _of(kind: Kind) -> str:
+    return f"edges {BETWEEN.join(kind)}"
+
+
+def _count(indptr: np.ndarray, block: Columns) -> None:
+    """Count a block's edges by target, which ascend, one place behind it."""
+    first, last = int(block["t"][0]), int(block["t"][-1])
+    indptr[first + 1 : last + 2] += np.bincount(block["t"] - first, minlength=last - first + 1)
+
+
+def _drawn(count: int, width: int, rows: int) -> Iterator[np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, count, rows):
+        yield torch.randn(min(rows, count - start), width, generator=generator).numpy()

@@ -1,0 +1,283 @@
+"""Tables in files become the folder that the same tables in memory become, whatever interrupts it."""
+
+import csv
+import gzip
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import HeteroData
+from torch_geometric.transforms import ToUndirected
+from torch_geometric.utils import to_undirected
+
+from lightning_gnn.cli import convert_command
+from lightning_gnn.graph import CSCGraph, convert_tables
+from lightning_gnn.graph.folder import load_folder
+
+duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
+
+ENDINGS = ("csv", "csv.gz", "parquet", "npy")
+
+
+def write(path, header, rows):
+    """Write a table in the form that the path's ending names."""
+    if path.suffix == ".npy":
+        np.save(path, np.array(rows, dtype=np.int64).reshape(-1, 2).T)
+        return path
+    plain = path.parent / "plain" / path.name
+    plain.parent.mkdir(exist_ok=True)
+    with plain.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    if path.suffix == ".parquet":
+        duckdb.sql(f"COPY (SELECT * FROM read_csv('{plain}', header = true)) TO '{path}'")
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    else:
+        path.write_bytes(plain.read_bytes())
+    return path
+
+
+@st.composite
+def graphs(draw):
+    """Draw (ids of nodes, edges between positions among them), at least one of each."""
+    named = draw(st.booleans())
+    ids = draw(st.lists(st.integers(0, 10**12), min_size=1, max_size=9, unique=True))
+    count = len(ids)
+    edges = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), min_size=1, max_size=20))
+    return [f"node {number}" for number in ids] if named else ids, edges
+
+
+def same_topology(graph, edge_index, num_targets, num_sources=None):
+    expected = CSCGraph.from_edge_index(edge_index, num_targets, num_sources)
+    assert torch.equal(graph.indptr, expected.indptr)
+    assert torch.equal(graph.indices, expected.indices)
+    assert graph.edge_ids is None
+    return expected
+
+
+@settings(max_examples=12)
+@given(graphs(), st.sampled_from(ENDINGS[:3]), st.booleans(), st.data())
+def test_a_graph_without_types(tmp_path_factory, drawn, ending, undirected, data):
+    ids, edges = drawn
+    folder = tmp_path_factory.mktemp("tables")
+    labels = data.draw(st.lists(st.sampled_from(["red", "blue", ""]), min_size=len(ids), max_size=len(ids)))
+    splits = data.draw(st.lists(st.sampled_from(["train", "valid", "test", ""]), min_size=len(ids), max_size=len(ids)))
+    labels[0], splits[0] = "red", "train"  # a column without anything has no type
+    rows = [
+        [id_, f"a{n}", label, split, n, 0.5 * n]
+        for n, (id_, label, split) in enumerate(zip(ids, labels, splits, strict=True))
+    ]
+    nodes = write(folder / f"nodes.{ending}", ["id", "name", "label", "split", "a", "b"], rows)
+    source = write(folder / f"edges.{ending}", ["source", "target"], [(ids[s], ids[t]) for s, t in edges])
+    counts = convert_tables(source, folder / "graph", nodes, undirected=undirected)
+    found = load_folder(folder / "graph")
+    edge_index = torch.tensor(edges).t()
+    if undirected:
+        edge_index = to_undirected(edge_index, num_nodes=len(ids))
+        edge_index = edge_index[:, (edge_index[1] * len(ids) + edge_index[0]).argsort()]
+    same_topology(found.graph, edge_index, len(ids))
+    assert counts == {"node": len(ids), "node__to__node": edge_index.size(1)}
+    numbers = torch.arange(len(ids), dtype=torch.float32)
+    assert torch.equal(found.x, torch.stack([numbers, numbers / 2], 1))
+    names = sorted({label for label in labels if label})
+    assert found.y.tolist() == [names.index(label) if label else -1 for label in labels]
+    for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
+        assert found[f"{ours}_mask"].tolist() == [split == theirs for split in splits]
+    assert not (folder / "graph.partial").exists()
+
+
+@settings(max_examples=8)
+@given(graphs(), st.integers(1, 5), st.booleans(), st.data())
+def test_a_graph_with_types_and_attributes(tmp_path_factory, drawn, num_papers, undirected, data):
+    ids, pairs = drawn
+    folder = tmp_path_factory.mktemp("tables")
+    pairs = [(author, paper % num_papers) for author, paper in pairs]
+    days = [data.draw(st.integers(1, 28)) for _ in pairs]
+    written = [(ids[a], p, f"2024-01-{day:02}", 0.25 * day) for (a, p), day in zip(pairs, days, strict=True)]
+    writes = write(folder / "writes.parquet", ["author", "paper", "time", "share"], written)
+    papers = write(folder / "papers.csv", ["f", "time"], [(n, 100 * n) for n in range(num_papers)])
+    convert_tables({"author__writes__paper": writes}, folder / "graph", {"paper": papers}, undirected=undirected)
+    found = load_folder(folder / "graph")
+    known = sorted({ids[a] for a, _ in pairs})
+    expected = HeteroData()
+    expected["author"].num_nodes, expected["paper"].num_nodes = len(known), num_papers
+    kind = "author", "writes", "paper"
+    expected[kind].edge_index = torch.tensor([(known.index(ids[a]), p) for a, p in pairs]).t()
+    expected[kind].time = torch.tensor([1704067200 + 86400 * (day - 1) for day in days])
+    expected[kind].share = torch.tensor([0.25 * day for day in days], dtype=torch.float64)
+    if undirected:
+        expected = ToUndirected()(expected)
+    assert found.edge_types == expected.edge_types
+    for kind in expected.edge_types:
+        sizes = [expected[kind[end]].num_nodes for end in (2, 0)]
+        order = same_topology(found[kind].graph, expected[kind].edge_index, *sizes).edge_ids
+        order = slice(None) if order is None else order.long()
+        assert torch.equal(found[kind].time, expected[kind].time[order])
+        assert torch.equal(found[kind].share, expected[kind].share[order])
+    assert found["paper"].x.tolist() == [[n] for n in range(num_papers)]
+    assert found["paper"].time.tolist() == [100 * n for n in range(num_papers)]
+    assert found["author"].num_nodes == len(known)
+    assert "x" not in found["author"]
+    if isinstance(known[0], int):
+        assert found["author"].id.tolist() == known
+    else:
+        kept = duckdb.sql(f"SELECT id FROM '{folder}/graph/nodes/author/id.parquet' ORDER BY number").fetchall()
+        assert [row[0] for row in kept] == known
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_published_edge_list_without_features(tmp_path, ending):
+    edges = [(7, 900), (900, 7), (7, 7), (12, 900)]
+    if ending == "npy":
+        source = write(tmp_path / "edges.npy", None, edges)
+    else:
+        source = tmp_path / "edges.txt"
+        source.write_text("# a web graph\n# FromNodeId\tToNodeId\n" + "".join(f"{s}\t{t}\n" for s, t in edges))
+    with pytest.raises(ValueError, match=r"nodes have no features: give nodes=FILE .* or random_features=64"):
+        convert_tables(source, tmp_path / "graph")
+    convert_tables(source, tmp_path / "graph", random_features=5)
+    found = load_folder(tmp_path / "graph")
+    same_topology(found.graph, torch.tensor([[0, 2, 0, 1], [2, 0, 0, 2]]), 3)
+    assert np.load(tmp_path / "graph/id.npy").tolist() == [7, 12, 900]
+    assert found.x.shape == (3, 5)
+    assert float(found.x.std()) > 0.1
+
+
+def test_lists_are_features_and_numbers_labels(tmp_path):
+    nodes = tmp_path / "nodes.parquet"
+    rows = "(VALUES ([1, 2], true, 0.5), ([3, 4], NULL, NULL), ([5, 6], false, 2)) AS t(vector, flag, label)"
+    duckdb.sql(f"COPY (SELECT vector::FLOAT[2] AS fixed, vector, flag, label FROM {rows}) TO '{nodes}'")
+    source = write(tmp_path / "edges.csv", ["src", "dst"], [(0, 2)])
+    convert_tables(source, tmp_path / "graph", nodes)
+    found = load_folder(tmp_path / "graph", labels="numbers")
+    assert found.x.tolist() == [[1, 2, 1, 2, 1], [3, 4, 3, 4, 0], [5, 6, 5, 6, 0]]
+    assert found.y[0] == 0.5
+    assert found.y[1].isnan()
+
+
+def test_several_files_are_one_table(tmp_path):
+    write(tmp_path / "part-1.csv", ["source", "target"], [(0, 1)])
+    write(tmp_path / "part-2.csv", ["source", "target"], [(1, 0), (1, 1)])
+    convert_tables(tmp_path / "part-*.csv", tmp_path / "graph", random_features=2)
+    same_topology(load_folder(tmp_path / "graph").graph, torch.tensor([[0, 1, 1], [1, 0, 1]]), 2)
+
+
+@pytest.fixture
+def tables(tmp_path):
+    edges = torch.randint(50, (300, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    source = write(tmp_path / "edges.csv", ["source", "target"], [(f"n{s}", f"n{t}") for s, t in edges])
+    nodes = write(tmp_path / "nodes.csv", ["id", "label", "a"], [(f"n{n}", n % 3, n) for n in range(50)])
+    return source, nodes
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_an_interrupted_conversion_goes_on(tmp_path, tables, step):
+    source, nodes = tables
+    convert_tables(source, tmp_path / "whole", nodes)
+    told = []
+
+    def interrupted(message):
+        told.append(message)
+        if len(told) > step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_tables(source, tmp_path / "graph", nodes, say=interrupted)
+    assert not (tmp_path / "graph").exists()
+    told = []
+    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    assert told[0] == "going on with what an earlier run has left"
+    assert contents(tmp_path / "graph") == contents(tmp_path / "whole")
+
+
+def test_files_that_changed_are_read_anew(tmp_path, tables):
+    source, nodes = tables
+
+    def interrupted(message):
+        if message.startswith("sorting"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_tables(source, tmp_path / "graph", nodes, say=interrupted)
+    write(source, ["source", "target"], [("n1", "n2")])
+    write(nodes, ["id", "label", "a"], [("n1", 0, 8), ("n2", 1, 9)])
+    convert_tables(source, tmp_path / "graph", nodes)
+    found = load_folder(tmp_path / "graph")
+    assert found.x.tolist() == [[8], [9]]
+    assert found.graph.num_edges == 1
+
+
+@pytest.mark.parametrize(
+    ("edges", "nodes", "error"),
+    [
+        ([("a", "z")], [("a", 1), ("b", 2)], r"edges\.csv: the target of row 0, 'z', is no node of .*nodes\.csv"),
+        ([("a", "b"), ("", "b")], [("a", 1), ("b", 2)], r"the source of row 1, None, is no node"),
+        ([("a", "b")], [("a", 1), ("b", 2), ("a", 3)], r"nodes\.csv: id 'a' is there twice"),
+        ([("a", "b")], [("a", 1), ("", 2)], r"row 1 has no id"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, edges, nodes, error):
+    source = write(tmp_path / "edges.csv", ["source", "target"], edges)
+    given_nodes = write(tmp_path / "nodes.csv", ["id", "a"], nodes)
+    with pytest.raises(ValueError, match=error):
+        convert_tables(source, tmp_path / "graph", given_nodes)
+    assert not (tmp_path / "graph").exists()
+
+
+def test_numbers_of_rows_that_there_are_not(tmp_path):
+    nodes = write(tmp_path / "nodes.csv", ["a", "split"], [(1, "train"), (2, "test")])
+    for edge, error in (((0, 2), "target of row 0, 2, is no node"), ((-1, 1), "source of row 0, -1, is no node")):
+        source = write(tmp_path / "edges.csv", ["source", "target"], [edge])
+        with pytest.raises(ValueError, match=error):
+            convert_tables(source, tmp_path / "graph", nodes)
+    source = write(tmp_path / "edges.csv", ["source", "target"], [(0, 1)])
+    nodes = write(tmp_path / "nodes.csv", ["a", "split"], [(1, "train"), (2, "holdout")])
+    with pytest.raises(ValueError, match=r"split is 'holdout' in .*nodes\.csv; it may be train, val"):
+        convert_tables(source, tmp_path / "graph", nodes)
+
+
+def test_mistakes_of_the_call(tmp_path, tables):
+    source, nodes = tables
+    with pytest.raises(FileNotFoundError, match=r"absent\.csv does not exist"):
+        convert_tables(tmp_path / "absent.csv", tmp_path / "graph")
+    with pytest.raises(ValueError, match="what is in it"):
+        convert_tables(write(tmp_path / "edges.xlsx", ["a", "b"], []), tmp_path / "graph")
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert_tables(source, tmp_path)
+    with pytest.raises(ValueError, match="give at least 100 MB"):
+        convert_tables(source, tmp_path / "graph", nodes, memory=1000)
+    for edges, of, error in (
+        ({"a__to": source}, None, "names no type of edges; write SOURCE__RELATION__TARGET"),
+        ({"a__to__a": source}, {"b": nodes}, "nodes.b is the end of no edges; their types are a"),
+        ({"a__to__a": source}, nodes, "nodes have none: name them"),
+        (source, {"a": nodes}, "edges have none: name them"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            convert_tables(edges, tmp_path / "graph", of)
+
+
+def test_the_command(tmp_path, tables, capsys):
+    source, nodes = tables
+    out = tmp_path / "graph"
+    assert convert_command.main([f"source={source}", f"nodes={nodes}", f"out={out}", "memory=1GB"]) == 0
+    shown = capsys.readouterr()
+    assert "50  node" in shown.out
+    assert f"lgnn data=custom data.root={out}" in shown.out
+    assert f"reading {source}" in shown.err
+    typed = [f"source.a__to__b={source}", f"out={tmp_path / 'typed'}"]
+    assert convert_command.main(typed) == 0
+    assert load_folder(tmp_path / "typed").edge_types == [("a", "to", "b")]
+    for given_, error in (
+        ([f"source={source}"], "give out="),
+        ([f"source={source}", f"out={out}"], "exists already"),
+        ([f"source={source}", f"out={out}", "sauce=1"], "sauce"),
+        ([f"source={source}", f"out={out}2", "memory=much"], "write it as 4GB"),
+    ):
+        assert convert_command.main(given_) == 2
+        assert error in capsys.readouterr().err
