@@ -48,13 +48,6 @@ ASSUMPTIONS: dict[str, dict[str, Any]] = {
     "vertices numbered by degree": {"by_degree": True},
     "every edge inside its class": {"homophily": 1.0},
     "one group (M = 1)": {"num_groups": 1},
-    "cube ranges balanced by rows loaded": {"balance_columns": True},
-    "M = 1 and balanced by rows loaded": {"num_groups": 1, "balance_columns": True},
-    "M = 1, balanced by rows loaded, every edge inside its class": {
-        "num_groups": 1,
-        "balance_columns": True,
-        "homophily": 1.0,
-    },
     "copies start in 10 cycles, not 40": {"changes": {"mte_head": 10}},
     "copies start in 100 cycles": {"changes": {"mte_head": 100}},
     "vector instructions start in 40 cycles, not 14": {"changes": {"vector_head": 40}},
@@ -125,7 +118,7 @@ def units(epoch: Epoch, chip: Machine) -> dict[str, float]:
 
 def gains(chip: Machine, graph: Graph, **options: Any) -> dict[str, float]:
     """Return the gain of each step of figure 10 over the one before it."""
-    planned = {key: options.pop(key) for key in ("num_groups", "balance_columns") if key in options}
+    planned = {key: options.pop(key) for key in ("num_groups",) if key in options}
     changes = dict(options.pop("changes", {}))
     if ratio := options.pop("l2_over_hbm", None):
         changes["l2_read_bytes"] = ratio * chip["hbm_bytes"]

@@ -24,9 +24,11 @@ from benchmarks.ascend_sim_model import (
 )
 from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings
 from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.ops.aggregate.chip_plan import plan_chip
 
 HIDDEN = 256
 
@@ -130,17 +132,18 @@ class Graph:
             self._tables[key] = CompressedGraph.from_graph(self.topology, num_chunks=cores, order="natural")
         return self._tables[key]
 
+    def cut(self, plan: HybridPlan) -> Chunks:
+        """Return the chunks that a plan is for."""
+        key = ("cut", plan.order, plan.height)
+        if key not in self._tables:
+            source = self.natural if plan.order == "natural" else self.compressed
+            self._tables[key] = source.forward.recut(plan.height or 1)
+        return self._tables[key]
+
     def cube_tables(self, plan: HybridPlan, tile_columns: int) -> CubeTables:
         """Return what aggregate_cube reads for a plan."""
-        return _cube_tables(self, plan.chunk_ranges, plan.num_groups, plan.num_columns, tile_columns)
-
-
-@lru_cache(maxsize=8)
-def _cube_tables(
-    graph: Graph, chunk_ranges: tuple[tuple[int, int], ...], num_groups: int, num_columns: int, tile_columns: int
-) -> CubeTables:
-    arrays = tables_of(graph.compressed.forward)
-    return cube_tables(arrays, chunk_ranges, num_groups, num_columns, tile_columns=tile_columns)
+        arrays = tables_of(self.cut(plan))
+        return cube_tables(arrays, plan.chunk_ranges, plan.num_groups, plan.num_columns, tile_columns=tile_columns)
 
 
 @lru_cache(maxsize=8)
@@ -156,22 +159,9 @@ def make_graph(
         topology=topology,
         l2_scale=min(1.0, nodes / shape.nodes),
         widths=(features, HIDDEN if shrink == 1 else 32, shape.classes),
-        natural=CompressedGraph.from_graph(topology, num_chunks=min(nodes, FINE_CHUNKS), order="natural"),
-        compressed=CompressedGraph.from_graph(topology, num_chunks=num_chunks(nodes)),
+        natural=CompressedGraph.from_graph(topology, num_chunks=1, order="natural"),
+        compressed=CompressedGraph.from_graph(topology, num_chunks=max(-(-nodes // 128), 1), order="locality"),
     )
-
-
-FINE_CHUNKS = 128 * 48
-"""Chunks for the vector kernel, to which they are but the places at which ranges may end: many for every core."""
-
-
-def num_chunks(nodes: int) -> int:
-    """Return into how many chunks the graph is compressed for the cube kernel.
-
-    A chunk of 128 rows fills a tile, so that a gathered row serves as many as it can. Smaller graphs are cut finer, so
-    that there are about 16 chunks for each of 30 cores and their loads can be balanced, but not below 8 rows.
-    """
-    return max(-(-nodes // 128), min(16 * 30, -(-nodes // 8)))
 
 
 STEPS = ("baseline", "+HP", "+CT", "+IP")
@@ -227,7 +217,6 @@ def simulate(
     step: str,
     cores: int | None = None,
     num_groups: int | None = None,
-    balance_columns: bool = False,
 ) -> Epoch:
     """Simulate one epoch of a two-layer GCN: per layer aggregate, update, and backward (algorithm 3).
 
@@ -235,17 +224,16 @@ def simulate(
         setting: The chip; its number of buffers is set by the step.
         graph: The graph.
         step: One of ``STEPS``, each with all that come before it. ``baseline``: aggregate_vector, each core a range of
-            equally many vertices. ``+HP``: the hybrid plan. ``+CT``: aggregate_cube on compressed chunks. ``+IP``:
-            double buffering.
+            equally many vertices. ``+HP``: the hybrid plan. ``+CT``: the plan also chooses the order, the height of the
+            chunks and, where it is faster, aggregate_cube. ``+IP``: double buffering.
         cores: Cores with a cube unit, by default all; a split chip has two vector cores for each.
         num_groups: M of every plan, by default what the planner chooses.
-        balance_columns: Balance the cube kernel's ranges by the rows that chunks load instead of by edges.
     """
     machine = setting.machine
     cores = cores or machine.cube_cores
     vector_cores = cores * (machine.vector_cores // machine.cube_cores)
     setting = setting.with_buffers(2 if step == "+IP" else 1)
-    cube = step in ("+CT", "+IP")
+    chunked = step in ("+CT", "+IP")
     launches: list[tuple[str, Launch]] = []
     plans: dict[int, HybridPlan] = {}
     loads: dict[int, np.ndarray] = {}
@@ -258,22 +246,22 @@ def simulate(
         launches.extend(done[key])
 
     def aggregate(width: int) -> list[tuple[str, Launch]]:
-        ratio = machine["l2_read_bytes"] / machine["hbm_bytes"]
-        planned = PlanSettings(num_groups=num_groups or "auto", bandwidth_ratio=max(ratio, 1.0))
         if step == "baseline":
             source = graph.ranges_of_vertices(vector_cores)
             ranges = tuple(pairwise(range(vector_cores + 1)))
             tables = row_tables(tables_of(source.forward), chunk_ranges=ranges, num_columns=width)
             loads[width] = source.forward.loads.numpy() * width
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
-        chosen = graph.compressed if cube else graph.natural
-        workers = cores if cube else vector_cores
-        costs = chosen.forward.column_ptr.diff() if cube and balance_columns else chosen.forward.loads
-        plan = plan_cores(width, costs.numpy(), planned, workers)
+        orders = {"natural": graph.natural.forward} | ({"locality": graph.compressed.forward} if chunked else {})
+        kernels: tuple[Any, ...] = ("cube", "vector") if chunked else ("vector",)
+        planned = PlanSettings(num_groups=num_groups or "auto")
+        plan = plan_chip(
+            width, orders, planned, cores, setting.parameters, kernels=kernels, buffers=setting.buffers
+        )  # fmt: skip
         plans[width], loads[width] = plan, plan.work
-        if not cube:
+        if plan.kernel == "vector":
             tables = row_tables(
-                tables_of(chosen.forward), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+                tables_of(graph.cut(plan)), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
                 num_columns=width,
             )  # fmt: skip
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
