@@ -66,16 +66,20 @@ def chunk_cycles(
     """
     width, pieces = panels(num_columns, num_groups, kernel)
     unified = chip.get("ub_to_l1_bytes", 0) > 0
-    units = _units(kernel, counts, width, pieces, chip, _row_byte(kernel, counts, num_columns, chip), unified)
-    busiest: Array = units.max(0)
-    others = units.sum(0) - busiest
+    row_byte = _row_byte(kernel, counts, num_columns, chip)
+    if kernel == "vector":
+        busiest, total = _vector(counts, width, pieces, chip, row_byte)
+    else:
+        busiest, total = _cube(counts, width, pieces, chip, row_byte, unified)
+    others = total - busiest
     steps = np.maximum(pieces * _tiles(counts, unified), 1)
     return busiest + EXPOSED[kernel, buffers] * others, FILL[kernel] * float((others / steps).max(initial=0))
 
 
 def panels(num_columns: int, num_groups: int, kernel: Kernel) -> tuple[int, int]:
     """Return the columns of the widest group, filled up to blocks of 16, and in how many panels they are handled."""
-    width = 16 * -(-(-(-num_columns // 16)) // num_groups)
+    blocks = -(-num_columns // 16)
+    width = 16 * -(-blocks // num_groups)
     return width, -(-width // PANEL[kernel])
 
 
@@ -100,31 +104,34 @@ def _row_byte(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[st
     """Return the cycles of a byte of a row that is copied in, on average over HBM and L2."""
     copied = 2.0 * float(rows_copied(kernel, counts).sum()) * num_columns
     missed = hbm_bytes(kernel, counts, num_columns, chip) / copied if copied else 0.0
-    slow = max(1 / chip["hbm_bytes"], 1 / chip["l2_read_bytes"])
-    return missed * slow + (1 - missed) / chip["l2_read_bytes"]
+    return missed * _cold(chip) + (1 - missed) / chip["l2_read_bytes"]
 
 
-def _units(
-    kernel: Kernel, c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, unified: bool
-) -> Array:
-    """Return the cycles of each unit in each chunk, ``[units, num_chunks]``; the kernels' sources say what they do."""
+def _vector(c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float) -> tuple[Array, Array]:
+    """Return the cycles of the busiest unit in each chunk and those of all; aggregate_vector.cpp says what they do."""
+    head, flag = p["mte_head"], p["flag_cycles"]
+    work = 2 * (c.rows + c.entries)  # vector instructions over a panel
+    lists = pieces * (2 * head * c.batches + 8 * _cold(p) * c.entries)
+    units = np.stack([
+        # The scalar unit waits for a vertex's lists before it can ask for its rows.
+        lists + pieces * (c.rows * (3 * p["scalar_gm_cycles"] + 12) + 10 * c.batches * flag
+                          + c.entries * (4 * flag + 7)),
+        work * (pieces * p["vector_head"] + 4 * width / p["vector_bytes"]),
+        lists + pieces * head * c.entries + 2 * width * row_byte * c.entries,
+        c.rows * (pieces * head + 2 * width * _out(p)),
+    ])  # fmt: skip
+    return units.max(0), units.sum(0)
+
+
+def _cube(
+    c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, unified: bool
+) -> tuple[Array, Array]:
+    """Return the same for aggregate_cube; half a tile is a vector core's where cores are split."""
     head, vector_head, flag, look_up = p["mte_head"], p["vector_head"], p["flag_cycles"], p["scalar_gm_cycles"]
-    cold = max(1 / p["hbm_bytes"], 1 / p["l2_read_bytes"])  # of a byte of a list, which is read once
-    out = max(1 / p["l2_write_bytes"], 1 / p["ub_to_gm_bytes"])
-    if kernel == "vector":
-        work = 2 * (c.rows + c.entries)  # vector instructions over a panel
-        lists = pieces * (2 * head * c.batches + 8 * cold * c.entries)
-        return np.stack([
-            # The scalar unit waits for a vertex's lists before it can ask for its rows.
-            lists + pieces * (c.rows * (3 * look_up + 12) + 10 * c.batches * flag + c.entries * (4 * flag + 7)),
-            work * (pieces * vector_head + 4 * width / p["vector_bytes"]),
-            lists + pieces * head * c.entries + 2 * width * row_byte * c.entries,
-            c.rows * (pieces * head + 2 * width * out),
-        ])  # fmt: skip
     tiles = _tiles(c, unified)
     m, k = 16 * -(-c.rows // 16), 16 * -(-c.columns // 16)
-    half = 1 if unified else 2  # two vector cores share a tile
-    lists = pieces * (3 * head * tiles * (2 if unified else 1) + cold * (4 * k + 4 * c.entries) / half)
+    half = 1 if unified else 2
+    lists = pieces * (3 * head * tiles * (2 if unified else 1) + _cold(p) * (4 * k + 4 * c.entries) / half)
     rows = c.columns / half * pieces * head + 2 * width * row_byte * c.columns / half
     scatter = pieces * (1.5 * p["scalar_cycles"] * c.entries + 2 * c.columns) / half
     clean = (pieces * tiles * 6 * vector_head
@@ -139,22 +146,33 @@ def _units(
     if unified:
         to_l1 = p["load_head"] * (pieces * k / 16 + tiles * width / 16) + tile_bytes / p["ub_to_l1_bytes"]
         drain = pieces * vector_head + 4 * m * width / p["l0c_to_ub_bytes"]
-        store = store + 2 * width * out * c.rows
+        store = store + 2 * width * _out(p) * c.rows
         # The scalar unit asks for no rows while it sends results away, so the last tile of a row block takes longer.
         rest = 1 - 1 / np.maximum(tiles, 1)
         before = np.stack([issue + scatter, clean, lists + rows, to_l1, loads, cube])
         end = np.zeros_like(before)
         end[0], end[1], end[3] = runs, drain, store
-        return np.stack([rest * before.max(0) + ((1 - rest) * before + end).max(0), (before + end).sum(0)])
+        return rest * before.max(0) + ((1 - rest) * before + end).max(0), (before + end).sum(0)
     moved = 2 * pieces * tiles * head
-    return np.stack([
+    units = np.stack([
         pieces * tiles * (6 * look_up + 20 * flag) + scatter,
         clean,
         lists + rows,
-        moved + tile_bytes / 2 * out,
+        moved + tile_bytes / 2 * _out(p),
         issue + runs,
         moved + tile_bytes / p["l2_read_bytes"],
         loads,
         cube,
         store + 2 * width * c.rows * max(1 / p["l2_write_bytes"], 1 / p["l0c_to_gm_bytes"]),
     ])  # fmt: skip
+    return units.max(0), units.sum(0)
+
+
+def _cold(p: Mapping[str, float]) -> float:
+    """Return the cycles of a byte of a list, which is read once."""
+    return max(1 / p["hbm_bytes"], 1 / p["l2_read_bytes"])
+
+
+def _out(p: Mapping[str, float]) -> float:
+    """Return the cycles of a byte from UB to global memory."""
+    return max(1 / p["l2_write_bytes"], 1 / p["ub_to_gm_bytes"])

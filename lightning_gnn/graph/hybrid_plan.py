@@ -159,7 +159,7 @@ class HybridPlan:
             for candidate in self.candidates:
                 numbers = [*(candidate.terms[term] for term in terms), candidate.cost]
                 chosen = ["chosen"] if candidate.num_groups == self.num_groups else []
-                note = ", ".join([*chosen, *([candidate.note] if candidate.note else [])])
+                note = " ".join([*chosen, candidate.note]).strip()
                 rows.append([str(candidate.num_groups), *(f"{number:.4g}" for number in numbers), note])
             lines += ["", *aligned(rows), f"cost in {self.unit}" if self.unit else ""]
         return "\n".join(lines).rstrip()
