@@ -308,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "comparisons": [],
         "extra": {
             "lean, and load max/min over 30 ranges": data["fitted"],
+            "graphs: vertices, edges, widths": data["shapes"],
             "epochs": data["epochs"],
             "figure 4": data["figure 4"],
             "figure 5, share of the forward pass": {

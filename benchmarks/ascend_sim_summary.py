@@ -205,6 +205,8 @@ def table(entries: Mapping[str, Mapping[str, Any]]) -> str:
     for figure, entry in entries.items():
         share = any(word in figure for word in ("share", "idles", "utilisation"))
         cells = [_range(entry[key], share) for key in ("paper", "simulated", "published", "split")]
+        if entry["mean"] is not None and entry["simulated"][0] != entry["simulated"][1]:
+            cells[1] += f", mean {_range([entry['mean']], share)}"
         lines.append(f"| {figure} | {' | '.join(cells)} | {'' if entry['within'] else 'yes'} |")
     reasons: dict[str, list[str]] = {}
     for figure, entry in entries.items():
