@@ -214,6 +214,27 @@ def table(entries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, "", *(f"- **{'**; **'.join(names)}**: {text}." for text, names in reasons.items())])
 
 
+def line(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the summary in one Markdown list item: gains and utilisation beside the paper's."""
+    shown = {
+        "hybrid parallelism": "10, +HP over the baseline",
+        "the cube kernel": "10, +CT over +HP",
+        "pipelining": "10, +IP over +CT",
+    }
+    gains = [
+        f"{name} gains {_range(entries[figure]['simulated'], False)} times (paper: "
+        f"{_range(entries[figure]['paper'], False)})"
+        for name, figure in shown.items()
+    ]
+    used = entries["13, utilisation with all steps"]
+    within = sum(entry["within"] for entry in entries.values())
+    return (
+        f"- Ascend chips are simulated, not measured: on the chip of NeutronAscend's paper {', '.join(gains)}, and "
+        f"utilisation by msprof's definition is {percent(used['mean'])} ({percent(used['paper'][0])}). {within} of "
+        f"{len(entries)} figures are within a third of the paper's; [why the others are not](docs/guides/ascend.md#what-the-simulation-says)."
+    )
+
+
 def _range(ends: Sequence[float] | None, share: bool) -> str:
     if ends is None:
         return ""

@@ -126,7 +126,11 @@ def replaced(text: str, content: str) -> str:
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
     """Return the files that show results, with what stands between their markers."""
     simulated = json.loads((RESULTS / "ascend_sim.json").read_text())["summary"]
-    return {PAGE: table(results), README: headlines(results), ASCEND: ascend_sim_summary.table(simulated)}
+    return {
+        PAGE: table(results),
+        README: headlines(results) + "\n" + ascend_sim_summary.line(simulated),
+        ASCEND: ascend_sim_summary.table(simulated),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> str:
