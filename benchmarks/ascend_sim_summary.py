@@ -231,7 +231,8 @@ def line(entries: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"- Ascend chips are simulated, not measured: on the chip of NeutronAscend's paper {', '.join(gains)}, and "
         f"utilisation by msprof's definition is {percent(used['mean'])} ({percent(used['paper'][0])}). {within} of "
-        f"{len(entries)} figures are within a third of the paper's; [why the others are not](docs/guides/ascend.md#what-the-simulation-says)."
+        f"{len(entries)} figures are within a third of the paper's; "
+        "[why the others are not](docs/guides/ascend.md#what-the-simulation-says)."
     )
 
 
