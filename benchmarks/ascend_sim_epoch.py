@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from benchmarks.ascend_sim_model import (
     tables_of,
     update,
 )
+from benchmarks.ascend_sim_order import ranks
 from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.chunks import Chunks
@@ -31,6 +32,7 @@ from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.ops.aggregate.chip_plan import plan_chip
 
 HIDDEN = 256
+PLANETOID = ("Cora", "CiteSeer", "PubMed")
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,23 @@ factor for both keeps the degrees, on which there depends how many edges a loade
 the vertices, so that it holds the same share of the features."""
 
 
+def is_real(name: str, planetoid: str | None) -> bool:
+    """Return whether a graph is read from a folder of PyG's Planetoid files, not generated."""
+    return planetoid is not None and name in PLANETOID and (Path(planetoid) / name).is_dir()
+
+
 def make_topology(
-    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+    name: str, planetoid: str | None = None, shrink: int = 1, lean: float = 0.0, homophily: float | None = None
 ) -> CSCGraph:
     """Return a symmetric graph with self-loops, as a GCN aggregates over.
 
     Args:
         name: One of ``SHAPES``.
-        planetoid: Folder of PyG's Planetoid files for the real Cora and CiteSeer; they are generated otherwise.
+        planetoid: Folder of PyG's Planetoid files for the real Cora, CiteSeer and PubMed; what is not there is
+            generated.
         shrink: Divide vertices and edges by this.
-        by_degree: Number the vertices by falling degree; otherwise a vertex's number says nothing about its degree,
-            but for the real graphs.
+        lean: How far the vertices' order leans towards falling degree (``ascend_sim_order``); 0 is the published one,
+            in which, where a graph is generated, a vertex's number says nothing about its degree.
         homophily: Share of the edges inside a class, by default the shape's.
 
     Raises:
@@ -91,7 +99,7 @@ def make_topology(
     if name not in SHAPES:
         raise ValueError(f"dataset {name!r} is unknown; use some of {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    if planetoid is not None and name in ("Cora", "CiteSeer"):
+    if planetoid is not None and is_real(name, planetoid):
         from lightning_gnn.graph.datasets import planetoid as load
 
         data = load(name=name, root=str(Path(planetoid)))
@@ -103,8 +111,9 @@ def make_topology(
         data = planted_power_law(nodes, count, shape.classes, 1, exponent=shape.exponent, homophily=inside)
     loops = torch.arange(data.num_nodes).expand(2, -1)
     edges = torch.cat([data.edge_index, loops], dim=1)
-    if by_degree:
-        edges = edges[0].bincount(minlength=data.num_nodes).argsort(descending=True).argsort()[edges]
+    if lean:
+        degrees = edges[1].bincount(minlength=data.num_nodes).numpy()
+        edges = torch.from_numpy(ranks(degrees, lean))[edges]
     return CSCGraph.from_edge_index(edges, data.num_nodes)
 
 
@@ -124,6 +133,10 @@ class Graph:
     def num_nodes(self) -> int:
         """Vertices."""
         return self.topology.num_nodes
+
+    def with_hidden(self, channels: int) -> Graph:
+        """Return the same with another number of hidden channels."""
+        return replace(self, widths=(self.widths[0], channels, self.widths[-1]))
 
     def ranges_of_vertices(self, cores: int) -> CompressedGraph:
         """Return the graph in as many chunks of equally many vertices, in their natural order."""
@@ -148,10 +161,10 @@ class Graph:
 
 @lru_cache(maxsize=8)
 def make_graph(
-    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+    name: str, planetoid: str | None = None, shrink: int = 1, lean: float = 0.0, homophily: float | None = None
 ) -> Graph:
     """Return a graph with its partition; see :func:`make_topology`."""
-    topology = make_topology(name, planetoid, shrink, by_degree, homophily)
+    topology = make_topology(name, planetoid, shrink, lean, homophily)
     shape, nodes = SHAPES[name], topology.num_nodes
     features = shape.features if shrink == 1 else max(shape.features // shrink, 16)
     return Graph(
@@ -206,9 +219,25 @@ class Epoch:
         """Return which share of the time a unit works, on average over the cores that have one."""
         return sum(launch.busy[unit] for _, launch in self.launches) / (self.cycles * cores)
 
-    def running(self) -> float:
-        """Return which share of the time a core has something to do, on average over the launches' blocks."""
-        return sum(float(launch.ends.mean()) for _, launch in self.launches) / self.cycles
+    def running(self, unit: str = "") -> float:
+        """Return the cores' utilisation as msprof defines it, on average over the launches' blocks.
+
+        That is the cycles of tasks, each from its first to its last instruction on a core, over the interval.
+
+        Args:
+            unit: Count only the tasks that use this unit. The paper's figure is of the cube's (section 7.5).
+        """
+        tasks = [launch for _, launch in self.launches if not unit or launch.busy[unit]]
+        return sum(float(launch.ends.mean()) for launch in tasks) / self.cycles
+
+    def idle(self) -> np.ndarray:
+        """Return which share of the epoch each core has nothing to do, float64 ``[cores]``.
+
+        The cores are those of the launch with the most blocks; the vector cores of a block work while it does.
+        """
+        cores = max(launch.ends.size for _, launch in self.launches)
+        ends = [np.repeat(launch.ends, -(-cores // launch.ends.size))[:cores] for _, launch in self.launches]
+        return 1 - np.sum(ends, axis=0) / self.cycles
 
 
 def simulate(

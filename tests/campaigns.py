@@ -3,6 +3,7 @@
 ``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
 a parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
 Each slice takes a case at least, unless the mark says ``seldom=True``: a test without cases is then in one part alone.
+What is marked slow, and no campaign, is one of three parts, ``seldom``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def is_of_slice(item: pytest.Item, chosen: int) -> bool:
     """Say whether a slice takes a test, as each does with one that is no campaign."""
     mark = item.get_closest_marker("campaign")
     if mark is None:
-        return True
+        if not item.get_closest_marker("slow"):
+            return True
+        mark = pytest.mark.campaign(parts=3, seldom=True).mark
     if "number" in (given := item.callspec.params if hasattr(item, "callspec") else {}):
         return bool(given["number"] == chosen)
     place, count, test = item.stash[_PLACE]

@@ -43,6 +43,14 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Start a worker more than there are cores: a third of their time, tests wait for other processes."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ and hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) + 1
+    return None  # as xdist has it
+
+
 def pytest_configure(config):
     # Set here, before xdist starts its workers with these options, so that all run the same slice.
     if config.option.slice is None:

@@ -48,6 +48,10 @@ def test_few(one):
 def test_seldom():
     pass
 
+@pytest.mark.slow
+def test_slow():
+    pass
+
 @drawn(800)
 @given(st.integers(0, 10**9))
 def test_draws(value):
@@ -87,8 +91,9 @@ def test_all_slices_together_are_everything(run):
     assert ran.keys() == set(whole)
     # In fewer parts than there are slices, several slices take the same.
     often = {test.rpartition("::")[2].partition("[")[0] for test in ran if ran[test] > 1}
-    assert often == {"test_no_campaign", "test_parts", "test_few", "test_seldom"}
+    assert often == {"test_no_campaign", "test_parts", "test_few", "test_seldom", "test_slow"}
     assert sum(test.endswith("test_seldom") for tests, _, _ in parts for test in tests) == SLICES // 4
+    assert sum(test.endswith("test_slow") for tests, _, _ in parts for test in tests) in (2, 3)
     for tests, _, _ in parts:
         counts = Counter(test.rpartition("::")[2].partition("[")[0] for test in tests)
         assert counts["test_grid"] in (2, 3)
@@ -101,7 +106,7 @@ def test_all_slices_together_are_everything(run):
 
 
 def test_a_run_says_its_slice_and_begins_with_what_takes_long(run):
-    ran, _, shown = run("--slice=3", "-k", "not seldom")
+    ran, _, shown = run("--slice=3", "-k", "not seldom and not test_slow")
     assert "campaigns: slice 3 of 8; repeat it with --slice=3" in shown
     names = [test.rpartition("::")[2] for test in ran]
     assert names[:3] == ["test_kinds[a-3]", "test_kinds[b-3]", "test_cases[3]"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +107,18 @@ def hbm_rate(chip: Mapping[str, float]) -> float:
     return chip["hbm_gb_s"] * 1e3 / chip["clock_mhz"] if "hbm_gb_s" in chip else float("inf")
 
 
+_counted: WeakKeyDictionary[Chunks, dict[int, Counts]] = WeakKeyDictionary()
+
+
 def count_chunks(chunks: Chunks, height: int) -> Counts:
-    """Count what chunks of ``height`` rows hold."""
+    """Count what chunks of ``height`` rows hold; kept as long as the chunks."""
+    known = _counted.setdefault(chunks, {})
+    if height not in known:
+        known[height] = _count(chunks, height)
+    return known[height]
+
+
+def _count(chunks: Chunks, height: int) -> Counts:
     offsets, rows = chunks.indptr.cpu().numpy(), chunks.rows.cpu().numpy()
     columns = chunks.entry_columns().cpu().numpy()
     starts: Array = np.arange(0, rows.size, height)
