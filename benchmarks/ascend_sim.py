@@ -1,19 +1,21 @@
-"""NeutronAscend's figures 4, 5, 10, 12 and 13 in simulation, for its own chip and for the Atlas A2.
+"""NeutronAscend's figures 4, 5, 9 to 13 and 15 in simulation, for its own chip and for the Atlas A2.
 
 No NPU is needed, but a C++ compiler: the kernels of ``ascend_ops/csrc`` are followed instruction by instruction on a
 model of the chip (``ascend_sim_engine``), which agrees with the CPU twin that runs the real ones; the numbers of the
 chips and where they are from stand in ``ascend_sim_machines.py``. The figure is milliseconds of a GCN epoch,
-simulated. The paper's numbers are printed beside the model's and go nowhere else.
+simulated. The paper's numbers are printed beside the model's; one of them, how unevenly its ranges of vertices are
+loaded, goes into an order of the vertices that stands beside the published one (``ascend_sim_order``).
 
-The JSON also holds, under ``extra``: the figures' data, what the gains become when an assumption is changed, the chips'
-tables, how well the model agrees with the twin, and ``notes`` on where it differs from the paper and why.
+The JSON also holds ``summary``, the paper's figures beside the simulated ones (``ascend_sim_summary``), and under
+``extra`` the figures' data, what the gains become when an assumption is changed, the chips' tables, and how well the
+model agrees with the twin.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -22,39 +24,33 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.ascend_sim_check import agreement
-from benchmarks.ascend_sim_epoch import SHAPES, STEPS, Epoch, Graph, Setting, make_graph, simulate
-from benchmarks.ascend_sim_figures import draw, findings
+from benchmarks.ascend_sim_epoch import (
+    SHAPES,
+    STEPS,
+    Epoch,
+    Graph,
+    Setting,
+    is_real,
+    make_graph,
+    make_topology,
+    simulate,
+)
+from benchmarks.ascend_sim_figures import draw
 from benchmarks.ascend_sim_machines import Machine, machine
+from benchmarks.ascend_sim_order import ORDERS, fitted_lean, load_ratio
+from benchmarks.ascend_sim_summary import MODELLED, PAPER, summary
 from benchmarks.harness import parse
 from benchmarks.machine import machine as this_machine
 
 SIZES = {"shrink": (1, 40)}
 DATASETS = ("CiteSeer", "Cora", "PubMed", "Reddit", "Products")
 ARCHS = ("unified", "split")
-PAPER = {
-    "+HP": (1.84, 2.40),
-    "+CT": (1.37, 3.33),
-    "+IP": (1.14, 1.30),
-    "cube utilisation": 0.8892,
-    "load, max/min": 7.4,
-    "idle, at most": 0.70,
-    "vector share of the time": 0.76,
-    "speedup by cores (10, 20, 30), against MindSporeGL": (3.22, 3.67, 4.08),
-}
-"""What the paper reports (sections 3 and 7); only printed and drawn."""
-
 ASSUMPTIONS: dict[str, dict[str, Any]] = {
-    "as modelled": {},
-    "vertices numbered by degree": {"by_degree": True},
+    MODELLED: {},
+    "vertices in their published order": {"lean": 0.0},
+    "vertices sorted by degree": {"lean": 1.0},
     "every edge inside its class": {"homophily": 1.0},
     "one group (M = 1)": {"num_groups": 1},
-    "cube ranges balanced by rows loaded": {"balance_columns": True},
-    "M = 1 and balanced by rows loaded": {"num_groups": 1, "balance_columns": True},
-    "M = 1, balanced by rows loaded, every edge inside its class": {
-        "num_groups": 1,
-        "balance_columns": True,
-        "homophily": 1.0,
-    },
     "copies start in 10 cycles, not 40": {"changes": {"mte_head": 10}},
     "copies start in 100 cycles": {"changes": {"mte_head": 100}},
     "vector instructions start in 40 cycles, not 14": {"changes": {"vector_head": 40}},
@@ -62,7 +58,11 @@ ASSUMPTIONS: dict[str, dict[str, Any]] = {
     "L2 has 20 times the bandwidth of HBM": {"l2_over_hbm": 20},
     "before +IP, a tile ends before the next begins": {"serial": True},
 }
-"""What the gains are computed with, one change at a time; the graph is ``Reddit, smaller``."""
+"""What the gains are computed with, one change at a time; the graph is ``Reddit, smaller``, degree-leaning."""
+GAINED = ("+HP over the baseline", "+CT over +HP", "+IP over +CT")
+LARGE = ("Reddit", "Products")
+"""The graphs of the figures that the paper shows for two of them."""
+HIDDEN_CHANNELS = (32, 64, 128, 256)
 
 
 def setting_of(chip: Machine, graph: Graph, changes: dict[str, float] | None = None, **options: Any) -> Setting:
@@ -87,6 +87,7 @@ def describe(epoch: Epoch, chip: Machine) -> dict[str, Any]:
         "aggregation's share": epoch.share("aggregate"),
         "cube busy": epoch.busy("cube", chip.cube_cores),
         "vector busy": epoch.busy("vector", chip.vector_cores),
+        "utilisation": epoch.running("cube"),
         "cores running": epoch.running(),
         "groups": {str(width): plan.num_groups for width, plan in epoch.plans.items()},
         "load max/mean": {str(width): float(load.max() / load.mean()) for width, load in epoch.loads.items()},
@@ -96,7 +97,7 @@ def describe(epoch: Epoch, chip: Machine) -> dict[str, Any]:
 
 
 def loads_and_idle(epoch: Epoch, width: int) -> dict[str, Any]:
-    """Return figure 4: edges of each core in the first aggregation, and the share of it that the core idles."""
+    """Return figure 4: edges of each core in the first aggregation, which share of it and of the epoch it idles."""
     launch = next(launch for what, launch in epoch.launches if what == "aggregate")
     load = epoch.loads[width] / width
     if width in epoch.plans:
@@ -108,6 +109,8 @@ def loads_and_idle(epoch: Epoch, width: int) -> dict[str, Any]:
         "load, max/mean": float(load.max() / load.mean()),
         "load, max/min": float(load.max()) / least,
         "idle, at most": float(1 - launch.ends.min() / launch.cycles),
+        "idle of the epoch": float(epoch.idle().max()),
+        "vector tasks": epoch.share("aggregate"),
     }
 
 
@@ -124,87 +127,112 @@ def units(epoch: Epoch, chip: Machine) -> dict[str, float]:
 
 
 def gains(chip: Machine, graph: Graph, **options: Any) -> dict[str, float]:
-    """Return the gain of each step of figure 10 over the one before it."""
-    planned = {key: options.pop(key) for key in ("num_groups", "balance_columns") if key in options}
+    """Return the gain of each step of figure 10 over the one before it, and of all over the baseline."""
+    planned = {key: options.pop(key) for key in ("num_groups",) if key in options}
     changes = dict(options.pop("changes", {}))
     if ratio := options.pop("l2_over_hbm", None):
         changes["l2_read_bytes"] = ratio * chip["hbm_bytes"]
     times = [simulate(setting_of(chip, graph, changes, **options), graph, step, **planned).cycles for step in STEPS]
-    return {step: before / after for step, (before, after) in zip(STEPS[1:], pairwise(times), strict=True)}
+    steps = {step: before / after for step, (before, after) in zip(STEPS[1:], pairwise(times), strict=True)}
+    return {**steps, "all": times[0] / times[-1]}
+
+
+def fitted(name: str, args: Any) -> dict[str, float]:
+    """Return the degree-leaning order of a graph, and how unevenly its ranges are loaded in that and in others."""
+    degrees = make_topology(name, args.planetoid, args.shrink).in_degrees.numpy()
+    lean = fitted_lean(degrees)
+    leans = {"published": 0.0, "degree-leaning": lean, "sorted by degree": 1.0}
+    return {"lean": lean, **{order: load_ratio(degrees, by) for order, by in leans.items()}}
 
 
 def assumptions(archs: Sequence[str], args: Any, tick: Any) -> dict[str, Any]:
     """Return the gains under each changed assumption."""
+    lean = fitted("Reddit, smaller", args)["lean"]
     result: dict[str, Any] = {arch: {} for arch in archs}
     for arch in archs:
         for name, change in ASSUMPTIONS.items():
-            options = dict(change)
-            graph_options = {key: options.pop(key) for key in ("by_degree", "homophily") if key in options}
+            options = {"lean": lean, **change}
+            graph_options = {key: options.pop(key) for key in ("lean", "homophily") if key in options}
             graph = make_graph("Reddit, smaller", shrink=args.shrink, **graph_options)
             result[arch][name] = gains(machine(arch), graph, **options)
             tick(f"{arch}: {name}")
     return result
 
 
+def both_ends(chip: Machine, graph: Graph, cores: int | None = None) -> dict[str, float]:
+    """Return the milliseconds of the baseline and with all steps, and how many times as fast the latter is."""
+    times = {step: simulate(setting_of(chip, graph), graph, step, cores).milliseconds for step in ("baseline", "+IP")}
+    return {**times, "speedup": times["baseline"] / times["+IP"]}
+
+
 def study(archs: Sequence[str], names: Sequence[str], args: Any, tick: Any) -> dict[str, Any]:
-    """Simulate every dataset on every chip; return the figures' data."""
-    data: dict[str, Any] = {key: {arch: {} for arch in archs} for key in ("epochs", "cores", "figure 4", "figure 5")}
-    shown = "Reddit" if "Reddit" in names else names[-1]
-    data["shown"] = shown
-    for name in names:
-        graph = make_graph(name, args.planetoid, args.shrink)
+    """Simulate every dataset on every chip, in both orders; return the figures' data."""
+    data: dict[str, Any] = {"fitted": {name: fitted(name, args) for name in names}, "shapes": {}}
+    data |= {f"figure {number}": {arch: {} for arch in archs} for number in (4, 5, 11, 12)}
+    data["epochs"] = {arch: {order: {} for order in ORDERS} for arch in archs}
+    shown = data["shown"] = "Reddit" if "Reddit" in names else names[-1]
+    for name, order in product(names, ORDERS):
+        graph = make_graph(
+            name, args.planetoid, args.shrink, data["fitted"][name]["lean"] if order == ORDERS[1] else 0.0
+        )
+        data["shapes"][name] = graph.num_nodes, graph.topology.num_edges, graph.widths
         tick(f"{name}: {graph.num_nodes:,} vertices, {graph.topology.num_edges:,} edges")
         for arch in archs:
             chip = machine(arch)
-            data["epochs"][arch][name] = {}
+            steps = data["epochs"][arch][order][name] = {}
+            four = data["figure 4"][arch].setdefault(order, {})
             for step in STEPS:
-                log = 600 if name == shown and step in ("baseline", "+IP") else 0
+                log = 600 if name == shown and order == ORDERS[1] and step in ("baseline", "+IP") else 0
                 epoch = simulate(setting_of(chip, graph, log=log), graph, step)
-                data["epochs"][arch][name][step] = describe(epoch, chip)
+                steps[step] = describe(epoch, chip)
                 if name == shown and step in ("baseline", "+HP", "+IP"):
-                    data["figure 4"][arch][step] = loads_and_idle(epoch, graph.widths[0])
+                    four[step] = loads_and_idle(epoch, graph.widths[0])
                 if log:
                     data["figure 5"][arch][step] = {
                         "busy": units(epoch, chip),
                         "log": epoch.launches[0][1].log[-log:].tolist(),
                     }
-                tick(f"{name} on {arch}, {step}")
-            if name == shown:
-                ordered = np.sort(graph.topology.in_degrees.numpy())
-                loads = [float(part.sum()) for part in np.array_split(ordered, chip.vector_cores)]
-                data["figure 4"][arch]["by degree, max/min"] = loads[-1] / loads[0]
-            if name in ("Reddit", "Products") or name == shown:
-                data["cores"][arch][name] = {}
-                for third in (1, 2, 3):
-                    cores = chip.cube_cores * third // 3
-                    times = {
-                        step: data["epochs"][arch][name][step]["ms"]
-                        if third == 3
-                        else simulate(setting_of(chip, graph), graph, step, cores).milliseconds
-                        for step in ("baseline", "+IP")
-                    }
-                    data["cores"][arch][name][str(cores)] = {**times, "speedup": times["baseline"] / times["+IP"]}
-                    tick(f"{name} on {arch}, {cores} cores")
+                tick(f"{name} on {arch}, {order}, {step}")
+            if order == ORDERS[1] and (name in LARGE or name == shown):
+                all_cores = {"baseline": steps["baseline"]["ms"], "+IP": steps["+IP"]["ms"]}
+                all_cores["speedup"] = all_cores["baseline"] / all_cores["+IP"]
+                data["figure 12"][arch][name] = {
+                    str(chip.cube_cores * third // 3): both_ends(chip, graph, chip.cube_cores * third // 3)
+                    for third in (1, 2)
+                } | {str(chip.cube_cores): all_cores}
+                tick(f"{name} on {arch}, fewer cores")
+                data["figure 11"][arch][name] = {
+                    str(channels): all_cores
+                    if channels == graph.widths[1]
+                    else both_ends(chip, graph.with_hidden(channels))
+                    for channels in HIDDEN_CHANNELS
+                }
+                tick(f"{name} on {arch}, fewer hidden channels")
         make_graph.cache_clear()
     return data
 
 
-def show(console: Console, data: dict[str, Any], notes: Sequence[str]) -> None:
-    """Print the gains and what is to be said about them."""
-    paper = {step: f"{PAPER[step][0]:.2f} to {PAPER[step][1]:.2f}" for step in STEPS[1:]}
-    table = Table("chip", "dataset", "baseline, ms", *STEPS[1:], "all", "cube busy", "cores running",
+def show(console: Console, data: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Print the gains, and the paper's figures beside the simulated ones."""
+    paper = [f"{low:.2f} to {high:.2f}" for low, high in (PAPER[f"10, {what}"] for what in GAINED)]
+    busy = f"{PAPER['13, utilisation with all steps'][0]:.0%}"
+    table = Table("chip", "order", "dataset", "baseline, ms", *STEPS[1:], "all", "utilisation", "cube busy",
                   title="GCN epoch, simulated: gain of each step over the one before")  # fmt: skip
-    table.add_row("the paper", "", "", *paper.values(), "", f"{PAPER['cube utilisation']:.0%}", "")
-    for arch, sets in data["epochs"].items():
-        for name, steps in sets.items():
+    table.add_row("the paper", "", "", "", *paper, "", busy, "")
+    for arch, orders in data["epochs"].items():
+        for order, name in product(orders, orders[ORDERS[0]]):
+            steps = orders[order][name]
             ms = [steps[step]["ms"] for step in STEPS]
             cells = [f"{before / after:.2f}" for before, after in pairwise(ms)]
             last = steps["+IP"]
-            table.add_row(arch, name, f"{ms[0]:.3f}", *cells, f"{ms[0] / ms[-1]:.2f}", f"{last['cube busy']:.1%}",
-                          f"{last['cores running']:.0%}")  # fmt: skip
+            table.add_row(arch, order, name, f"{ms[0]:.3f}", *cells, f"{ms[0] / ms[-1]:.2f}",
+                          f"{last['utilisation']:.0%}", f"{last['cube busy']:.1%}")  # fmt: skip
     console.print(table)
-    for note in notes:
-        console.print(f"- {note}", highlight=False)
+    for figure, entry in entries.items():
+        ends = {key: " to ".join(f"{end:.3g}" for end in entry[key]) for key in ("paper", "simulated")}
+        apart = "" if entry["within"] else ", APART"
+        console.print(f"- {figure}: {ends['simulated']} (paper: {ends['paper']}){apart}. {entry['reason']}",
+                      highlight=False)  # fmt: skip
 
 
 def chosen(given: str | None, known: Sequence[str], what: str) -> list[str]:
@@ -228,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         argv,
         runs=1,
         paths={
-            "planetoid": "folder of PyG's Planetoid files, for the real Cora and CiteSeer",
+            "planetoid": "folder of PyG's Planetoid files, for the real Cora, CiteSeer and PubMed",
             "datasets": f"some of {', '.join(DATASETS)}, separated by commas (default: all)",
             "archs": "some of unified, split, split-20, separated by commas (default: unified,split)",
         },
@@ -237,8 +265,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     archs = chosen(args.archs, ("unified", "split", "split-20"), "arch") if args.archs else list(ARCHS)
     described = this_machine()
     console = Console()
-    cores_of = [name for name in names if name in ("Reddit", "Products")] or names[-1:]
-    total = len(names) * (1 + 4 * len(archs)) + 3 * len(archs) * len(cores_of) + len(ASSUMPTIONS) * len(archs) + 1
+    larger = [name for name in names if name in LARGE] or names[-1:]
+    total = 2 * len(names) * (1 + 4 * len(archs)) + 2 * len(archs) * len(larger) + len(ASSUMPTIONS) * len(archs) + 1
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=total)
 
@@ -249,10 +277,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         changed = assumptions(archs, args, tick)
         agreed = agreement(archs) if not args.quick else {"note": "not checked in a quick run"}
         tick("agreement with the twin")
-    notes = findings(data, changed, PAPER)
+    entries = summary(data, changed)
     rows = [
-        {"name": f"{arch}, {name}, {step}", **dict.fromkeys(("median", "min", "max"), figures["ms"])}
-        for arch, sets in data["epochs"].items()
+        {"name": f"{arch}, {order}, {name}, {step}", **dict.fromkeys(("median", "min", "max"), figures["ms"])}
+        for arch, orders in data["epochs"].items()
+        for order, sets in orders.items()
         for name, steps in sets.items()
         for step, figures in steps.items()
     ]
@@ -263,21 +292,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {
             **args.sizes,
             "runs": 1,
-            "real_planetoid": args.planetoid is not None,
+            "real": [name for name in names if is_real(name, args.planetoid)],
             "datasets": {name: vars(SHAPES[name]) for name in names},
         },
         "machine": described,
+        "summary": entries,
         "rows": [{**row, "values": [row["median"]]} for row in rows],
         "comparisons": [],
         "extra": {
-            "notes": notes,
-            "paper": {key: list(value) if isinstance(value, tuple) else value for key, value in PAPER.items()},
+            "lean, and load max/min over 30 ranges": data["fitted"],
+            "graphs: vertices, edges, widths": data["shapes"],
             "epochs": data["epochs"],
             "figure 4": data["figure 4"],
             "figure 5, share of the forward pass": {
                 arch: {step: part["busy"] for step, part in parts.items()} for arch, parts in data["figure 5"].items()
             },
-            "figure 12": data["cores"],
+            "figure 11": data["figure 11"],
+            "figure 12": data["figure 12"],
             "gains under other assumptions": changed,
             "agreement with the CPU twin": agreed,
             "chips": {
@@ -290,11 +321,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
     }
     result = rounded(result)
-    show(console, data, notes)
+    show(console, data, entries)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n")
-        draw(data, PAPER, args.out.with_suffix(".png"))
+        draw(data, args.out.with_suffix(".png"))
     return result
 
 

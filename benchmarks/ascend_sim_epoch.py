@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,13 +22,17 @@ from benchmarks.ascend_sim_model import (
     tables_of,
     update,
 )
+from benchmarks.ascend_sim_order import ranks
 from lightning_gnn.ascend_ops.tiling import CubeTables, cube_tables, row_tables
 from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings, plan_cores
+from lightning_gnn.graph.hybrid_plan import HybridPlan, PlanSettings
 from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.ops.aggregate.chip_plan import plan_chip
 
 HIDDEN = 256
+PLANETOID = ("Cora", "CiteSeer", "PubMed")
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,23 @@ factor for both keeps the degrees, on which there depends how many edges a loade
 the vertices, so that it holds the same share of the features."""
 
 
+def is_real(name: str, planetoid: str | None) -> bool:
+    """Return whether a graph is read from a folder of PyG's Planetoid files, not generated."""
+    return planetoid is not None and name in PLANETOID and (Path(planetoid) / name).is_dir()
+
+
 def make_topology(
-    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+    name: str, planetoid: str | None = None, shrink: int = 1, lean: float = 0.0, homophily: float | None = None
 ) -> CSCGraph:
     """Return a symmetric graph with self-loops, as a GCN aggregates over.
 
     Args:
         name: One of ``SHAPES``.
-        planetoid: Folder of PyG's Planetoid files for the real Cora and CiteSeer; they are generated otherwise.
+        planetoid: Folder of PyG's Planetoid files for the real Cora, CiteSeer and PubMed; what is not there is
+            generated.
         shrink: Divide vertices and edges by this.
-        by_degree: Number the vertices by falling degree; otherwise a vertex's number says nothing about its degree,
-            but for the real graphs.
+        lean: How far the vertices' order leans towards falling degree (``ascend_sim_order``); 0 is the published one,
+            in which, where a graph is generated, a vertex's number says nothing about its degree.
         homophily: Share of the edges inside a class, by default the shape's.
 
     Raises:
@@ -89,7 +99,7 @@ def make_topology(
     if name not in SHAPES:
         raise ValueError(f"dataset {name!r} is unknown; use some of {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    if planetoid is not None and name in ("Cora", "CiteSeer"):
+    if planetoid is not None and is_real(name, planetoid):
         from lightning_gnn.graph.datasets import planetoid as load
 
         data = load(name=name, root=str(Path(planetoid)))
@@ -101,8 +111,9 @@ def make_topology(
         data = planted_power_law(nodes, count, shape.classes, 1, exponent=shape.exponent, homophily=inside)
     loops = torch.arange(data.num_nodes).expand(2, -1)
     edges = torch.cat([data.edge_index, loops], dim=1)
-    if by_degree:
-        edges = edges[0].bincount(minlength=data.num_nodes).argsort(descending=True).argsort()[edges]
+    if lean:
+        degrees = edges[1].bincount(minlength=data.num_nodes).numpy()
+        edges = torch.from_numpy(ranks(degrees, lean))[edges]
     return CSCGraph.from_edge_index(edges, data.num_nodes)
 
 
@@ -123,6 +134,10 @@ class Graph:
         """Vertices."""
         return self.topology.num_nodes
 
+    def with_hidden(self, channels: int) -> Graph:
+        """Return the same with another number of hidden channels."""
+        return replace(self, widths=(self.widths[0], channels, self.widths[-1]))
+
     def ranges_of_vertices(self, cores: int) -> CompressedGraph:
         """Return the graph in as many chunks of equally many vertices, in their natural order."""
         key = ("ranges", cores)
@@ -130,25 +145,26 @@ class Graph:
             self._tables[key] = CompressedGraph.from_graph(self.topology, num_chunks=cores, order="natural")
         return self._tables[key]
 
+    def cut(self, plan: HybridPlan) -> Chunks:
+        """Return the chunks that a plan is for."""
+        key = ("cut", plan.order, plan.height)
+        if key not in self._tables:
+            source = self.natural if plan.order == "natural" else self.compressed
+            self._tables[key] = source.forward.recut(plan.height or 1)
+        return self._tables[key]
+
     def cube_tables(self, plan: HybridPlan, tile_columns: int) -> CubeTables:
         """Return what aggregate_cube reads for a plan."""
-        return _cube_tables(self, plan.chunk_ranges, plan.num_groups, plan.num_columns, tile_columns)
-
-
-@lru_cache(maxsize=8)
-def _cube_tables(
-    graph: Graph, chunk_ranges: tuple[tuple[int, int], ...], num_groups: int, num_columns: int, tile_columns: int
-) -> CubeTables:
-    arrays = tables_of(graph.compressed.forward)
-    return cube_tables(arrays, chunk_ranges, num_groups, num_columns, tile_columns=tile_columns)
+        arrays = tables_of(self.cut(plan))
+        return cube_tables(arrays, plan.chunk_ranges, plan.num_groups, plan.num_columns, tile_columns=tile_columns)
 
 
 @lru_cache(maxsize=8)
 def make_graph(
-    name: str, planetoid: str | None = None, shrink: int = 1, by_degree: bool = False, homophily: float | None = None
+    name: str, planetoid: str | None = None, shrink: int = 1, lean: float = 0.0, homophily: float | None = None
 ) -> Graph:
     """Return a graph with its partition; see :func:`make_topology`."""
-    topology = make_topology(name, planetoid, shrink, by_degree, homophily)
+    topology = make_topology(name, planetoid, shrink, lean, homophily)
     shape, nodes = SHAPES[name], topology.num_nodes
     features = shape.features if shrink == 1 else max(shape.features // shrink, 16)
     return Graph(
@@ -156,22 +172,9 @@ def make_graph(
         topology=topology,
         l2_scale=min(1.0, nodes / shape.nodes),
         widths=(features, HIDDEN if shrink == 1 else 32, shape.classes),
-        natural=CompressedGraph.from_graph(topology, num_chunks=min(nodes, FINE_CHUNKS), order="natural"),
-        compressed=CompressedGraph.from_graph(topology, num_chunks=num_chunks(nodes)),
+        natural=CompressedGraph.from_graph(topology, num_chunks=1, order="natural"),
+        compressed=CompressedGraph.from_graph(topology, num_chunks=max(-(-nodes // 128), 1), order="locality"),
     )
-
-
-FINE_CHUNKS = 128 * 48
-"""Chunks for the vector kernel, to which they are but the places at which ranges may end: many for every core."""
-
-
-def num_chunks(nodes: int) -> int:
-    """Return into how many chunks the graph is compressed for the cube kernel.
-
-    A chunk of 128 rows fills a tile, so that a gathered row serves as many as it can. Smaller graphs are cut finer, so
-    that there are about 16 chunks for each of 30 cores and their loads can be balanced, but not below 8 rows.
-    """
-    return max(-(-nodes // 128), min(16 * 30, -(-nodes // 8)))
 
 
 STEPS = ("baseline", "+HP", "+CT", "+IP")
@@ -216,9 +219,25 @@ class Epoch:
         """Return which share of the time a unit works, on average over the cores that have one."""
         return sum(launch.busy[unit] for _, launch in self.launches) / (self.cycles * cores)
 
-    def running(self) -> float:
-        """Return which share of the time a core has something to do, on average over the launches' blocks."""
-        return sum(float(launch.ends.mean()) for _, launch in self.launches) / self.cycles
+    def running(self, unit: str = "") -> float:
+        """Return the cores' utilisation as msprof defines it, on average over the launches' blocks.
+
+        That is the cycles of tasks, each from its first to its last instruction on a core, over the interval.
+
+        Args:
+            unit: Count only the tasks that use this unit. The paper's figure is of the cube's (section 7.5).
+        """
+        tasks = [launch for _, launch in self.launches if not unit or launch.busy[unit]]
+        return sum(float(launch.ends.mean()) for launch in tasks) / self.cycles
+
+    def idle(self) -> np.ndarray:
+        """Return which share of the epoch each core has nothing to do, float64 ``[cores]``.
+
+        The cores are those of the launch with the most blocks; the vector cores of a block work while it does.
+        """
+        cores = max(launch.ends.size for _, launch in self.launches)
+        ends = [np.repeat(launch.ends, -(-cores // launch.ends.size))[:cores] for _, launch in self.launches]
+        return 1 - np.sum(ends, axis=0) / self.cycles
 
 
 def simulate(
@@ -227,7 +246,6 @@ def simulate(
     step: str,
     cores: int | None = None,
     num_groups: int | None = None,
-    balance_columns: bool = False,
 ) -> Epoch:
     """Simulate one epoch of a two-layer GCN: per layer aggregate, update, and backward (algorithm 3).
 
@@ -235,17 +253,16 @@ def simulate(
         setting: The chip; its number of buffers is set by the step.
         graph: The graph.
         step: One of ``STEPS``, each with all that come before it. ``baseline``: aggregate_vector, each core a range of
-            equally many vertices. ``+HP``: the hybrid plan. ``+CT``: aggregate_cube on compressed chunks. ``+IP``:
-            double buffering.
+            equally many vertices. ``+HP``: the hybrid plan. ``+CT``: the plan also chooses the order, the height of the
+            chunks and, where it is faster, aggregate_cube. ``+IP``: double buffering.
         cores: Cores with a cube unit, by default all; a split chip has two vector cores for each.
         num_groups: M of every plan, by default what the planner chooses.
-        balance_columns: Balance the cube kernel's ranges by the rows that chunks load instead of by edges.
     """
     machine = setting.machine
     cores = cores or machine.cube_cores
     vector_cores = cores * (machine.vector_cores // machine.cube_cores)
     setting = setting.with_buffers(2 if step == "+IP" else 1)
-    cube = step in ("+CT", "+IP")
+    chunked = step in ("+CT", "+IP")
     launches: list[tuple[str, Launch]] = []
     plans: dict[int, HybridPlan] = {}
     loads: dict[int, np.ndarray] = {}
@@ -258,22 +275,22 @@ def simulate(
         launches.extend(done[key])
 
     def aggregate(width: int) -> list[tuple[str, Launch]]:
-        ratio = machine["l2_read_bytes"] / machine["hbm_bytes"]
-        planned = PlanSettings(num_groups=num_groups or "auto", bandwidth_ratio=max(ratio, 1.0))
         if step == "baseline":
             source = graph.ranges_of_vertices(vector_cores)
             ranges = tuple(pairwise(range(vector_cores + 1)))
             tables = row_tables(tables_of(source.forward), chunk_ranges=ranges, num_columns=width)
             loads[width] = source.forward.loads.numpy() * width
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
-        chosen = graph.compressed if cube else graph.natural
-        workers = cores if cube else vector_cores
-        costs = chosen.forward.column_ptr.diff() if cube and balance_columns else chosen.forward.loads
-        plan = plan_cores(width, costs.numpy(), planned, workers)
+        orders = {"natural": graph.natural.forward} | ({"locality": graph.compressed.forward} if chunked else {})
+        kernels: tuple[Any, ...] = ("cube", "vector") if chunked else ("vector",)
+        planned = PlanSettings(num_groups=num_groups or "auto")
+        plan = plan_chip(
+            width, orders, planned, cores, setting.parameters, kernels=kernels, buffers=setting.buffers
+        )  # fmt: skip
         plans[width], loads[width] = plan, plan.work
-        if not cube:
+        if plan.kernel == "vector":
             tables = row_tables(
-                tables_of(chosen.forward), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
+                tables_of(graph.cut(plan)), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,
                 num_columns=width,
             )  # fmt: skip
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]

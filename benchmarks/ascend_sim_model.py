@@ -39,10 +39,15 @@ class Setting:
     changes: tuple[tuple[str, float], ...] = ()
     log: int = 0
 
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The machine's numbers, changed and scaled."""
+        parameters = {name: fact.value for name, fact in self.machine.facts.items()} | dict(self.changes)
+        return parameters | {"l2_bytes": parameters["l2_bytes"] * self.l2_scale}
+
     def chip(self, cores: int, num_sectors: int, log_cores: int = 1) -> Chip:
         """Return an idle chip."""
-        parameters = {name: fact.value for name, fact in self.machine.facts.items()} | dict(self.changes)
-        parameters["l2_bytes"] *= self.l2_scale
+        parameters = self.parameters
         rate = parameters["hbm_gb_s"] * 1e3 / parameters["clock_mhz"] if self.share_hbm else None
         return make_chip(cores, parameters, num_sectors, rate, self.log, log_cores)
 

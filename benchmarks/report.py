@@ -1,7 +1,7 @@
 """Turn the JSON files of the benchmarks into tables: ``python -m benchmarks.report``.
 
-All comparisons stand in docs/results.md, those that tell most in README.md: between two markers, outside of which
-everything stays as it is.
+All comparisons stand in docs/results.md, those that tell most in README.md, and the simulated Ascend chips beside the
+paper's in their guide: between two markers, outside of which everything stays as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ascend_sim_summary
 from benchmarks.harness import RESULTS
 from benchmarks.machine import MISSING
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+ASCEND = ROOT / "docs" / "guides" / "ascend.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 ORDER = (
     *(
@@ -123,7 +125,12 @@ def replaced(text: str, content: str) -> str:
 
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
     """Return the files that show results, with what stands between their markers."""
-    return {PAGE: table(results), README: headlines(results)}
+    simulated = json.loads((RESULTS / "ascend_sim.json").read_text())["summary"]
+    return {
+        PAGE: table(results),
+        README: headlines(results) + "\n" + ascend_sim_summary.line(simulated),
+        ASCEND: ascend_sim_summary.table(simulated),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> str:

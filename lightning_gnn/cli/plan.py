@@ -1,7 +1,8 @@
 """``lgnn plan``: tell how a run would use the machine, without running it to the end.
 
 A plan of a run on the CPU times its first mini-batches and steps (``cli/plan_cpu.py``). A plan for
-``datamodule=collective`` profiles the first mini-batches of a training that is thrown away.
+``datamodule=collective`` profiles the first mini-batches of a training that is thrown away. With
+``datamodule=persistent`` it says what would lie where in a GPU's memory, or in one of a size that is given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class
@@ -35,6 +37,7 @@ from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.report import forecast, given_numbers, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.planning.report import sentences
 from lightning_gnn.report import reporting
 from lightning_gnn.report.console import be_quiet, console, describe, warn
@@ -82,6 +85,12 @@ def run(cfg: DictConfig) -> None:
         with explained(only_ours=True), _signals_kept():
             found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
             said = sentences(found)
+    if kind == "placement":
+        assert isinstance(datamodule, PlacedOnGPU)
+        with explained(only_ours=True):
+            said = place(datamodule, cfg.output_dir).splitlines()
+        for line in said:
+            console().print(line, soft_wrap=True, highlight=False)
     if kind == "collective":
         assert isinstance(datamodule, CollectiveDataModule)
         with explained(only_ours=True):
@@ -97,7 +106,7 @@ def run(cfg: DictConfig) -> None:
     console().print(f"files in {cfg.output_dir}", soft_wrap=True, highlight=False)
 
 
-def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "cpu"]:
+def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "placement", "cpu"]:
     """Return which of the planners a configuration asks for; that of the CPU is for what needs none of the others.
 
     Raises:
@@ -113,7 +122,22 @@ def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "cpu"]:
             "strategy=hyscale with datamodule=collective: both plan the use of the same cores and of the same bus; "
             "choose one of them"
         )
-    return "hybrid" if hybrid else "collective" if collective else "cpu"
+    if hybrid or collective:
+        return "hybrid" if hybrid else "collective"
+    told = cfg.datamodule.get("device_memory") is not None
+    on_gpu = torch.cuda.is_available() and cfg.trainer.get("accelerator") != "cpu"
+    return "placement" if _is_a(cfg.datamodule, PlacedOnGPU) and (told or on_gpu) else "cpu"
+
+
+def place(datamodule: PlacedOnGPU, directory: str | Path) -> str:
+    """Plan what lies where in a GPU's memory, write ``plan.yaml``, and return the plan in words."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    plan = datamodule.plan_placement()
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan.to_dict(), sort_keys=False))
+    return str(plan)
 
 
 def _is_a(node: Any, kind: type) -> bool:

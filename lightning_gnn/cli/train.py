@@ -29,6 +29,7 @@ from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.graph.csc import count_edges
+from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.planning.advice import advice
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
@@ -124,12 +125,13 @@ def _advice(throughput: Throughput | None, trainer: pl.Trainer, datamodule: pl.L
 
 
 def _plan(trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> dict[str, Any] | None:
-    """Return the plan by which processors shared the work, and the epoch that it predicts; None without a plan."""
+    """Return what was planned of the work and of a GPU's memory, and the epoch predicted; None without a plan."""
     plan, balance = getattr(datamodule, "plan", None), getattr(trainer.strategy, "balance", None)
-    if isinstance(plan, CollectivePlan):
-        return {"text": str(plan), "epoch_s": (plan.epoch_s or {}).get(plan.mode)}
-    mapping = getattr(balance, "mapping", None)
-    return None if mapping is None else {"text": f"hyscale: {mapping}", "epoch_s": None}
+    mapping, placement = getattr(balance, "mapping", None), getattr(datamodule, "placement", None)
+    epoch = (plan.epoch_s or {}).get(plan.mode) if isinstance(plan, CollectivePlan) else None
+    said = [str(plan)] if isinstance(plan, CollectivePlan) else [f"hyscale: {mapping}"] if mapping is not None else []
+    said += [str(placement)] if isinstance(placement, Placement) else []
+    return {"text": "\n".join(said), "epoch_s": epoch} if said else None
 
 
 def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:

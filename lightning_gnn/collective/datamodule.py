@@ -186,6 +186,10 @@ class CollectiveDataModule(PersistentSamplerDataModule):
     def _device(self) -> torch.device | None:
         return None if self.gpu_route == "cpu" else super()._device()
 
+    @property
+    def _held(self) -> int:
+        return self.gpu_buffer_size + 2
+
     def _training_device(self) -> torch.device:
         if self.trainer is not None:
             return self.trainer.strategy.root_device

@@ -7,8 +7,9 @@ Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numba
@@ -157,6 +158,112 @@ class DualCachePlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, eq=False)
+class Cacheable:
+    """What a device may keep single entries of: the rows of a table, the lists of a graph.
+
+    Args:
+        reads: How often each entry was read, ``[n]``, finite and not negative.
+        sizes: Bytes of each entry, int64 ``[n]``.
+        cost: What it costs to read an entry once from host memory, in any unit that all kinds share.
+        lookup_bytes: Bytes of the lookup table of a cache that is not empty.
+    """
+
+    reads: _Array
+    sizes: _Array
+    cost: float
+    lookup_bytes: int
+
+    @property
+    def total(self) -> float:
+        """The cost of all reads."""
+        return float(self.reads.sum() * self.cost)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheChoice:
+    """What of each kind goes to the device.
+
+    Args:
+        nodes: Of each kind, int64 ``[n]``, the most beneficial first.
+        nbytes: Of each kind, bytes on the device, its lookup table included.
+        gains: Of each kind, the cost of the reads that are saved.
+    """
+
+    nodes: list[Tensor]
+    nbytes: list[int]
+    gains: list[float]
+
+
+class CacheOrder:
+    """Entries of several kinds in one order, by benefit per byte; ties go to earlier kinds, then to lower ids.
+
+    Args:
+        kinds: What may be kept.
+    """
+
+    def __init__(self, kinds: Sequence[Cacheable]) -> None:
+        self._kinds = kinds
+        none = np.empty(0, np.int64)
+        found = [np.flatnonzero((kind.reads > 0) & (kind.sizes > 0) & (kind.cost > 0)) for kind in kinds]
+        self._kind = np.repeat(np.arange(len(kinds)), [nodes.size for nodes in found])
+        self._node = np.concatenate([none, *found])
+        self._size = np.concatenate([none, *(kind.sizes[n] for kind, n in zip(kinds, found, strict=True))])
+        self._gain = np.concatenate([none, *(kind.reads[n] * kind.cost for kind, n in zip(kinds, found, strict=True))])
+        self._order = np.argsort(-(self._gain / self._size), kind="stable")
+
+    def best(self, budget: int, among: Collection[int] | None = None) -> CacheChoice:
+        """Fill a budget greedily: an entry that does not fit is passed over for smaller ones.
+
+        A larger budget never gains less.
+
+        Args:
+            budget: Bytes, lookup tables included.
+            among: The kinds that may have a cache; by default all.
+        """
+        wanted = range(len(self._kinds)) if among is None else sorted(among)
+        best, best_gain = np.empty(0, np.int64), 0.0
+        for used in _some_subsets(wanted, lambda kind: self._kinds[kind].total):
+            left = int(budget) - sum(int(self._kinds[kind].lookup_bytes) for kind in used)
+            if left <= 0:
+                continue
+            allowed = np.zeros(len(self._kinds), np.bool_)
+            allowed[list(used)] = True
+            chosen = _fill(self._order, self._kind, self._size, allowed, left)
+            if (gain := float(self._gain[chosen].sum())) > best_gain:
+                best, best_gain = chosen, gain
+        parts = [best[self._kind[best] == kind] for kind in range(len(self._kinds))]
+        return CacheChoice(
+            [torch.from_numpy(self._node[part].astype(np.int64)) for part in parts],
+            [
+                int(self._size[part].sum()) + int(kind.lookup_bytes) * bool(part.size)
+                for kind, part in zip(self._kinds, parts, strict=True)
+            ],
+            [float(self._gain[part].sum()) for part in parts],
+        )
+
+
+def _some_subsets(numbers: Sequence[int], weight: Callable[[int], float]) -> Iterator[tuple[int, ...]]:
+    """Give the subsets that are worth a look, none of them empty, the smallest first.
+
+    Args:
+        numbers: Of what; all subsets of up to four, else the single ones, and the heaviest two, three, ... and all.
+        weight: Of each.
+    """
+    if len(numbers) <= 4:
+        for size in range(1, len(numbers) + 1):
+            yield from combinations(numbers, size)
+        return
+    heaviest = sorted(numbers, key=lambda number: -weight(number))
+    yield from ((number,) for number in heaviest)
+    yield from (tuple(heaviest[:size]) for size in range(2, len(heaviest) + 1))
+
+
+def row_cost(row_bytes: int) -> int:
+    """Return the bytes of the sectors that a row in host memory covers."""
+    return math.ceil(row_bytes / SECTOR_BYTES) * SECTOR_BYTES
+
+
 def plan_dual_cache(
     feature_counts: Tensor,
     adjacency_counts: Tensor,
@@ -197,44 +304,24 @@ def plan_dual_cache(
     num_nodes = degrees.numel()
     counts = [_checked_counts(feature_counts, num_nodes), _checked_counts(adjacency_counts, num_nodes)]
     sizes = [np.full(num_nodes, feature_row_bytes, np.int64), _as_array(degrees).astype(np.int64) * index_bytes]
-    if feature_cost is None:
-        feature_cost = math.ceil(feature_row_bytes / SECTOR_BYTES) * SECTOR_BYTES
-    costs = (feature_cost, adjacency_cost)
+    costs = (row_cost(feature_row_bytes) if feature_cost is None else feature_cost, adjacency_cost)
     tables = (4 * num_nodes, 16 * num_nodes + 8) if lookup_bytes is None else lookup_bytes
     for number in (*costs, *tables, feature_row_bytes, index_bytes, budget_bytes):
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"costs, sizes and the budget must be finite and not negative, but one is {number}")
     if num_nodes and int(degrees.min()) < 0:
         raise ValueError("degrees must not be negative")
-
-    candidates = [np.flatnonzero((counts[kind] > 0) & (sizes[kind] > 0)) for kind in (0, 1)]
-    kinds = np.repeat(np.arange(2, dtype=np.int8), [c.size for c in candidates])
-    node = np.concatenate(candidates)
-    size = np.concatenate([sizes[kind][candidates[kind]] for kind in (0, 1)])
-    gain = np.concatenate([counts[kind][candidates[kind]] * costs[kind] for kind in (0, 1)])
-    order = np.argsort(-(gain / size), kind="stable")
-    order = order[gain[order] > 0]
-
-    best, best_gain = np.empty(0, np.int64), 0.0
-    for allowed in ((True, False), (False, True), (True, True)):
-        left = int(budget_bytes) - sum(int(table) for table, use in zip(tables, allowed, strict=True) if use)
-        if left > 0:
-            chosen = _fill(order, kinds, size, np.array(allowed), left)
-            if gain[chosen].sum() > best_gain:
-                best, best_gain = chosen, float(gain[chosen].sum())
-    parts = [best[kinds[best] == kind] for kind in (0, 1)]
-    nodes = [torch.from_numpy(node[part].astype(np.int64)) for part in parts]
-    spent = [int(size[part].sum()) + int(table) * bool(part.size) for part, table in zip(parts, tables, strict=True)]
-    saved = [float(gain[part].sum()) for part in parts]
-    served = [float(count[node[part]].sum() / (count.sum() or 1.0)) for count, part in zip(counts, parts, strict=True)]
-    return DualCachePlan(nodes[0], nodes[1], spent[0], spent[1], saved[0], saved[1], served[0], served[1])
+    kinds = [Cacheable(*kind) for kind in zip(counts, sizes, costs, tables, strict=True)]
+    best = CacheOrder(kinds).best(budget_bytes)
+    served = [float(count[n.numpy()].sum() / (count.sum() or 1.0)) for count, n in zip(counts, best.nodes, strict=True)]
+    (rows, lists), (row_bytes, list_bytes), (row_gain, list_gain) = best.nodes, best.nbytes, best.gains
+    return DualCachePlan(rows, lists, row_bytes, list_bytes, row_gain, list_gain, served[0], served[1])
 
 
 def plan_row_caches(counts: Mapping[Any, Tensor], row_bytes: Mapping[Any, int], budget_bytes: int) -> dict[Any, Tensor]:
     """Split one budget between the feature rows of several types, greedily by benefit per byte.
 
-    As :func:`plan_dual_cache` does it; types have a cache, those first that are read most, if they are worth its lookup
-    table.
+    As :func:`plan_dual_cache` does it; types have a cache if they are worth its lookup table.
 
     Args:
         counts: How often each row was read, ``[num_nodes]`` of each type.
@@ -247,26 +334,17 @@ def plan_row_caches(counts: Mapping[Any, Tensor], row_bytes: Mapping[Any, int], 
     Raises:
         ValueError: A negative or non-finite count.
     """
-    cost = {name: math.ceil(row_bytes[name] / SECTOR_BYTES) * SECTOR_BYTES for name in counts}
-    gains = {name: _checked_counts(reads, reads.numel()) * cost[name] for name, reads in counts.items()}
-    names = sorted(gains, key=lambda name: -float(gains[name].sum()))
-    found = [np.flatnonzero(gains[name]) for name in names]
-    none = np.empty(0, np.int64)
-    kinds = np.repeat(np.arange(len(names)), [nodes.size for nodes in found])
-    node = np.concatenate([none, *found])
-    size = np.concatenate([none, *(np.full(own.size, row_bytes[name]) for name, own in zip(names, found, strict=True))])
-    gain = np.concatenate([none, *(gains[name][own] for name, own in zip(names, found, strict=True))])
-    order = np.argsort(-(gain / np.maximum(size, 1)), kind="stable")
-    allowed, best, best_gain, left = np.zeros(len(names), np.bool_), none, 0.0, int(budget_bytes)
-    for number, name in enumerate(names):
-        table = 4 * gains[name].size
-        allowed[number] = True
-        chosen = _fill(order, kinds, size, allowed, left - table)
-        allowed[number] = left > table and gain[chosen].sum() > best_gain
-        if allowed[number]:
-            best, best_gain, left = chosen, float(gain[chosen].sum()), left - table
-    by_type = {name: torch.from_numpy(node[best[kinds[best] == number]]) for number, name in enumerate(names)}
-    return {name: nodes for name, nodes in by_type.items() if nodes.numel()}
+    kinds = [
+        Cacheable(
+            _checked_counts(reads, reads.numel()),
+            np.full(reads.numel(), row_bytes[name], np.int64),
+            row_cost(row_bytes[name]),
+            4 * reads.numel(),
+        )
+        for name, reads in counts.items()
+    ]
+    best = CacheOrder(kinds).best(budget_bytes)
+    return {name: nodes for name, nodes in zip(counts, best.nodes, strict=True) if nodes.numel()}
 
 
 def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:

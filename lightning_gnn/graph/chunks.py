@@ -131,6 +131,20 @@ class Chunks:
         begin = torch.repeat_interleave(self.column_ptr[:-1], self.loads, output_size=self.num_edges)
         return self.columns[begin.add_(self.local)]
 
+    def recut(self, height: int) -> Chunks:
+        """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest.
+
+        Args:
+            height: Rows of a chunk, at least 1.
+        """
+        row_ptr: _Array = np.append(np.arange(0, self.rows.numel(), height), self.rows.numel())
+        offsets, columns = self.indptr.cpu().numpy(), self.entry_columns().cpu().numpy()
+        spans = offsets[:-1], offsets[1:], row_ptr
+        counted = count_columns(columns, *spans, self.num_columns)
+        rows = self.rows.cpu().numpy()
+        cut, _ = compress_columns(columns, rows, *spans, counted, self.num_rows, self.num_columns)
+        return replace(cut, edge_ids=self.edge_ids).to(self.local.device)
+
     def tensors(self) -> dict[str, Tensor | None]:
         """Return the arrays by name."""
         return {name: getattr(self, name) for name in (*_DTYPES, "edge_ids")}

@@ -91,6 +91,9 @@ class HybridPlan:
         loads: Edges of each member's chunks, ``[G]``.
         candidates: What each number of groups would cost, in ascending order of M.
         unit: What the candidates' costs are measured in.
+        kernel: ``"cube"`` or ``"vector"`` on an NPU, whose kernel executes the plan; empty elsewhere.
+        height: Rows of a chunk where the plan cuts them anew (:meth:`~lightning_gnn.graph.chunks.Chunks.recut`).
+        order: Which of the orders that were offered the plan is for.
     """
 
     num_workers: int
@@ -101,6 +104,9 @@ class HybridPlan:
     loads: tuple[int, ...]
     candidates: tuple[GroupingCost, ...] = ()
     unit: str = ""
+    kernel: str = ""
+    height: int | None = None
+    order: str = ""
 
     @property
     def group_size(self) -> int:
@@ -152,7 +158,8 @@ class HybridPlan:
             rows = [["groups", *terms, "cost", ""]]
             for candidate in self.candidates:
                 numbers = [*(candidate.terms[term] for term in terms), candidate.cost]
-                note = "chosen" if candidate.num_groups == self.num_groups else candidate.note
+                chosen = ["chosen"] if candidate.num_groups == self.num_groups else []
+                note = " ".join([*chosen, candidate.note]).strip()
                 rows.append([str(candidate.num_groups), *(f"{number:.4g}" for number in numbers), note])
             lines += ["", *aligned(rows), f"cost in {self.unit}" if self.unit else ""]
         return "\n".join(lines).rstrip()

@@ -17,14 +17,16 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
 
     Args:
         *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.
-        topology: ``"device"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"`` (the device, if at
-            most half of its free memory is needed).
+        topology: ``"device"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"``. Topology,
+            features, caches and mini-batches share three quarters of the device's free memory by one plan
+            (:attr:`placement`), which is said when the first loader is made; the rest is the model's.
         features: ``"device"``, ``"pinned"`` or ``"auto"`` for the features; other attributes of nodes and edges always
             lie on the device.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
-        cache_bytes: Instead, a budget that hot feature rows and hot adjacency lists share; some mini-batches are
-            sampled first to count what is read, and each byte goes where it saves most (DUCATI's dual cache). Lists
-            have a share in uniform sampling of graphs of one type; else rows, of all types, have all of it.
+        cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and hot adjacency
+            lists, or ``"auto"``, whatever the plan leaves. Mini-batches are sampled first to count what is read, until
+            more of them would hardly raise the hit rate, and each byte goes where it saves most (DUCATI's dual cache).
+            Lists have a share in uniform sampling of graphs of one type; else rows, of all types, have all of it.
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantised when gathered.
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             graphs of one type; all else runs hop by hop); the samples are equal.
@@ -35,11 +37,13 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
             ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
             more than an eighth of the free memory. Everything else is sampled one mini-batch at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
+        device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
+            :meth:`plan_placement` needs no GPU.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
         ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
-            the device.
+            the device; when the first loader is made, more wanted on the device than it has.
         RuntimeError: Page-locked memory was refused, when the first loader is made.
 
     Examples:
@@ -59,5 +63,7 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
     on_cpu = "NeighborDataModule"
 
     def _training_seeds(self) -> tuple[NodeSamplerInput, None]:
-        kind, seeds, _ = get_input_nodes(self.data, self._seeds("train"))
-        return NodeSamplerInput(None, seeds, self._times["train"], kind), None
+        with_seeds = [stage for stage in self._types if self._nodes[stage] is not None]
+        stage = "train" if "train" in with_seeds or not with_seeds else with_seeds[0]  # of who only evaluates
+        kind, seeds, _ = get_input_nodes(self.data, self._seeds(stage))
+        return NodeSamplerInput(None, seeds, self._times[stage], kind), None

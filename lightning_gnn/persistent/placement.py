@@ -6,27 +6,25 @@ import copy
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
-from torch_geometric.typing import NodeType
 
-from lightning_gnn.graph.cache import hottest_of_types, plan_dual_cache, plan_row_caches
-from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
-from lightning_gnn.graph.hetero import HeteroCSCGraph
-from lightning_gnn.graph.memory import check_place, choose_place, pinned
-from lightning_gnn.persistent.access_counts import count_accesses, count_rows
+from lightning_gnn.graph.memory import check_place, pinned
+from lightning_gnn.persistent.access_counts import Reads, count_reads
+from lightning_gnn.persistent.budget import Placement, memory_bytes
+from lightning_gnn.persistent.demand import TOPOLOGY, Demand
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
-from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+from lightning_gnn.sampling.neighbor import NeighborSampler
 
 _LOADERS = {"node": DeviceNodeLoader, "link": DeviceLinkLoader}
-_PRESAMPLED_BATCHES = 8
 _EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
 """What of the sampler may be another one in evaluation."""
 
@@ -46,19 +44,22 @@ class PlacedOnGPU(MiniBatchDataModule):
         topology: str = "auto",
         features: str = "auto",
         cache_rows: int = 0,
-        cache_bytes: int = 0,
+        cache_bytes: int | str = 0,
         quantize: bool = False,
         mode: str = "fused",
         fetch_size: int = 128,
         prefetch: int = 2,
         bulk: int = 8,
         device: torch.device | str | None = None,
+        device_memory: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         check_place(topology, "topology")
         check_place(features, "features")
-        cache_rows, cache_bytes = whole_number(cache_rows, "cache_rows", 0), whole_number(cache_bytes, "cache_bytes", 0)
-        if cache_rows and cache_bytes:
+        cache_rows = whole_number(cache_rows, "cache_rows", 0)
+        caches = None if cache_bytes == "auto" else memory_bytes(cache_bytes, "cache_bytes")
+        device_memory = None if device_memory is None else memory_bytes(device_memory, "device_memory")
+        if cache_rows and caches != 0:
             raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
         if features == "device" and cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
@@ -79,10 +80,12 @@ class PlacedOnGPU(MiniBatchDataModule):
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
         self.topology, self.features = topology, features
-        self.cache_rows, self.cache_bytes, self.quantize = cache_rows, cache_bytes, quantize
+        self.cache_rows, self.cache_bytes, self.quantize = cache_rows, caches, quantize
         self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
         self.bulk = whole_number(bulk, "bulk", 1)
-        self._wanted = device
+        self._wanted, self.device_memory = device, device_memory
+        self._placement: Placement | None = None
+        self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
         self._tables: dict[Any, FeatureTable] = {}
@@ -111,7 +114,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             tables=self._tables,
             device=device,
             prefetch=self.prefetch,
-            **({"bulk": self.bulk} if self.kind == "node" else {}),
+            **({"bulk": self._bulk} if self.kind == "node" else {}),
             # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
             pin_memory=False,
@@ -125,111 +128,106 @@ class PlacedOnGPU(MiniBatchDataModule):
             return find_gpu(root) if root.type == "cuda" else None
         return find_gpu()
 
+    @property
+    def placement(self) -> Placement | None:
+        """What lies where on the GPU; None before the first loader is made, and without one."""
+        return self._placement
+
+    def plan_placement(self, device: torch.device | None = None) -> Placement:
+        """Say what would lie where on a GPU, without copying anything there.
+
+        Args:
+            device: By default that of the first loader; needed where ``device_memory`` does not say what is free.
+
+        Raises:
+            ValueError: What is asked for on the device does not fit there, or there is neither a GPU nor
+                ``device_memory``.
+        """
+        return self._demand().plan(self._memory(device or self._device()), self._count_reads)
+
+    def _memory(self, device: torch.device | None) -> int:
+        if self.device_memory is not None:
+            return self.device_memory
+        if device is None:
+            raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
+        return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+
+    def _demand(self) -> Demand:
+        """Return what of the graph and of mini-batches wants to be on the device."""
+        data = self.batch_data
+        tables, others = {}, {}
+        of_rows = [(name, key) for name, store in stores_of(data) for key in store if of_nodes(store, key)]
+        edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}
+        for name, store in stores_of(data):
+            for key in store:
+                value = _as_tensor(store[key])
+                # What is trained stays the user's own tensor; so do attributes that are no numbers.
+                if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
+                    continue
+                at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
+                if by_row and _is_table(value) and key != "y":
+                    tables[at] = FeatureTable(value)
+                else:
+                    others[at] = value
+        return Demand(
+            self.graph_sampler,
+            tables,
+            others,
+            edges,
+            [at for at in others if at in edges or at in of_rows],
+            self.topology,
+            self.features,
+            self.quantize,
+            self.cache_rows,
+            self.cache_bytes,
+            self._held,
+            self.bulk,
+            self.mode == "persistent",
+        )
+
+    @property
+    def _held(self) -> int:
+        """Mini-batches on the device at a time: those ahead, the one that is trained on, the one before it."""
+        return self.prefetch + 2
+
+    def _count_reads(self, batches: range) -> Reads:
+        inputs, negatives = self._training_seeds()
+        return count_reads(self.graph_sampler, inputs, self.batch_size, batches, self.seed, negatives)
+
     def _place(self, device: torch.device) -> None:
         """Copy graph, features and other attributes to where they are read."""
-        sampler, data = self.graph_sampler, self.batch_data
-        self._placed_data, self._tables = copy.copy(data), {}
-        # What is trained stays the user's own tensor; so do attributes that are no numbers.
-        all_values = {
-            (name, key): _as_tensor(store[key])
-            for name, store in stores_of(data)
-            for key in store
-            if key not in ("num_nodes", "edge_index", "adj_t")
-        }
-        all_values = {at: v for at, v in all_values.items() if isinstance(v, Tensor) and not v.requires_grad}
-        by_row = {
-            (name, key)
-            for name, store in stores_of(data)
-            for key in store
-            if of_nodes(store, key) or of_edges(store, key)
-        }
-        values = {at: value for at, value in all_values.items() if at in by_row}
-        tables = {at: FeatureTable(value) for at, value in values.items() if _is_table(value) and at[1] != "y"}
-        if self.quantize:
-            tables = {at: table.quantized() if at[1] == "x" else table for at, table in tables.items()}
-        named = {at: f"data.{at[1]}" if at[0] is None else f"data[{at[0]!r}].{at[1]}" for at in tables}
-        places = {
-            at: choose_place(self.features, table.num_nodes * table.row_bytes, device, named[at])
-            for at, table in tables.items()
-        }
-        topology = choose_place(self.topology, sampler.graph.num_bytes, device, "the topology")
-        features = {
-            name: table
-            for (name, key), table in tables.items()
-            if key == "x" and places[name, key] == "pinned" and not isinstance(name, tuple)
-        }
-        hot_rows, hot_lists = self._hot_nodes(features, topology == "pinned")
-        for at, table in tables.items():
-            if places[at] == "device":
+        demand = self._demand()
+        memory = self._memory(device)
+        self._placement = plan = demand.plan(memory, self._count_reads)
+        self._bulk = demand.bulk_size(memory)
+        rank_zero_info(f"persistent sampling: {plan}")
+        self._placed_data, self._tables = copy.copy(self.batch_data), {}
+        for at, table in demand.tables.items():
+            name = demand.name_of(at)
+            if self.quantize and at[1] == "x":
+                table = table.quantized()
+            if plan[name].place == "device":
                 placed = table.to(device)
             else:
-                placed = pinned(table, table.num_nodes * table.row_bytes, device, named[at])
-                placed = placed.cached(hot_rows[at[0]], device) if at[1] == "x" and at[0] in hot_rows else placed
+                placed = pinned(table, table.num_nodes * table.row_bytes, device, name)
+                placed = placed.cached(plan[name].nodes, device) if plan[name].nodes.numel() else placed
             self._tables[at[1] if at[0] is None else at] = placed
-        for (name, key), value in all_values.items():
-            if (name, key) not in tables:
-                part = self._placed_data if name is None else self._placed_data[name]
-                part[key] = value.to(device)
+        for (kind, key), value in demand.others.items():
+            part = self._placed_data if kind is None else self._placed_data[kind]
+            part[key] = value.to(device)
+        topology = plan[TOPOLOGY]
         train = PersistentNeighborSampler.of(
-            sampler,
+            self.graph_sampler,
             device=device,
-            topology=topology,
+            topology=topology.place,
             mode=self.mode,
             fetch_size=self.fetch_size,
-            hot_nodes=hot_lists,
+            hot_nodes=topology.nodes if topology.nodes.numel() else None,
         )
         train.seed = self.seed
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
-
-    def _hot_nodes(self, tables: dict[NodeType | None, FeatureTable], lists: bool) -> tuple[Any, Tensor | None]:
-        """Choose whose rows, of each type, and whose adjacency lists, the device holds of what lies in host memory.
-
-        Args:
-            tables: The features of nodes that lie in host memory, by type; None names the only one.
-            lists: Whether the topology does.
-        """
-        sampler, graph = self.graph_sampler, self.graph_sampler.graph
-        if self.cache_rows and tables:
-            return hottest_of_types({name: _out_degrees(graph, name) for name in tables}, self.cache_rows), None
-        if not self.cache_bytes or not (tables or lists):
-            return {}, None
-        inputs, negatives = self._training_seeds()
-        size = self.loader_kwargs["batch_size"]
-        if beyond_plain(sampler):
-            if not tables:
-                return {}, None
-            reads = count_rows(sampler, inputs, size, _PRESAMPLED_BATCHES, self.seed, negatives)
-            widths = {name: table.row_bytes for name, table in tables.items()}
-            return plan_row_caches({name: reads[name] for name in tables}, widths, self.cache_bytes), None
-        if isinstance(inputs, EdgeSamplerInput):  # negative ends are spread evenly: they make no node hot
-            seeds, size = torch.stack([inputs.row, inputs.col], dim=1).view(-1), 2 * size
-        else:
-            seeds = inputs.node
-        counts = count_accesses(graph, seeds, sampler.num_neighbors, size, _PRESAMPLED_BATCHES, seed=self.seed)
-        features = tables.get(None)
-        plan = plan_dual_cache(
-            counts.features if features is not None else torch.zeros_like(counts.features),
-            counts.adjacency if lists else torch.zeros_like(counts.adjacency),
-            graph.in_degrees,
-            0 if features is None else features.row_bytes,
-            graph.indices.element_size(),
-            self.cache_bytes,
-        )
-        rows = {} if features is None else {None: plan.feature_nodes}
-        return rows, (plan.adjacency_nodes if lists else None)
-
-
-def _out_degrees(graph: CSCGraph | HeteroCSCGraph, name: NodeType | None) -> Tensor:
-    """Return how many edges come from each node of a type, int64 ``[num_nodes]``."""
-    if isinstance(graph, CSCGraph):
-        return graph.out_degrees
-    degrees = torch.zeros(graph.sizes[str(name)], dtype=torch.int64)
-    for (source, _, _), relation in graph.relations.items():
-        if source == name:
-            degrees += relation.out_degrees
-    return degrees
 
 
 def _as_tensor(value: Any) -> Any:

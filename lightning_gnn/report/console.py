@@ -15,7 +15,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-OURS = ("hyscale: ", "collective batching")
+OURS = ("hyscale: ", "collective batching", "persistent sampling")
 """What the log lines begin with that tell of plans and decisions."""
 
 

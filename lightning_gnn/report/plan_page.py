@@ -48,6 +48,7 @@ def plan_page(folder: Path, title: str = "", said: Sequence[str] = ()) -> str:
     heading = title or (run.command if run is not None else "lgnn plan")
     when = f"{run.started:%Y-%m-%d %H:%M} · " if run is not None else ""
     describe = _hybrid if "best" in plan else _collective if "gpu_buffer_size" in plan else _cpu
+    describe = _placement if "placement" in plan else describe
     return page(
         heading,
         tag("h1", heading),
@@ -120,6 +121,23 @@ def _options(options: Any, epoch: float | None) -> list[Html | None]:
     none = None if helps else tag("p", "None of them is expected to help by more than the noise of a measurement.")
     head = ["setting", "an epoch", "expected gain", ""]
     return [table([(f"{i}: {row[0]}", *row[1:]) for i, row in enumerate(rows, 1)], head, numbers=[1, 2]), drawn, none]
+
+
+# -- a GPU's memory
+
+
+def _placement(plan: dict[str, Any], said: list[Html]) -> list[Html | None]:
+    parts = plan.get("placement")
+    rows: list[tuple[object, ...]] = []
+    for name, part in parts.items() if isinstance(parts, dict) else ():
+        if isinstance(part, dict):
+            size = _number(part.get("device_bytes")) or 0.0
+            where = "the device" if part.get("place") == "device" else "host memory"
+            rows.append((name, where, f"{size / 1e6:,.1f}", f"{part.get('cached') or 0:,}"))
+    for name, key in (("mini-batches", "buffers"), ("other attributes", "fixed"), ("all", "nbytes")):
+        rows.append((name, "the device", f"{(_number(plan.get(key)) or 0.0) / 1e6:,.1f}", ""))
+    head = ["", "lies in", "MB on the device", "rows or lists cached there"]
+    return [section("What lies where", *said, table(rows, head, numbers=[2, 3]))]
 
 
 # -- collective batching

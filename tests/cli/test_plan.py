@@ -6,18 +6,21 @@ import signal
 import threading
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_gnn.cli.plan import _Profiling
+from lightning_gnn.cli.train import _plan
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.report import NAMES, complete, given_numbers, save_numbers, stages
 from lightning_gnn.hyscale.workload import Platform, Processor, Workload
+from lightning_gnn.persistent.budget import Part, place_parts
 from tests.cli.command import NODE, lgnn
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, ((1, 2e7), (8, 1e8)), core_bandwidth=1e10)
@@ -47,6 +50,30 @@ def plan(directory, *overrides, base=NODE):
 
 def loaded(path):
     return OmegaConf.to_container(OmegaConf.load(path))
+
+
+# -- a GPU's memory
+
+
+def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
+    memory = ["datamodule=persistent", "datamodule.device_memory=80GB", "datamodule.cache_bytes=auto"]
+    assert plan(tmp_path, *memory) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert re.search(r"of 80 GB on the device: topology .*; data.x .*; mini-batches", out)
+    made = loaded(tmp_path / "plan.yaml")
+    assert {part["place"] for part in made["placement"].values()} == {"device"}
+    assert made["nbytes"] <= made["memory"] == 80 * 10**9
+    assert "What lies where" in (tmp_path / "plan.html").read_text()
+    assert plan(tmp_path / "small", *memory, "datamodule.device_memory=1kB") == 2
+    assert "are wanted on a device with 1 kB free" in capfd.readouterr().err
+
+
+def test_a_run_keeps_what_was_planned_of_memory():
+    placement = place_parts([Part("topology", 10), Part("data.x", 100, "pinned")], 200)
+    kept = _plan(SimpleNamespace(strategy=None), SimpleNamespace(placement=placement))
+    assert kept == {"text": str(placement), "epoch_s": None}
+    assert _plan(SimpleNamespace(strategy=None), SimpleNamespace()) is None
 
 
 # -- one CPU

@@ -19,7 +19,7 @@ from lightning_gnn.graph.cache import (
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.persistent import count_accesses
-from lightning_gnn.persistent.access_counts import count_rows
+from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
 
@@ -256,11 +256,16 @@ def test_rows_that_any_sampler_reads_are_counted():
     graph = CSCGraph.from_csc(*power_law_graph(300, 2000))
     seeds = torch.arange(0, 300, 2)
     for options in ({}, {"replace": True}, {"disjoint": True}):
-        expected = count_accesses(graph, seeds, [4, 3], batch_size=40, num_batches=5, seed=7, **options).features
+        expected = count_accesses(graph, seeds, [4, 3], batch_size=40, num_batches=5, seed=7, **options)
         sampler = NeighborSampler(graph, [4, 3], **options)
-        found = count_rows(sampler, NodeSamplerInput(None, seeds), 40, 5, seed=7)
-        assert list(found) == [None]
-        assert torch.equal(found[None], expected)
+        inputs = NodeSamplerInput(None, seeds)
+        found = count_reads(sampler, inputs, 40, range(2), seed=7) + count_reads(
+            sampler, inputs, 40, range(2, 5), seed=7
+        )
+        assert list(found.rows) == list(found.edges) == [None]
+        assert torch.equal(found.rows[None], expected.features)
+        assert torch.equal(found.lists, expected.adjacency)
+        assert (found.edges[None], found.num_batches) == (int(expected.adjacency.sum()), 5)
 
 
 def test_from_counts_to_caches_within_the_budget():

@@ -37,6 +37,8 @@ def assert_same_content(a, b):
         {"topology": "device", "features": "device"},
         {"topology": "pinned", "features": "pinned", "cache_rows": 20},
         {"topology": "pinned", "features": "pinned", "cache_bytes": 4000},
+        {"topology": "pinned", "cache_bytes": "auto", "device_memory": "64kB", "bulk": 1},
+        {"cache_bytes": "auto", "device_memory": "60kB", "bulk": 1, "prefetch": 0},
         {"mode": "persistent", "fetch_size": 2},
     ],
     ids=str,

@@ -1,0 +1,169 @@
+"""The plan of a chip's cores: its costs are the twin's, its choice the best of all, and it loses to no other kernel."""
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.ascend_ops.cost_model import chunk_cycles, hbm_bytes
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.ops.aggregate.chip_plan import HEIGHTS, count_chunks, hbm_rate, plan_chip
+from tests.strategies import edge_indices
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def load():
+    # The benchmarks are no part of the installed package: they are found from the top of the repository.
+    sys.path.insert(0, str(ROOT))
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
+    sys.path.remove(str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def chips(load):
+    machines = load("ascend_sim_machines")
+    return {name: {key: fact.value for key, fact in machines.machine(name).facts.items()} for name in machines.MACHINES}
+
+
+def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
+    data = planted_power_law(nodes, edges, 4, 1, exponent=exponent, homophily=0.0, seed=seed)
+    return CompressedGraph.from_graph(CSCGraph.from_edge_index(data.edge_index, nodes), num_chunks=8, order=order)
+
+
+@pytest.mark.campaign(parts=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "nodes", "edges", "columns", "groups", "cores"),
+    [
+        ("vector", 400, 6000, 256, 1, 4),
+        ("vector", 700, 3000, 100, 1, 6),
+        ("vector", 300, 3000, 602, 3, 3),
+        ("cube", 600, 9000, 256, 1, 3),
+        ("cube", 900, 5000, 256, 2, 4),
+        ("cube", 500, 9000, 100, 1, 2),
+        ("cube", 400, 6000, 602, 3, 3),
+    ],
+)
+def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores):
+    check, chip = load("ascend_sim_check"), load("ascend_sim_machines").machine("split")
+    chunks = graph_of(nodes, edges, exponent=2.6, seed=3).forward
+    workers = 2 * cores
+    plan = plan_chip(
+        columns, {"": chunks}, PlanSettings(num_groups=groups), cores, chip.parameters(workers), kernels=(kernel,)
+    )
+    compare = check.compare_cube if kernel == "cube" else check.compare_vector
+    _, real = compare(chip, chunks.recut(plan.height), plan)
+    assert plan.candidates[0].cost == pytest.approx(real.makespan, rel=0.1)
+
+
+def lightest(loads, parts):
+    """The least maximum over contiguous cuts of so many parts, by dynamic programming."""
+    prefix = np.concatenate([[0], np.cumsum(loads)])
+    best = np.where(np.arange(prefix.size) == 0, 0.0, np.inf)
+    for _ in range(parts):
+        best = np.array([
+            min(max(best[start], prefix[stop] - prefix[start]) for start in range(stop + 1))
+            for stop in range(prefix.size)
+        ])  # fmt: skip
+    return best[-1]
+
+
+@pytest.mark.parametrize("name", ["split", "unified"])
+@pytest.mark.parametrize(("columns", "cores", "seed"), [(100, 6, 0), (256, 4, 1), (602, 3, 2), (16, 2, 3)])
+def test_the_choice_equals_brute_force(chips, name, columns, cores, seed):
+    graphs = {order: graph_of(300, 2500, order, seed=seed).forward for order in ("natural", "locality")}
+    plan = plan_chip(columns, graphs, PlanSettings(), cores, chips[name])
+    costs = {}
+    for order, kernel in itertools.product(graphs, HEIGHTS):
+        workers = 2 * cores if (kernel, name) == ("vector", "split") else cores
+        for height, groups in itertools.product(HEIGHTS[kernel], divisors(workers)):
+            if groups > -(-columns // 16):
+                continue
+            counts = count_chunks(graphs[order], height)
+            cycles, start = chunk_cycles(kernel, counts, columns, groups, chips[name])
+            slowest = lightest(np.ceil(cycles), workers // groups) + start
+            supply = hbm_bytes(kernel, counts, columns, chips[name]) / hbm_rate(chips[name])
+            costs[order, kernel, height, groups] = max(slowest, supply)
+    chosen = plan.order, plan.kernel, plan.height, plan.num_groups
+    assert costs[chosen] == pytest.approx(min(costs.values()))
+    by_groups = {candidate.num_groups: candidate.cost for candidate in plan.candidates}
+    assert 1 in by_groups  # one group is always considered
+    for groups, cost in by_groups.items():
+        assert cost == pytest.approx(min(cost for (*_, m), cost in costs.items() if m == groups))
+    # what was counted is the whole matrix, once
+    assert sum(plan.loads) == graphs["natural"].num_edges
+    assert plan.chunk_ranges[-1][1] == graphs[plan.order].recut(plan.height).num_chunks
+
+
+@given(edge_indices(), st.integers(1, 40))
+def test_rows_cut_anew_are_the_same_matrix(drawn, height):
+    nodes, edge_index = drawn
+    chunks = CompressedGraph.from_edge_index(edge_index, nodes, local_bytes=6 * 32, num_columns_hint=8).forward
+    cut = chunks.recut(height)
+    cut._check("")
+    for name in ("rows", "indptr"):
+        assert torch.equal(getattr(cut, name), getattr(chunks, name))
+    assert torch.equal(cut.entry_columns(), chunks.entry_columns())
+    assert torch.equal(cut.row_ptr.diff()[:-1], torch.full((max(cut.num_chunks - 1, 0),), height))
+
+
+def test_counts_are_those_of_the_chunks():
+    chunks = graph_of(200, 1500, "locality").forward
+    cut, counts = chunks.recut(32), count_chunks(chunks, 32)
+    np.testing.assert_array_equal(counts.columns, cut.column_ptr.diff())
+    np.testing.assert_array_equal(counts.entries, cut.loads)
+    assert counts.rows.sum() == int((chunks.degrees() > 0).sum())
+    tables = importlib.import_module("lightning_gnn.ascend_ops.tiling").cube_tables(
+        [tensor.numpy() for name, tensor in cut.tensors().items() if name != "edge_ids"], [(0, cut.num_chunks)], 1, 16
+    )
+    assert counts.runs.sum() == len(tables.runs)
+
+
+def test_each_further_group_gathers_every_row_again(chips):
+    # Whatever the imbalance of a hub, one group is among the candidates, and an even graph keeps it.
+    plan = plan_chip(256, {"": graph_of(2000, 20000).forward}, PlanSettings(), 4, chips["split"], kernels=("cube",))
+    assert plan.num_groups == 1
+    rows = {candidate.num_groups: candidate.terms["rows loaded"] for candidate in plan.candidates}
+    assert rows[4] >= 3.9 * min(rows.values())
+    assert plan.candidates[0].terms["imbalance"] < 1.1
+    assert "rows loaded" in str(plan)
+    assert "chosen cube, " in str(plan)
+
+
+@pytest.mark.parametrize("nodes", [3, 1])
+def test_graphs_without_edges_have_a_plan(chips, nodes):
+    graph = CompressedGraph.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), nodes)
+    plan = plan_chip(33, {"": graph.forward}, PlanSettings(), 6, chips["split"])
+    assert sum(plan.loads) == 0
+    with pytest.raises(ValueError, match="num_groups=5 does not divide the"):
+        plan_chip(133, {"": graph.forward}, PlanSettings(num_groups=5), 6, chips["split"])
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(parts=4)
+@pytest.mark.parametrize("name", ["unified", "split"])
+@pytest.mark.parametrize(
+    ("dataset", "shrink"), [("CiteSeer", 1), ("Cora", 1), ("PubMed", 1), ("Reddit, smaller", 4), ("Products", 16)]
+)
+def test_no_plan_is_slower_than_that_of_one_kernel_alone(load, monkeypatch, name, dataset, shrink):
+    epoch, chip = load("ascend_sim_epoch"), load("ascend_sim_machines").machine(name)
+    graph = epoch.make_graph(dataset, None, shrink)
+    setting = epoch.Setting(chip, l2_scale=epoch.SHAPES[dataset].node_scale)
+    free = epoch.simulate(setting, graph, "+IP")
+    for kernel, worse in (("vector", 1.0), ("cube", 1.05)):
+        offered = {"kernels": (kernel,)}
+        monkeypatch.setattr(epoch, "plan_chip", lambda *args, _=offered, **options: plan_chip(*args, **options | _))
+        alone = epoch.simulate(setting, graph, "+IP")
+        assert {plan.kernel for plan in alone.plans.values()} == {kernel}
+        assert free.cycles <= worse * alone.cycles

@@ -1,0 +1,202 @@
+"""One plan for a device's memory: within the budget, no worse with more of it, as good as any other plan."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.sampler import NodeSamplerInput
+
+from lightning_gnn.graph.cache import Cacheable
+from lightning_gnn.persistent import PersistentSamplerDataModule
+from lightning_gnn.persistent.access_counts import count_reads
+from lightning_gnn.persistent.budget import FOR_THE_MODEL, Part, memory_bytes, place_parts
+from tests.batching_data import small_data
+
+GB = 10**9
+
+
+def test_what_fits_alone_but_not_together_is_not_all_on_the_device():
+    topology, features = Part("topology", 39 * GB, reads=3.0), Part("data.x", 39 * GB, reads=5.0)
+    plan = place_parts([topology, features], 80 * GB, buffers=2 * GB)
+    assert [part.place for part in plan.parts] == ["pinned", "device"]
+    assert (plan.nbytes, plan.hit_rate) == (41 * GB, 5 / 8)
+    alone = place_parts([replace(topology, nbytes=GB), features], 80 * GB, buffers=2 * GB)
+    assert (alone.nbytes, alone.hit_rate) == (42 * GB, 1.0)
+
+
+@st.composite
+def demands(draw):
+    """Draw parts, and what else is on the device."""
+    parts = []
+    for name in draw(st.sets(st.sampled_from("abc"))):
+        entries = draw(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 4, 7])), max_size=4))
+        reads, sizes = (np.array([entry[i] for entry in entries], np.int64) for i in (0, 1))
+        hot = Cacheable(reads, sizes, draw(st.sampled_from([1, 3])), draw(st.integers(0, 4)))
+        there = draw(st.integers(0, 3))
+        parts.append(
+            Part(
+                name,
+                int(sizes.sum()) + there,
+                draw(st.sampled_from(["auto", "auto", "pinned", "device"])),
+                hot.total,
+                there,
+                hot if draw(st.integers(0, 3)) else None,
+                draw(st.sampled_from([None, None, torch.arange(len(entries))[:1]])),
+            )
+        )
+    return parts, {"buffers": draw(st.integers(0, 5)), "fixed": draw(st.integers(0, 5))}
+
+
+def best_of_all(parts, limit, buffers, fixed, cache_bytes):
+    """Return what the best of all plans saves, and the largest saving of an entry."""
+    entries = [
+        (number, int(size), float(reads * part.hot.cost))
+        for number, part in enumerate(parts)
+        if part.hot is not None and part.kept is None
+        for reads, size in zip(part.hot.reads, part.hot.sizes, strict=True)
+        if size and reads
+    ]
+    best = 0.0
+    for places in range(2 ** len(parts)):
+        there = [bool(places >> number & 1) for number in range(len(parts))]
+        if any(part.place != "auto" and there[n] is not (part.place == "device") for n, part in enumerate(parts)):
+            continue
+        used = buffers + fixed
+        used += sum(p.nbytes if yes else p.pinned_bytes for p, yes in zip(parts, there, strict=True))
+        if used > limit:
+            continue
+        saved = 0.0
+        for part, yes in zip(parts, there, strict=True):
+            kept = part.hot is not None and part.kept is not None
+            saved += part.reads if yes else part.hot.reads[part.kept].sum() * part.hot.cost if kept else 0
+        own, room = [entry for entry in entries if not there[entry[0]]], min(limit - used, cache_bytes)
+        for count in range(len(own) + 1):
+            for chosen in combinations(own, count):
+                lookups = sum(parts[number].hot.lookup_bytes for number in {number for number, *_ in chosen})
+                if lookups + sum(size for _, size, _ in chosen) <= room:
+                    best = max(best, saved + sum(gain for *_, gain in chosen))
+    return best, max((gain for *_, gain in entries), default=0.0), len({size for _, size, _ in entries})
+
+
+@settings(max_examples=100, deadline=None)
+@given(demands(), st.integers(0, 120), st.sampled_from([None, 0, 6]))
+def test_plans_against_all_plans(demand, memory, cache_bytes):
+    parts, rest = demand
+    least = sum(rest.values()) + sum(p.nbytes if p.place == "device" else p.pinned_bytes for p in parts)
+    if least > memory:
+        with pytest.raises(ValueError, match=r"wanted on a device with"):
+            place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
+        return
+    plan = place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
+    limit = max(least, memory - int(FOR_THE_MODEL * memory))
+    assert plan.nbytes <= limit
+    assert plan.nbytes <= memory
+    assert all(part.place in ("auto", placed.place) for part, placed in zip(parts, plan.parts, strict=True))
+    if cache_bytes is not None:
+        assert sum(part.cache_bytes for part in plan.parts) <= cache_bytes
+    best, largest, sizes = best_of_all(parts, limit, **rest, cache_bytes=memory if cache_bytes is None else cache_bytes)
+    saved = sum(placed.served(part) for placed, part in zip(plan.parts, parts, strict=True))
+    assert best - largest <= saved <= best
+    if sizes <= 1:
+        assert saved == best
+    more = place_parts(parts, memory + 5, **rest, cache_bytes=cache_bytes)
+    assert more.hit_rate >= plan.hit_rate
+
+
+def test_many_tables_share_the_budget_too():
+    parts = [Part(f"data[{n}].x", 10 + n, "auto", 100.0 - n) for n in range(12)] + [Part("topology", 1000, reads=1e6)]
+    rates = []
+    for memory in range(0, 500, 9):
+        plan = place_parts(parts, memory)
+        assert plan.nbytes <= memory - int(FOR_THE_MODEL * memory)
+        rates.append(plan.rate([*parts[:12], replace(parts[12], reads=0.0)]))
+    assert rates == sorted(rates)
+    assert rates[-1] == 1.0  # the topology never fits, and is left out
+
+
+def placed(data, memory, **options):
+    options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3, "cache_bytes": "auto", **options}
+    module = PersistentSamplerDataModule(data, **options, device_memory=memory)
+    return module, module.plan_placement()
+
+
+def skewed():
+    """A graph whose first nodes are read most."""
+    torch.manual_seed(1)
+    data = small_data(num_nodes=2000, num_edges=12_000)
+    data.edge_index[0] = (torch.rand(12_000) ** 4 * 2000).long()
+    data.x = torch.randn(2000, 32)
+    return data
+
+
+def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
+    data = skewed()
+    rates, needed = [], None
+    for memory in (1_050_000, 1_200_000, 1_500_000, 4_000_000):
+        module, plan = placed(data, memory, bulk=1)
+        assert plan.nbytes <= memory - int(FOR_THE_MODEL * memory)
+        assert plan.memory == memory
+        rates.append(plan.hit_rate)
+        needed = plan.nbytes
+    assert rates[0] < rates[-1] == 1.0
+    assert rates == sorted(rates)
+    assert [part.place for part in plan.parts] == ["device"] * len(plan.parts)
+    assert plan.num_batches == 0
+    assert needed > data.x.nbytes + module.graph_sampler.graph.num_bytes
+
+
+def test_what_is_planned_is_what_new_mini_batches_find():
+    module, plan = placed(skewed(), 1_100_000, bulk=1)
+    assert plan.num_batches >= 8
+    assert any(part.nodes.numel() for part in plan.parts)
+    demand, inputs = module._demand(), NodeSamplerInput(None, module._training_seeds()[0].node)
+    fresh = count_reads(module.graph_sampler, inputs, 8, range(64), seed=99)
+    assert abs(plan.rate(demand.parts(fresh)) - plan.hit_rate) < 0.05
+    text = str(plan)
+    assert text.count("\n") == 1
+    assert "of 1.1 MB on the device: topology" in text
+    assert "of it, the rest in host memory; mini-batches" in text
+    assert f"{plan.hit_rate:.0%} of the bytes that mini-batches read are on the device" in text
+
+
+def test_mini_batches_are_counted_until_the_hit_rate_settles():
+    _, plan = placed(skewed(), 1_100_000, bulk=1)
+    _, spread = placed(small_data(num_nodes=2000, num_edges=12_000), 1_100_000, bulk=1)
+    assert 8 < plan.num_batches <= 128
+    assert spread.num_batches <= 128
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(5, 5), ("5", 5), ("80GB", 80 * GB), ("1.5 GB", 1_500_000_000), ("2KiB", 2048), ("3 m", 3_000_000)],
+)
+def test_numbers_of_bytes(value, expected):
+    assert memory_bytes(value, "it") == expected
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "much", "-4GB", "4PB", None])
+def test_what_is_no_number_of_bytes(value):
+    with pytest.raises(ValueError, match=r"device_memory must be a number of bytes, such as 4000000000, '4GB'"):
+        memory_bytes(value, "device_memory")
+
+
+def test_bad_budgets_are_named():
+    data = small_data()
+    options = {"num_neighbors": [2], "batch_size": 8}
+    with pytest.raises(ValueError, match="cache_bytes must be a number of bytes"):
+        PersistentSamplerDataModule(data, **options, cache_bytes="all")
+    with pytest.raises(ValueError, match="device_memory must be a number of bytes"):
+        PersistentSamplerDataModule(data, **options, device_memory="big")
+    with pytest.raises(ValueError, match="give cache_rows or cache_bytes, not both"):
+        PersistentSamplerDataModule(data, **options, cache_rows=3, cache_bytes="auto")
+    with pytest.raises(ValueError, match=r"are wanted on a device with 1 kB free: .*make prefetch, bulk"):
+        PersistentSamplerDataModule(data, **options, device_memory="1kB").plan_placement()
+    with pytest.raises(ValueError, match=r"are wanted on a device with .*: topology .*, data.x .*, mini-batches"):
+        placed(data, 20_000, topology="device", features="device")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"no GPU to plan for; .* device_memory='80GB'"):
+            PersistentSamplerDataModule(data, **options).plan_placement()
