@@ -8,12 +8,17 @@ waits before its first tile is there, are fitted to the twin (``EXPOSED``, ``FIL
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_gnn.ascend_ops.build import TWIN
 
 Kernel = Literal["cube", "vector"]
 Array = npt.NDArray[Any]
@@ -24,6 +29,8 @@ PANEL = {"cube": 256, "vector": 2048}
 """Columns of the features that a kernel handles at once (host_tiling.h)."""
 BATCH = 256
 """Entries that aggregate_vector brings to UB at once."""
+HBM_GB_S = 1421.0
+"""Of an Atlas A2: 24 cores times ``ddr_rate`` of CANN's platform configuration (Ascend910B1.ini) times the clock."""
 EXPOSED = {("vector", 2): 0.02, ("vector", 1): 0.25, ("cube", 2): 0.035, ("cube", 1): 0.10}
 """Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue."""
 FILL = {"vector": 0.0, "cube": 0.9}
@@ -49,6 +56,14 @@ class Counts:
     runs: Array
     batches: Array
     num_sources: int
+
+
+@cache
+def atlas_a2() -> Mapping[str, float]:
+    """Return the numbers of an Atlas A2 (910B), by the names that twin/include/twin/cost.h gives them."""
+    text = (TWIN / "include" / "twin" / "cost.h").read_text()
+    found = re.findall(r'^ +X\((\w+), ([\d.]+), "', text, re.MULTILINE)
+    return MappingProxyType({name: float(value) for name, value in found} | {"hbm_gb_s": HBM_GB_S})
 
 
 def chunk_cycles(

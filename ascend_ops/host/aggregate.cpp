@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "aclrtlaunch_aggregate_cube.h"
+#include "aclrtlaunch_aggregate_vector.h"
 #include "aclrtlaunch_combine_parts.h"
 #include "device_tables.h"
 #include "launch.h"
@@ -55,6 +56,30 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
         Launch("combine_parts", aclrtlaunch_combine_parts, std::min(2 * tables->numBlocks, tables->numSplits), parts,
                tables->splits, y, tables->combineTiling);
     }
+    const at::Tensor divisor = mean ? tables->degrees : at::Tensor();
+    return {Result(y, columns, rows.scale, values.scale, divisor, x.scalar_type()), none};
+}
+
+std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
+                                                   const std::optional<at::Tensor>& weight, std::string_view reduce,
+                                                   at::IntArrayRef slices, at::IntArrayRef chunkRanges)
+{
+    TORCH_CHECK_NOT_IMPLEMENTED(reduce == "sum" || reduce == "mean", "the NPU has no kernel for reduce=", reduce);
+    const c10::OptionalDeviceGuard guard(x.device());
+    const int64_t heads = x.size(1), columns = x.size(2);
+    const at::Tensor none = at::empty({0}, x.options());
+    if (chunks[3].numel() == 0 || x.numel() == 0) {
+        return {at::zeros({numRows, heads, columns}, x.options()), none};
+    }
+    const auto tables = VectorTablesOf(chunks, numRows, heads, columns, slices, chunkRanges);
+    const bool mean = reduce == "mean", weighted = weight.has_value();
+    const auto [forRows, forWeights] = ScalingsFor(tables->sumExponent, weighted, mean);
+    const Half rows = HalfRows(x, forRows);
+    const Half values = weighted ? FloatValues(*weight, forWeights)
+                                 : Half{at::zeros({1}, x.options().dtype(at::kFloat)), {}};
+    const at::Tensor y = at::zeros({numRows, heads, rows.values.size(2)}, rows.values.options());
+    Launch("aggregate_vector", aclrtlaunch_aggregate_vector, tables->numBlocks, rows.values, tables->vertices,
+           tables->columns, values.values, tables->plan, y, weighted ? tables->weighted : tables->unweighted);
     const at::Tensor divisor = mean ? tables->degrees : at::Tensor();
     return {Result(y, columns, rows.scale, values.scale, divisor, x.scalar_type()), none};
 }

@@ -124,6 +124,21 @@ Ranges Pairs(at::IntArrayRef bounds)
     return pairs;
 }
 
+template <typename Tables>
+void SetDegrees(const HostChunks& host, int64_t numRows, const at::Tensor& like, Tables& device)
+{
+    std::vector<float> degrees = host.Degrees(numRows);
+    float most = 1.0f;
+    for (float& degree : degrees) {
+        most = std::max(most, degree);
+        degree = std::max(degree, 1.0f);
+    }
+    device.degrees = Upload(degrees, at::kFloat, like);
+    while (static_cast<float>(1LL << device.sumExponent) < most) {
+        ++device.sumExponent;
+    }
+}
+
 CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
                       at::IntArrayRef ranges)
 {
@@ -152,19 +167,31 @@ CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int
         ones[slot] += 1.0f;
     }
     device.ones = Upload(ones, at::kFloat, like).to(at::kHalf);
-    std::vector<float> degrees = host.Degrees(numRows);
-    float most = 1.0f;
-    for (float& degree : degrees) {
-        most = std::max(most, degree);
-        degree = std::max(degree, 1.0f);
-    }
-    device.degrees = Upload(degrees, at::kFloat, like);
-    while (static_cast<float>(1LL << device.sumExponent) < most) {
-        ++device.sumExponent;
-    }
+    SetDegrees(host, numRows, like, device);
     const CombineTiling combine = MakeCombineTiling(static_cast<uint32_t>(device.numSplits), tables.tiling.ldy, 0,
                                                     false);
     device.combineTiling = UploadWords(combine, like);
+    return device;
+}
+
+VectorOnDevice MakeVector(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
+                          at::IntArrayRef ranges)
+{
+    const HostChunks host(chunks);
+    const at::Tensor& like = chunks[3];
+    const Ranges pairs = Pairs(ranges);
+    const RowTables tables = MakeRowTables(host.View(), &pairs, 1, static_cast<uint32_t>(groups),
+                                           static_cast<uint32_t>(columns), static_cast<uint32_t>(heads));
+    const auto stride = static_cast<uint32_t>(heads * ((columns + CUBE_EDGE - 1) / CUBE_EDGE * CUBE_EDGE));
+    const auto numEdges = static_cast<uint32_t>(tables.columns.size());
+    VectorOnDevice device{};
+    device.plan = Upload(tables.plan, at::kInt, like);
+    device.vertices = Upload(tables.vertices, at::kInt, like);
+    device.columns = Upload(tables.columns, at::kInt, like);
+    device.weighted = UploadWords(AggregateVectorTiling(tables, stride, numEdges, true), like);
+    device.unweighted = UploadWords(AggregateVectorTiling(tables, stride, numEdges, false), like);
+    device.numBlocks = static_cast<int64_t>(tables.groups) * tables.members;
+    SetDegrees(host, numRows, like, device);
     return device;
 }
 
@@ -197,6 +224,17 @@ std::shared_ptr<const CubeOnDevice> CubeTablesOf(at::TensorList chunks, int64_t 
     key.insert(key.end(), ranges.begin(), ranges.end());
     return TheCache<CubeOnDevice>().Get(chunks[3], key, [&] {
         return Checked([&] { return MakeCube(chunks, numRows, heads, columns, groups, ranges); });
+    });
+}
+
+std::shared_ptr<const VectorOnDevice> VectorTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
+                                                     int64_t columns, at::IntArrayRef slices, at::IntArrayRef ranges)
+{
+    const int64_t groups = static_cast<int64_t>(slices.size()) - 1;
+    Key key = {numRows, heads, columns, groups};
+    key.insert(key.end(), ranges.begin(), ranges.end());
+    return TheCache<VectorOnDevice>().Get(chunks[3], key, [&] {
+        return Checked([&] { return MakeVector(chunks, numRows, heads, columns, groups, ranges); });
     });
 }
 

@@ -19,6 +19,14 @@ struct CubeOnDevice {
     int sumExponent;     // k such that no vertex has more than 2^k entries
 };
 
+// aggregate_vector's tables.
+struct VectorOnDevice {
+    at::Tensor plan, vertices, columns, weighted, unweighted;  // the last two: tilings with and without weights
+    at::Tensor degrees;
+    int64_t numBlocks;
+    int sumExponent;
+};
+
 // Tables of the kernels that go vertex by vertex on the vector cores, with one group.
 struct RowsOnDevice {
     at::Tensor plan, vertices, columns;
@@ -28,6 +36,9 @@ struct RowsOnDevice {
 // chunks are the six tensors of lightning_gnn/graph/chunks.py; slices and ranges are the bounds of a HybridPlan.
 std::shared_ptr<const CubeOnDevice> CubeTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
                                                  int64_t columns, at::IntArrayRef slices, at::IntArrayRef ranges);
+
+std::shared_ptr<const VectorOnDevice> VectorTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
+                                                     int64_t columns, at::IntArrayRef slices, at::IntArrayRef ranges);
 
 // Two members for each range: a worker of the plan has two vector cores.
 std::shared_ptr<const RowsOnDevice> RowTablesOf(at::TensorList chunks, at::IntArrayRef ranges);

@@ -56,16 +56,22 @@ Half HalfRows(const at::Tensor& x, Scaling scaling)
     return half;
 }
 
-Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Scaling scaling)
+Half FloatValues(const at::Tensor& weight, Scaling scaling)
 {
     at::Tensor source = Wide(weight), scale;
     if (Rescaled(weight, scaling)) {
         scale = Scale(source, scaling.exponent);
         source = scale.defined() ? source * scale : source;
     }
+    return {source.t().contiguous(), scale};
+}
+
+Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Scaling scaling)
+{
+    const Half wide = FloatValues(weight, scaling);
     at::Tensor values = at::zeros({weight.size(1), stride}, weight.options().dtype(at::kFloat));
-    values.index_add_(1, slots, source.t().contiguous());
-    return {values.to(at::kHalf), scale};
+    values.index_add_(1, slots, wide.values);
+    return {values.to(at::kHalf), wide.scale};
 }
 
 at::Tensor Result(const at::Tensor& y, int64_t columns, const at::Tensor& scale, const at::Tensor& otherScale,

@@ -26,6 +26,9 @@ Half HalfRows(const at::Tensor& x, Scaling scaling);
 // One value per entry and head [E, H] -> [H, stride] in the kernel's order: slots [E] says where, parallel edges add up.
 Half HalfValues(const at::Tensor& weight, const at::Tensor& slots, int64_t stride, Scaling scaling);
 
+// The same in float32, head by head in the order of the entries: [E, H] -> [H, E].
+Half FloatValues(const at::Tensor& weight, Scaling scaling);
+
 // Takes the fillers and the factors off: y [N, H, padded] -> [N, H, columns] of a dtype; divisor [N] or undefined.
 at::Tensor Result(const at::Tensor& y, int64_t columns, const at::Tensor& scale, const at::Tensor& otherScale,
                   const at::Tensor& divisor, at::ScalarType dtype);

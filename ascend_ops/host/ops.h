@@ -16,6 +16,11 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
                                                    const std::optional<at::Tensor>& weight, std::string_view reduce,
                                                    at::IntArrayRef slices, at::IntArrayRef chunkRanges);
 
+// The same by the vector cores alone, which a plan may prefer.
+std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
+                                                   const std::optional<at::Tensor>& weight, std::string_view reduce,
+                                                   at::IntArrayRef slices, at::IntArrayRef chunkRanges);
+
 at::Tensor EdgeProducts(at::TensorList chunks, const at::Tensor& rowSide, const at::Tensor& columnSide,
                         const std::optional<at::Tensor>& best, const std::optional<at::Tensor>& weight,
                         at::IntArrayRef slices, at::IntArrayRef chunkRanges);

@@ -20,8 +20,9 @@ from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import aggregate, edge_softmax
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import graph_operators
+from lightning_gnn.ops.aggregate.backends import chunk_tensors
 
-NAMES = ("aggregate_chunks", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
+NAMES = ("aggregate_chunks", "aggregate_vector", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 CALLS = []
 
@@ -65,9 +66,17 @@ def results(functions, seed, heads, columns, dtype, reduce):
         attention = edge_softmax(graph, source, target)
         out = aggregate(graph, x, weight, reduce)
         plain = aggregate(graph, x, None, reduce)
+        # The plan of a CPU never takes the vector kernel.
+        chunks, last = chunk_tensors(graph.forward), graph.forward.num_chunks
+        vector = [
+            functions.aggregate_vector(chunks, nodes, x.detach(), given, reduce, [0, 16, heads * columns], [0, 1, last])
+            for given in (weight.detach(), None)
+        ]
+        vector = [out[0] for out in vector]
         outputs, inputs = [attention, out, plain], [x, weight, source, target]
         small = 1e-4 if dtype == torch.float16 else 1e-9  # below float16's range, but not below that of its dtype
         return [
+            *vector,
             *outputs,
             *torch.autograd.grad(outputs, inputs, [torch.randn_like(output) * small for output in outputs]),
         ]

@@ -18,8 +18,9 @@ from lightning_gnn.graph import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
-from lightning_gnn.ops import aggregate, default_backend, edge_softmax
+from lightning_gnn.ops import aggregate, default_backend, edge_softmax, hybrid_plan
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
+from lightning_gnn.ops.aggregate import chip_plan
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
@@ -203,9 +204,31 @@ def test_workers_of_the_plan_are_the_blocks():
     graph = random_graph(9, 100, 900, num_workers=6, num_groups=2)
     with record_launches() as launches:
         aggregate(graph, torch.randn(100, 64), backend="ascend_twin")
+        with default_backend("ascend_twin"):
+            plan = hybrid_plan(graph, 64)
     blocks = {core["block"] for core in launches[0].cores}
-    assert blocks == set(range(6))
-    assert launches[0].fractals > 0  # the cube did it
+    # a worker of the cube kernel is a core, one of the vector kernel is one of a core's two vector cores
+    assert blocks == set(range(plan.num_workers)) == set(range(6 if plan.kernel == "cube" else 12))
+    assert plan.num_groups == 2
+    assert (launches[0].fractals > 0) == (plan.kernel == "cube")
+
+
+@pytest.mark.parametrize("kernel", ["cube", "vector"])
+@pytest.mark.parametrize(("seed", "heads", "columns", "groups"), [(0, 1, 41, 1), (1, 3, 16, 3), (2, 1, 300, "auto")])
+def test_both_kernels_equal_float64_on_the_plans_own_chunks(monkeypatch, kernel, seed, heads, columns, groups):
+    heights = {"cube": (16, 48), "vector": (8,)}
+    monkeypatch.setattr(chip_plan, "HEIGHTS", {name: heights[name] if name == kernel else () for name in heights})
+    graph = random_graph(seed, 120, 900, 3, groups)
+    draw = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(120, heads, columns, generator=draw), torch.randn(900, heads, generator=draw)
+    for reduce in ("sum", "mean"):
+        with record_launches() as launches:
+            check(both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce, backend)))  # noqa: B023
+        kernels = [launch.fractals > 0 for launch in launches if launch.bytes["ub_to_gm"] or launch.fractals]
+        assert any(kernels) == (kernel == "cube")
+        plain = aggregate(graph, x, None, reduce, "ascend_twin")
+        exact = aggregate(graph, x.double(), None, reduce, "reference")
+        torch.testing.assert_close(plain.double(), exact, rtol=0.01, atol=0.02)
 
 
 def test_default_backend_is_for_those_who_name_none():

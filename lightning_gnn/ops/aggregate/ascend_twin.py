@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gnn.ascend_ops.tiling import (
     CubeTables,
     RowTables,
+    aggregate_vector_tiling,
     combine_tiling,
     cube_tables,
     products_tiling,
@@ -59,6 +60,12 @@ class _Half(NamedTuple):
 class _Cube(NamedTuple):
     tables: CubeTables
     ones: Array
+    degrees: Tensor
+    sum_exponent: int
+
+
+class _Vector(NamedTuple):
+    tables: RowTables
     degrees: Tensor
     sum_exponent: int
 
@@ -117,6 +124,37 @@ def aggregate_chunks(
         _launch("combine_parts", blocks, [parts, tables.splits], [y], [], [combine])
     out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
     out = _unscaled(out, rows.exponent + values.exponent, cube.degrees if mean else None)
+    return out.to(x.device, x.dtype).contiguous(), none
+
+
+def aggregate_vector(
+    chunks: list[Tensor],
+    num_rows: int,
+    x: Tensor,
+    weight: Tensor | None,
+    reduce: str,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Compute sums or means vertex by vertex, on the vector cores alone; weights stay float32."""
+    heads, columns, mean = x.size(1), x.size(2), reduce == "mean"
+    none = x.new_empty(0)
+    if chunks[3].numel() == 0 or x.numel() == 0:
+        return x.new_zeros((num_rows, heads, columns)), none
+    made = _vector(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
+    left = HALF_EXPONENT - made.sum_exponent
+    share = 0 if weight is None else left // 2 if left >= 0 else left
+    rows = _half_rows(x, left - share, mean)
+    values, exponent = (None, 0) if weight is None else _scaled(weight, share, mean)
+    wide = rows.values.shape[1]
+    y = np.zeros((num_rows, wide), np.float16)
+    tables = made.tables
+    weights = np.zeros(1, np.float32) if values is None else values.t().contiguous().numpy()
+    inputs = [rows.values, tables.vertices, tables.columns, weights, tables.plan]
+    tiling = aggregate_vector_tiling(tables, wide, weight is not None)
+    _launch("aggregate_vector", tables.num_groups * tables.num_members, inputs, [y], [], [tiling])
+    out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
+    out = _unscaled(out, rows.exponent + exponent, made.degrees if mean else None)
     return out.to(x.device, x.dtype).contiguous(), none
 
 
@@ -214,13 +252,28 @@ def _cube(
     def make() -> _Cube:
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
         tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
-        degrees = np.zeros(num_rows, np.int64)
-        np.add.at(degrees, arrays[0], np.diff(arrays[2]))
-        most = max(int(degrees.max(initial=1)), 1)
-        divisors = torch.from_numpy(degrees.clip(min=1).astype(np.float32))
-        return _Cube(tables, tables.values(None), divisors, math.ceil(math.log2(most)))
+        return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))
 
     return _made(chunks, ("cube", num_rows, heads, columns, num_groups, *chunk_ranges), make)
+
+
+def _vector(
+    chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
+) -> _Vector:
+    def make() -> _Vector:
+        arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
+        tables = row_tables(arrays, chunk_ranges=pairs, num_groups=num_groups, num_columns=columns, heads=heads)
+        return _Vector(tables, *_degrees(arrays, num_rows))
+
+    return _made(chunks, ("vector", num_rows, heads, columns, num_groups, *chunk_ranges), make)
+
+
+def _degrees(arrays: list[Array], num_rows: int) -> tuple[Tensor, int]:
+    """Return the entries of each vertex, at least 1, and k such that none has more than ``2^k``."""
+    degrees = np.zeros(num_rows, np.int64)
+    np.add.at(degrees, arrays[0], np.diff(arrays[2]))
+    most = max(int(degrees.max(initial=1)), 1)
+    return torch.from_numpy(degrees.clip(min=1).astype(np.float32)), math.ceil(math.log2(most))
 
 
 def _rows(chunks: list[Tensor], chunk_ranges: list[int]) -> RowTables:

@@ -101,6 +101,7 @@ def chunk_tensors(chunks: Chunks) -> list[torch.Tensor]:
 
 
 _plans: MutableMapping[torch.Tensor, dict[tuple[int, int, PlanSettings], HybridPlan]] = WeakIdKeyDictionary()
+_cuts: MutableMapping[torch.Tensor, dict[Any, Any]] = WeakIdKeyDictionary()
 
 
 def plan_of(
@@ -128,6 +129,41 @@ def plan_of(
         loads = indptr[row_ptr].diff().cpu().numpy()
         plan = plans[key] = plan_cores(num_columns, loads, settings, num_workers)
     return plan
+
+
+def chip_plan_of(
+    chunks: list[torch.Tensor], shape: tuple[int, int], num_columns: int, settings: PlanSettings, backend: str
+) -> tuple[list[torch.Tensor], HybridPlan]:
+    """Return the chunks of a sum on an NPU, cut as its plan wants them, and the plan, which names the kernel.
+
+    Args:
+        chunks: One direction of a graph.
+        shape: Vertices on its row side and on its column side.
+        num_columns: D, heads times channels.
+        settings: As for :func:`plan_of`.
+        backend: What :func:`backend_name` returned.
+    """
+    from lightning_gnn.ascend_ops.cost_model import atlas_a2
+    from lightning_gnn.ops.aggregate.chip_plan import plan_chip
+
+    known = _cuts.setdefault(chunks[2], {})
+    if "whole" not in known:
+        rows, row_ptr, indptr, local, columns, column_ptr = chunks
+        indptr = indptr.clone()  # what is kept must not keep its key alive
+        known["whole"] = Chunks(rows, row_ptr, indptr, local, columns, column_ptr, None, *shape)
+    cores = settings.num_workers or _num_workers(chunks[2].device, backend)
+    key = num_columns, cores, settings
+    if key not in known:
+        known[key] = plan_chip(num_columns, {"": known["whole"]}, settings, cores, atlas_a2())
+    plan: HybridPlan = known[key]
+    if plan.height not in known:
+        known[plan.height] = chunk_tensors(known["whole"].recut(plan.height))
+    return known[plan.height], plan
+
+
+def runs_on_chip(device: torch.device, backend: str) -> bool:
+    """Say whether the Ascend C kernels execute a sum, in simulation or on an NPU."""
+    return backend == "ascend_twin" or (device.type == "npu" and backend == DEVICE and bool(_npu().available()))
 
 
 def _num_workers(device: torch.device, backend: str) -> int:

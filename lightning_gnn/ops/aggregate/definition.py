@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan
-from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, chunk_tensors, plan_of
+from lightning_gnn.ops.aggregate.backends import (
+    DEVICE,
+    backend_name,
+    chip_plan_of,
+    chunk_tensors,
+    plan_of,
+    runs_on_chip,
+)
 from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphSum
 from lightning_gnn.ops.aggregate.graph_operators import graph_arguments, in_order
 from lightning_gnn.ops.aggregate.reference import accumulator
@@ -119,7 +126,11 @@ def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
         graph: The graph.
         num_columns: D, columns of the features, heads times channels.
     """
-    return plan_of(chunk_tensors(graph.forward), num_columns, graph.settings, backend_name(None))
+    chunks, backend = chunk_tensors(graph.forward), backend_name(None)
+    if runs_on_chip(chunks[2].device, backend) and graph.settings.mode == "balanced":
+        shape = graph.num_targets, graph.num_sources
+        return chip_plan_of(chunks, shape, num_columns, graph.settings, backend)[1]
+    return plan_of(chunks, num_columns, graph.settings, backend)
 
 
 def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: Tensor) -> Tensor | None:

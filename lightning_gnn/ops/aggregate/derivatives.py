@@ -51,9 +51,7 @@ class GraphSum(GraphOperator):
         weight = side.ordered(weight, permuted)
         # Without weights nothing tells the heads apart.
         table = x.reshape(x.size(0), 1, -1) if weight is None else x
-        plan = side.plan(x.size(1) * x.size(2))
-        out: Tensor = side.functions.aggregate_chunks(side.chunks, side.num_rows, table, weight, reduce, *plan)[0]
-        return out.view(side.num_rows, *x.shape[1:])
+        return side.reduced(table, weight, reduce).view(side.num_rows, *x.shape[1:])
 
     @staticmethod
     def fake(x: Tensor, weight: Any, permuted: Any, degrees: Any, transposed: bool, *graph: Any) -> Tensor:

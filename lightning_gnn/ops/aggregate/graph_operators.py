@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.ops.aggregate.backends import backend_name, bounds, chunk_tensors, operators, plan_of
+from lightning_gnn.ops.aggregate.backends import (
+    backend_name,
+    bounds,
+    chip_plan_of,
+    chunk_tensors,
+    operators,
+    plan_of,
+    runs_on_chip,
+)
 from lightning_gnn.ops.library import define, library
 
 if TYPE_CHECKING:
@@ -78,6 +86,22 @@ class Direction:
         """Return the bounds of the groups' columns and of their members' chunks."""
         plan = plan_of(self.chunks, num_columns, self._settings, self._backend, one_group)
         return bounds(plan.slices), bounds(plan.chunk_ranges)
+
+    def reduced(self, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
+        """Return sums or means ``[num_rows, H, C]``, by the plan of whoever executes them."""
+        num_columns = x.size(1) * x.size(2)
+        chunks, function = self.chunks, self.functions.aggregate_chunks
+        if runs_on_chip(chunks[2].device, self._backend) and self._settings.mode == "balanced":
+            shape = self.num_rows, x.size(0)
+            chunks, plan = chip_plan_of(chunks, shape, num_columns, self._settings, self._backend)
+            if plan.kernel == "vector":
+                function = self.functions.aggregate_vector
+        else:
+            plan = plan_of(chunks, num_columns, self._settings, self._backend)
+        out: Tensor = function(
+            chunks, self.num_rows, x, weight, reduce, bounds(plan.slices), bounds(plan.chunk_ranges)
+        )[0]
+        return out
 
     def ordered(self, weight: Tensor | None, permuted: Tensor | None) -> Tensor | None:
         """Return weights ``[E, H]`` in the order of this direction; ``permuted`` are those of the backward one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 
+aggregate_vector = torch.ops.lightning_gnn.aggregate_vector
 aggregate_max_backward = torch.ops.lightning_gnn.aggregate_max_backward
 edge_softmax = torch.ops.lightning_gnn.edge_softmax
 edge_softmax_backward = torch.ops.lightning_gnn.edge_softmax_backward

@@ -150,6 +150,12 @@ define(
     " int[] chunk_ranges) -> (Tensor, Tensor)",
     aggregate_chunks,
 )
+# The same sums and means by another kernel, where a device has two; the plan says which (chip_plan.py).
+define(
+    "aggregate_vector(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, int[] slices,"
+    " int[] chunk_ranges) -> (Tensor, Tensor)",
+    aggregate_chunks,
+)
 define(
     "aggregate_max_backward(Tensor[] chunks, int num_rows, Tensor grad, Tensor best, Tensor x, Tensor? weight,"
     " int[] slices, int[] chunk_ranges) -> Tensor",
