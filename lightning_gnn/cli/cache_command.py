@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gnn.runtime.byte_sizes import shown
 from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
 from lightning_gnn.runtime.store import KINDS, cache_root, entries, is_held, locked, remove, sweep
@@ -60,11 +61,11 @@ def _list(root: Path, console: Console) -> int:
         for path in entries(root, kind):
             total += (size := _size(path))
             title, made = _about(path)
-            table.add_row(kind, title, _bytes(size), _age(made))
+            table.add_row(kind, title, shown(size), _age(made))
     if table.row_count:
         console.print(table)
     count = table.row_count
-    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {_bytes(total)} in {root}")
+    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {shown(total)} in {root}")
     return 0
 
 
@@ -114,7 +115,7 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
             else:
                 failed = True
         if gone:
-            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {_bytes(size)}")
+            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {shown(size)}")
     if not failed and not any(entries(root, kind) for kind in kinds):
         console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
     return int(failed)
@@ -160,14 +161,6 @@ def _size(path: Path) -> int:
     """Return the bytes on the disk."""
     found = [path, *path.rglob("*")] if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in found if not file.is_dir())
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _age(made: float) -> str:

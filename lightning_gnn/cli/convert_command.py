@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from rich.console import Console
 from lightning_gnn.cli.command_line import UserError, explained
 from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.report.console import say
+from lightning_gnn.runtime.byte_sizes import memory_bytes
 
-_UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SETTINGS = """settings:
   source=FILE              edges: columns source and target (or src and dst, or the first two), and attributes
   source.A__R__B=FILE      likewise of a graph with types, one for each type of edges
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
 
                 counts = convert_tables(
-                    chosen.source, chosen.out, chosen.nodes, _bytes(chosen.memory), chosen.undirected,
+                    chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
                     chosen.random_features, tell,
                 )  # fmt: skip
     except UserError as error:
@@ -85,11 +84,3 @@ def _parse(settings: Sequence[str]) -> Any:
     if missing:
         raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn convert --help")
     return OmegaConf.to_object(found)
-
-
-def _bytes(size: str) -> int:
-    """Return the bytes of a size such as 4GB."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]i?B)?\s*", str(size))
-    if not found or (found[2] or "") not in _UNITS:
-        raise ValueError(f"memory={size!r}; write it as 4GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -6,7 +6,6 @@ mini-batches that were sampled first; the plan is the one that saves most.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.cache import Cacheable, CacheOrder
+from lightning_gnn.runtime.byte_sizes import shown
 
 FOR_THE_MODEL = 0.25
 """Of the device's memory, how much is left to the model and its activations."""
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -192,28 +191,6 @@ def place_parts(
             placed.append(_pinned(part)[0])
     plan = Placement(memory, tuple(placed), fixed, buffers)
     return replace(plan, hit_rate=plan.rate(parts))
-
-
-def memory_bytes(value: Any, name: str) -> int:
-    """Return a number of bytes, given as such or with a unit: ``"80GB"``, ``"512 MiB"``.
-
-    Raises:
-        ValueError: It is none, or negative.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError(f"{name} must be a number of bytes, such as 4000000000, '4GB' or '512MiB', but is {value!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def shown(nbytes: float) -> str:
-    """Return a number of bytes to read: ``"39.0 GB"``."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
 
 
 def _pinned(part: Part) -> tuple[Placed, Part]:

@@ -15,10 +15,11 @@ from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamp
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, pinned
 from lightning_gnn.persistent.access_counts import Reads, count_reads
-from lightning_gnn.persistent.budget import Placement, memory_bytes
+from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
+from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of

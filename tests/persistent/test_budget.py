@@ -13,7 +13,8 @@ from torch_geometric.sampler import NodeSamplerInput
 from lightning_gnn.graph.cache import Cacheable
 from lightning_gnn.persistent import PersistentSamplerDataModule
 from lightning_gnn.persistent.access_counts import count_reads
-from lightning_gnn.persistent.budget import FOR_THE_MODEL, Part, memory_bytes, place_parts
+from lightning_gnn.persistent.budget import FOR_THE_MODEL, Part, place_parts
+from lightning_gnn.runtime.byte_sizes import memory_bytes
 from tests.batching_data import small_data
 
 GB = 10**9
