@@ -263,6 +263,7 @@ class Simulator(TorchDispatchMode):
             if owner is None:
                 safe = self.known.get(name, 0) >= number
             else:
-                safe = name == owner.name or name in memory.recorded or owner.clock.get(name, 0) >= number
+                known = max(owner.clock.get(name, 0), self.known.get(name, 0))
+                safe = name == owner.name or name in memory.recorded or known >= number
             if not safe:
                 self.errors.append(f"{memory.name} of {memory.owner} is freed, but {name} may still use it")

@@ -341,6 +341,7 @@ class CollectiveEpoch:
         self._begun, self._left = True, 0
         workers, self._workers = self._workers, None
         if workers is not None:
+            self._loader.routes.leave()
             workers.close(patience)
             self._note_phase("", time.perf_counter())
         threads, self._torch_threads = self._torch_threads, None
@@ -458,6 +459,7 @@ class CollectiveEpoch:
             self._buffers, on_device, hopeless, held if on_device or ring is None else ring.num_slots, error
         )
         if on_device:
+            self._loader.routes.leave()
             workers.give_up(number)
             if schedule.head not in workers.device:  # what comes after it must make room
                 for later in list(workers.device):

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
-from lightning_gnn.runtime.devices import used_on, works
+from lightning_gnn.collective.arrivals import Arrivals
+from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
 
@@ -217,6 +218,7 @@ class DeviceRoutes:
         self._stream: Any = None
         if device.type != "cpu" and works(lambda: torch.Stream(device).record_event().synchronize()):
             self._stream = torch.Stream(device)
+        self._arrivals = None if self._stream is None else Arrivals(self._stream, device)
         self._last_read: Any = None
         self._last_transfer: Any = None
 
@@ -253,6 +255,8 @@ class DeviceRoutes:
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
+        if self._arrivals is not None:
+            self._arrivals.reuse()
         with self._stream:
             start = self.recorder.now(self._stream)
             batch = self._moved(batch, slot, non_blocking=True)
@@ -263,13 +267,20 @@ class DeviceRoutes:
         return DeviceBatch(replace(source.prepared, batch=batch), arrival)
 
     def arrive(self, entry: DeviceBatch) -> Prepared:
-        """Return a mini-batch for use on the current stream."""
-        if entry.arrival is None:
+        """Return a mini-batch for use on the current stream, when the steps on those before it have been queued."""
+        if self._arrivals is None:
             return entry.prepared
         consumer = self._current()
-        consumer.wait_event(entry.arrival)
-        # Its memory belongs to the other stream.
-        return replace(entry.prepared, batch=entry.prepared.batch.apply(lambda tensor: used_on(tensor, consumer)))
+        self._arrivals.end_steps(consumer)
+        if entry.arrival is not None:
+            consumer.wait_event(entry.arrival)
+            self._arrivals.hand_out(entry.prepared.batch, consumer)
+        return entry.prepared
+
+    def leave(self) -> None:
+        """Leave the memory of what has been handed out to the allocator: there may be no further transfer."""
+        if self._arrivals is not None:
+            self._arrivals.leave_all(self._current())
 
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
+from lightning_gnn.sampling.deferred_edges import apply_now
 from lightning_gnn.sampling.loader import Prepared, Task
 
 SHARE = 0.5
@@ -62,7 +63,7 @@ class Ahead:
             self._go_on()
         consumer.wait_event(arrival)
         # Its memory belongs to the other stream.
-        made.batch = made.batch.apply(lambda tensor: used_on(tensor, consumer))
+        made.batch = apply_now(made.batch, lambda tensor: used_on(tensor, consumer))
         made.left = {name: used_on(ids, consumer) for name, ids in made.left.items()}
         return made
 

@@ -116,8 +116,8 @@ class Demand:
         offsets = sum(relation.indptr.nbytes for relation in relations)  # always on the device
         twice = self.sampler.subgraph_type == SubgraphType.induced and whole is not graph
         total = graph.num_bytes + (whole.num_bytes if twice else 0)
-        # A random read of a neighbour, and another one of the edge's place in the user's order.
-        reads_per_edge = 1 + any(relation.edge_ids is not None for relation in relations)
+        # A random read of a neighbour, and one of the edge's place in the user's order where it has rows.
+        reads_per_edge = 1 + (bool(self.of_edges) and any(relation.edge_ids is not None for relation in relations))
         cost = float(sum(reads.edges.values()) * SECTOR_BYTES * reads_per_edge)
         hot = None
         if reads.lists is not None and isinstance(graph, CSCGraph) and self._is_plain and self._caches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
 
 from lightning_gnn.persistent.placement import PlacedOnGPU
@@ -23,6 +25,7 @@ class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
             ``device_memory``.
 
     Raises:
+        TypeError: ``bulk``, which is for mini-batches of nodes.
         ValueError: What :class:`~lightning_gnn.LinkDataModule` refuses; an unknown place; a cache for features on the
             device.
         RuntimeError: Page-locked memory was refused, when the first loader is made.
@@ -41,6 +44,11 @@ class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
     """
 
     on_cpu = "LinkDataModule"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "bulk" in kwargs:
+            raise TypeError("there is no option bulk: mini-batches of edges are sampled one by one; leave it out")
+        super().__init__(*args, bulk=1, **kwargs)
 
     def _training_seeds(self) -> tuple[EdgeSamplerInput, NegativeSampling | None]:
         edges, labels = self._edges["train"]

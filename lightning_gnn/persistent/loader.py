@@ -16,6 +16,7 @@ from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.persistent.ahead import Ahead
 from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
+from lightning_gnn.sampling.deferred_edges import apply_now, deferred
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedLinkLoader, ThreadedNodeLoader
 
 
@@ -45,7 +46,7 @@ class _OnDevice:
 
     def _join(self, out: SamplerOutput | HeteroSamplerOutput) -> tuple[Any, dict[tuple[Any, str], Tensor]]:
         batch, left = super()._join(out)  # type: ignore[misc]
-        return batch.apply(self._sent), left
+        return apply_now(batch, self._sent), left
 
     def _sent(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:
@@ -119,7 +120,8 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
     def end(self, begun: Begun) -> list[Callable[[], Prepared]]:
         """Return the mini-batches that were begun on the current stream, each of which is yet to be gathered."""
         start = time.perf_counter()
-        outs = self.node_sampler.end(begun.samples)
+        with deferred(self.defers_edges):
+            outs = self.node_sampler.end(begun.samples)
         share = (time.perf_counter() - start) / len(outs)
         for out, ids in zip(outs, begun.ids, strict=True):
             out.metadata = (ids, None)

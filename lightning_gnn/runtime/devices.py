@@ -57,12 +57,12 @@ def used_on(tensor: Tensor, stream: Any) -> Tensor:
     if not isinstance(tensor, Tensor):
         tensor.record_stream(stream)
     elif not tensor.is_cpu:
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             part.record_stream(stream)
     return tensor
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the strided tensors that a tensor consists of; streams cannot be recorded for sparse ones."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()

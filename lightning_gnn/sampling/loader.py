@@ -20,6 +20,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.loader import LinkLoader, NodeLoader
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
@@ -31,7 +32,8 @@ from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
-from lightning_gnn.sampling.neighbor import ProcessRank, SeedRange
+from lightning_gnn.sampling.deferred_edges import EdgePositions, defer, deferred
+from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
 from lightning_gnn.sampling.seed_order import mini_batches
 
@@ -231,6 +233,15 @@ class _ThreadedLoader:
         return type(self).filter_fn is _ThreadedLoader.filter_fn
 
     @property
+    def defers_edges(self) -> bool:
+        """Whether ``e_id`` is looked up when it is read: nobody else comes between our sampler and our features."""
+        sampler = self._graph_sampler
+        ours = isinstance(sampler, NeighborSampler) and type(sampler).__module__.startswith("lightning_gnn.")
+        if not ours or self.transform_sampler_output is not None or not self._joins_features:
+            return False
+        return sampler.subgraph_type == SubgraphType.directional and not sampler.exclude_seed_edges
+
+    @property
     def finishes(self) -> bool:
         """Whether ``finish`` has something to do."""
         return self.in_training_thread or bool(self.trained()) or (self.transform is not None and not self.thread_safe)
@@ -343,6 +354,8 @@ class _ThreadedLoader:
                 if not of_nodes(store, key) and not of_edges(store, key):
                     continue
                 ids = node if of_nodes(store, key) else edge
+                if isinstance(ids, EdgePositions):
+                    ids = edge = ids.ids()
                 if ids is None:
                     part[key] = None
                 elif (name, key) in trained:
@@ -351,7 +364,9 @@ class _ThreadedLoader:
                     part[key] = self._rows(store, key, ids)
             if node is not None and "n_id" not in store:
                 part.n_id = node
-            if edge is not None and "e_id" not in store:
+            if isinstance(edge, EdgePositions) and "e_id" not in store:
+                defer(part, edge)
+            elif edge is not None and "e_id" not in store:
                 part.e_id = edge
             kept = row is not None and out.orig_row is not None and out.orig_col is not None
             if kept and (not typed or name in out.orig_row):
@@ -401,7 +416,8 @@ class _ThreadedLoader:
         stage_ends()
         start = time.perf_counter()
         part = getattr(index, "part", 0)
-        out = self.sample(index, key, part, getattr(index, "first", 0))
+        with deferred(self.defers_edges):
+            out = self.sample(index, key, part, getattr(index, "first", 0))
         sampled = time.perf_counter()
         stage_ends()
         prepared = self.load(out, key, part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ from lightning_gnn.ops.sample.definition import (
     check_rule,
 )
 from lightning_gnn.ops.sample.hetero import fanouts_by_type
+from lightning_gnn.sampling.deferred_edges import EdgePositions, is_deferred
 from lightning_gnn.sampling.edge_attributes import with_times, with_weights
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
@@ -305,7 +307,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             node=out.node,
             row=out.edge_index[0],
             col=out.edge_index[1],
-            edge=self.original_edges(out.edge),
+            edge=self._edges(self.graph, out.edge),
             batch=out.batch,
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,
@@ -378,7 +380,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             node=out.node,
             row={name: both[0] for name, both in edge_index.items()},
             col={name: both[1] for name, both in edge_index.items()},
-            edge={name: self.original_positions(graph.relations[name], places) for name, places in edge.items()},
+            edge={name: self._edges(graph.relations[name], places) for name, places in edge.items()},
             batch=out.batch,
             **counts,
         )
@@ -404,6 +406,12 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if isinstance(both, SamplerOutput):
             both.edge = _first_edges(out)
         return both
+
+    def _edges(self, graph: CSCGraph, edge: Tensor) -> Any:
+        """Return places in the user's ``edge_index``, or what looks them up later, if this thread asked for that."""
+        if graph.edge_ids is not None and is_deferred():
+            return EdgePositions(edge, partial(self.original_positions, graph))
+        return self.original_positions(graph, edge)
 
     def original_edges(self, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""

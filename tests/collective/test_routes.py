@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lightning_gnn.collective.arrivals import Arrivals
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
 from lightning_gnn.runtime.devices import used_on
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
@@ -56,6 +57,7 @@ def noted(loader):
     routes = DeviceRoutes(CPU, loader, ring)
     main = Stream("main", log)
     routes._stream, routes._current = Stream("bus", log), lambda: main
+    routes._arrivals = Arrivals(routes._stream, CPU)
     yield routes, ring, log
 
 

@@ -74,6 +74,8 @@ def test_bad_arguments_are_named():
     sizes = {"num_neighbors": [2], "batch_size": 4}
     with pytest.raises(ValueError, match="topology='disk' is unknown; use one of auto, device, pinned"):
         PersistentLinkDataModule(graph, **options, **sizes, topology="disk")
+    with pytest.raises(TypeError, match="there is no option bulk: mini-batches of edges are sampled one by one"):
+        PersistentLinkDataModule(graph, **options, **sizes, bulk=8)
     own = type("Own", (), {"sample_from_edges": len})()
     with pytest.raises(TypeError, match="it cannot take the sampler Own; use LinkDataModule with it"):
         PersistentLinkDataModule(graph, batch_size=4, link_sampler=own)

@@ -1,0 +1,134 @@
+"""The device memory of the CPU's mini-batches goes round: bounded, in order, and never under the user's feet."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the simulator stands in for Triton's device")
+
+from lightning_gnn.collective import arrivals
+from lightning_gnn.collective.arrivals import Arrivals
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.batching_data import small_data
+from tests.event_simulator import Simulator
+from tests.sampling.test_loader import assert_same
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+CPU = torch.device("cpu")
+READY = 5
+
+
+class Allocator(Simulator):
+    """Keeps freed blocks, as torch's does, until a recorded stream has done what it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.most = [], 0
+
+    def _freed(self, address, size, memory):
+        super()._freed(address, size, memory)
+        ends = [stream.end for stream in self.streams if stream.name in memory.recorded]
+        if memory.owner == "stream 1" and ends:
+            self.kept.append((max(ends), size))
+
+    def look(self):
+        kept = sum(size for end, size in self.kept if end > self.now)
+        self.most = max(self.most, self.live["stream 1"] + kept)
+
+
+def run(monkeypatch, keep=(), steps=30, step_s=400.0):
+    """Train on mini-batches that the CPU prepared, ``READY`` ahead, by a host that runs ahead of the device.
+
+    Returns:
+        The simulator, and how many mini-batches of device memory there were at the most.
+    """
+    data = small_data()
+    loader = ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
+    simulator, ring = Allocator(), HostRing(CPU, capacity=steps)
+    monkeypatch.setattr(arrivals, "used_on", simulator.used_on)
+    routes = DeviceRoutes(CPU, loader, ring)
+    routes._stream, routes._current = simulator.new_stream(), simulator.current_stream
+    routes._arrivals = Arrivals(routes._stream, CPU)
+    ready, kept, sizes = [], [], []
+
+    def transfer(number):
+        slot = ring.take()
+        with simulator.pause():
+            prepared = loader.prepare((0, number, list(range(number, number + 20))))
+            prepared.batch = slot.hold(prepared.batch)
+        ready.append(routes.transfer(number, HostBatch(prepared, slot)))
+
+    with simulator.installed(monkeypatch):
+        for number in range(READY):
+            transfer(number)
+        for number in range(steps):
+            prepared = routes.arrive(ready.pop(0))
+            tensors = [value for _, value in prepared.batch if isinstance(value, torch.Tensor)]
+            simulator.now += 30.0
+            simulator.work(tensors, [], step_s)
+            sizes.append(sum(value.untyped_storage().nbytes() for value in tensors))
+            with simulator.pause():
+                plain = loader.prepare((0, number, list(range(number, number + 20))))
+                assert_same(prepared.batch, plain.batch)
+            if number in keep:
+                kept.append(prepared.batch)
+            for batch in kept:
+                simulator.work([batch.x], [], 5.0)
+            if len(kept) > 2:
+                kept.pop(0)
+            del prepared, tensors
+            if number + READY < steps:
+                transfer(number + READY)
+            simulator.look()
+            assert len(routes._arrivals) <= 3
+        routes.leave()
+    return simulator, simulator.most / max(sizes)
+
+
+def test_memory_is_bounded_and_in_order_and_nobody_waits(monkeypatch):
+    simulator, most = run(monkeypatch)
+    assert simulator.errors == []
+    assert most <= READY + 2
+    assert simulator.waits == []
+
+
+def test_the_allocator_alone_would_keep_more(monkeypatch):
+    monkeypatch.setattr(arrivals, "_is_shared", lambda part: True)
+    monkeypatch.setattr(arrivals, "_ROUNDS", 1)
+    simulator, most = run(monkeypatch)
+    assert simulator.errors == []
+    assert most > 2 * READY
+
+
+def test_what_the_user_keeps_stays_and_is_left_to_the_allocator(monkeypatch):
+    simulator, _ = run(monkeypatch, keep={3, 4, 9, 12, 13, 14, 20})
+    assert simulator.errors == []
+
+
+def test_what_the_user_keeps_is_missed_if_nobody_looks(monkeypatch):
+    monkeypatch.setattr(arrivals, "_is_shared", lambda part: False)
+    simulator, _ = run(monkeypatch, keep={3, 4, 9, 12, 13, 14, 20})
+    assert any("is freed, but main may still use it" in error for error in simulator.errors)
+
+
+def test_a_transfer_that_does_not_wait_for_the_step_is_found(monkeypatch):
+    def reuse(self):
+        for arrived in [arrived for arrived in self._held if arrived.done is not None]:
+            self._held.remove(arrived)
+
+    monkeypatch.setattr(Arrivals, "reuse", reuse)
+    simulator, _ = run(monkeypatch)
+    assert any("is freed, but main may still use it" in error for error in simulator.errors)
+
+
+def test_all_can_be_left_to_the_allocator(monkeypatch):
+    left = []
+    monkeypatch.setattr(arrivals, "used_on", lambda tensor, stream: left.append(tensor) or tensor)
+    held = Arrivals(None, CPU)
+    batch = small_data()
+    held.hand_out(batch, "main")
+    assert len(held) == 1
+    held.leave_all("main")
+    assert len(held) == 0
+    assert {tensor.data_ptr() for tensor in left} == {value.data_ptr() for _, value in batch}

@@ -1,0 +1,151 @@
+"""``e_id`` that is looked up when it is read: the same to whoever reads it, and not looked up for who does not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch_geometric.data import Batch, Data
+from torch_geometric.data.storage import EdgeStorage, GlobalStorage
+
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.batching_data import small_data
+from tests.sampling.test_node_datamodule import trainer
+from tests.sampling.test_typed import contents, typed_data
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """How often places in the user's order are looked up."""
+    calls = []
+    plain = NeighborSampler.original_positions
+    monkeypatch.setattr(
+        NeighborSampler, "original_positions", lambda self, *args: calls.append(1) or plain(self, *args)
+    )
+    return calls
+
+
+def graph():
+    data = small_data(num_nodes=60, num_edges=400)
+    del data.edge_attr, data.edge_weight
+    return data
+
+
+def batches(data, **options):
+    seeds = {"input_nodes": "paper"} if "paper" in getattr(data, "node_types", ()) else {}
+    return list(ThreadedNodeLoader(data, NeighborSampler(data, [3, 2]), batch_size=20, seed=1, **seeds, **options))
+
+
+def eager(data, **options):
+    """The same, looked up at once: as for who changes what the sampler returns."""
+    return batches(data, transform_sampler_output=lambda out: out, thread_safe=True, **options)
+
+
+READERS = {
+    "e_id": lambda batch: {"e_id": batch.e_id},
+    "an item": lambda batch: {"e_id": batch["e_id"]},
+    "getattr": lambda batch: {"e_id": getattr(batch, "e_id", None)},
+    "get": lambda batch: {"e_id": batch._store.get("e_id")},
+    "to_dict": lambda batch: batch.to_dict(),
+    "to_namedtuple": lambda batch: batch.to_namedtuple()._asdict(),
+    "iteration": lambda batch: dict(iter(batch)),
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)).to_dict(),
+    "clone": lambda batch: batch.clone().to_dict(),
+    "copy": lambda batch: copy.copy(batch).to_dict(),
+    "deepcopy": lambda batch: copy.deepcopy(batch).to_dict(),
+    "to": lambda batch: batch.to("cpu").to_dict(),
+    "contiguous": lambda batch: batch.contiguous().detach().cpu().to_dict(),
+    "apply": lambda batch: batch.apply(torch.clone).to_dict(),
+    "update": lambda batch: Data(n_id=batch.n_id).update(batch).to_dict(),
+    "a batch of batches": lambda batch: Batch.from_data_list([batch]).to_data_list()[0].to_dict(),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_whoever_reads_it_finds_it(how, looked_up):
+    data = graph()
+    for a, b in zip(batches(data), eager(data), strict=True):
+        del looked_up[:]
+        assert isinstance(a._store, GlobalStorage)
+        assert a.keys() == b.keys()
+        assert "e_id" in a
+        assert len(a._store) == len(b._store)
+        assert looked_up == []
+        mine, theirs = READERS[how](a), READERS[how](b)
+        assert torch.equal(mine["e_id"], theirs["e_id"])
+        for key in mine:
+            assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])), key
+        assert len(looked_up) == 1
+        assert torch.equal(a.e_id, b.e_id)
+        assert str(a) == str(b)
+        assert torch.equal(data.edge_index[:, a.e_id], a.n_id[a.edge_index])
+
+
+def test_who_does_not_read_it_does_not_pay(looked_up):
+    for batch in batches(graph(), num_workers=2, transform=lambda batch: batch):
+        batch = copy.copy(batch.to("cpu").cpu().contiguous())
+        batch.logits = batch.x[batch.edge_index[0]].sum(0)
+        del batch.y
+        assert batch.num_nodes == batch.n_id.numel()
+        assert batch.num_edges == batch.edge_index.size(1)
+        assert "logits" in batch
+        assert "y" not in batch
+    assert looked_up == []
+
+
+def test_training_does_not_read_it(looked_up):
+    module = NeighborDataModule(graph(), num_neighbors=[3, 2], batch_size=16, seed=3)
+    trainer(max_epochs=2).fit(NodeClassifier(GraphSAGE(12, 8, 2, 4), 4), module)
+    assert looked_up == []
+
+
+def test_it_can_be_replaced_and_removed(looked_up):
+    one, other = batches(graph())[:2]
+    one.e_id = torch.arange(3)
+    assert one.e_id.tolist() == [0, 1, 2]
+    del other.e_id
+    assert "e_id" not in other
+    with pytest.raises(AttributeError, match="e_id"):
+        _ = other.e_id
+    assert looked_up == []
+
+
+def test_attributes_of_edges_look_it_up_once(looked_up):
+    data = graph()
+    data.edge_attr = torch.arange(400.0).view(-1, 1)
+    made = batches(data)
+    for batch in made:
+        assert type(batch._store) is GlobalStorage
+        assert torch.equal(batch.edge_attr[:, 0].long(), batch.e_id)
+    assert len(looked_up) == len(made)
+
+
+def test_graphs_with_types(looked_up):
+    data = typed_data()
+    for store in data.edge_stores:
+        for key in [key for key in store if key != "edge_index"]:
+            del store[key]
+    made, plain = batches(data), eager(data)
+    del looked_up[:]
+    for a, b in zip(made, plain, strict=True):
+        assert all(isinstance(store, EdgeStorage) for store in a.edge_stores)
+        assert set(a.edge_types) == set(b.edge_types)
+        a = a.to("cpu")
+        assert looked_up == []
+        assert contents(a) == contents(b)
+        assert set(a.e_id_dict) == set(b.e_id_dict)
+        del looked_up[:]
+
+
+def test_a_compiled_model_reads_a_mini_batch_alike():
+    def model(batch):
+        return batch.x[batch.edge_index[0]].sum(0)
+
+    for batch in batches(graph())[:1]:
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(batch), model(batch))
+        ids = torch.compile(lambda batch: batch.e_id + 1, backend="eager")
+        assert torch.equal(ids(batch), batch.e_id + 1)
