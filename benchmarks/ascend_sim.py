@@ -52,6 +52,7 @@ ASSUMPTIONS: dict[str, dict[str, Any]] = {
     "every edge inside its class": {"homophily": 1.0},
     "one group (M = 1)": {"num_groups": 1},
     "copies start in 10 cycles, not 40": {"changes": {"mte_head": 10}},
+    "every edge inside its class, copies start in 10 cycles": {"homophily": 1.0, "changes": {"mte_head": 10}},
     "copies start in 100 cycles": {"changes": {"mte_head": 100}},
     "vector instructions start in 40 cycles, not 14": {"changes": {"vector_head": 40}},
     "a scalar access takes 4 cycles, not 1": {"changes": {"scalar_cycles": 4}},
@@ -87,9 +88,17 @@ def describe(epoch: Epoch, chip: Machine) -> dict[str, Any]:
         "aggregation's share": epoch.share("aggregate"),
         "cube busy": epoch.busy("cube", chip.cube_cores),
         "vector busy": epoch.busy("vector", chip.vector_cores),
-        "utilisation": epoch.running("cube"),
-        "cores running": epoch.running(),
-        "groups": {str(width): plan.num_groups for width, plan in epoch.plans.items()},
+        "utilisation": epoch.running(),
+        "utilisation, the cube's tasks alone": epoch.running("cube"),
+        "plans": {
+            str(width): {
+                "kernel": plan.kernel,
+                "rows of a chunk": plan.height,
+                "order": plan.order,
+                "M": plan.num_groups,
+            }
+            for width, plan in epoch.plans.items()
+        },
         "load max/mean": {str(width): float(load.max() / load.mean()) for width, load in epoch.loads.items()},
         "hbm bytes": sum(launch.bytes["hbm_read"] for _, launch in epoch.launches),
         "l2 bytes": sum(launch.bytes["l2_read"] for _, launch in epoch.launches),

@@ -225,7 +225,7 @@ class Epoch:
         That is the cycles of tasks, each from its first to its last instruction on a core, over the interval.
 
         Args:
-            unit: Count only the tasks that use this unit. The paper's figure is of the cube's (section 7.5).
+            unit: Count only the tasks that use this unit.
         """
         tasks = [launch for _, launch in self.launches if not unit or launch.busy[unit]]
         return sum(float(launch.ends.mean()) for launch in tasks) / self.cycles

@@ -89,7 +89,7 @@ def _cores(axis: Any, sets: dict[str, Any], title: str) -> None:
 
 def _utilisation(axis: Any, sets: dict[str, Any], title: str) -> None:
     places = np.arange(len(sets))
-    for number, (key, label) in enumerate((("cube busy", "cube multiplies"), ("utilisation", "cube tasks, by msprof"))):
+    for number, (key, label) in enumerate((("cube busy", "cube multiplies"), ("utilisation", "a task runs (msprof)"))):
         for offset, step in enumerate(("baseline", "+IP")):
             heights = [figures[step][key] for figures in sets.values()]
             axis.bar(places + 0.2 * (2 * number + offset), heights, 0.18, color=f"C{number}",
