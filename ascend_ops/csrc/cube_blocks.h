@@ -33,8 +33,8 @@ __aicore__ inline AscendC::LoadData2DParams Fractals(uint32_t repeat, uint32_t s
     AscendC::LoadData2DParams p;
     // `repeat` fractals, read `stride` fractals apart and written one after another.
     p.startIndex = 0;
-    p.repeatTimes = static_cast<uint8_t>(repeat);
-    p.srcStride = static_cast<uint16_t>(stride);
+    p.repeatTimes = Narrow<uint8_t>(repeat);
+    p.srcStride = Narrow<uint16_t>(stride);
     p.sid = 0;
     p.dstGap = 0;
     p.ifTranspose = transpose;

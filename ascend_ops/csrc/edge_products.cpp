@@ -97,7 +97,7 @@ private:
         outQueue.EnQue(out);
         out = outQueue.DeQue<float>();
         DataCopyPad(outGm[static_cast<uint64_t>(first) * tiling.heads + head], out,
-                    DataCopyExtParams(static_cast<uint16_t>(n), sizeof(float), 0,
+                    DataCopyExtParams(Narrow<uint16_t>(n), sizeof(float), 0,
                                       (tiling.heads - 1) * sizeof(float), 0));
         outQueue.FreeTensor(out);
     }
@@ -128,16 +128,16 @@ private:
         bQueue.FreeTensor(rows);
         PipeBarrier<PIPE_V>();
         // Products, 64 columns of all entries at a time: a repeat for each entry, the vertex's row standing still.
-        const uint8_t rowBlocks = static_cast<uint8_t>(total / BLOCK_FLOATS);
+        const uint8_t rowBlocks = Narrow<uint8_t>(total / BLOCK_FLOATS);
         for (uint32_t c = 0; c < total; c += LANES) {
             Mul(product[c], product[c], left[c], static_cast<uint64_t>(Least(total - c, LANES)),
-                static_cast<uint8_t>(n), BinaryRepeatParams(1, 1, 1, rowBlocks, rowBlocks, 0));
+                Narrow<uint8_t>(n), BinaryRepeatParams(1, 1, 1, rowBlocks, rowBlocks, 0));
         }
         PipeBarrier<PIPE_V>();
         // Fold each head onto its first 64 columns, then one reduction gives all results: a repeat for each entry and
         // head.
-        const uint8_t headBlocks = static_cast<uint8_t>(width / BLOCK_FLOATS);
-        const uint8_t sums = static_cast<uint8_t>(n * heads);
+        const uint8_t headBlocks = Narrow<uint8_t>(width / BLOCK_FLOATS);
+        const uint8_t sums = Narrow<uint8_t>(n * heads);
         for (uint32_t c = LANES; c < width; c += LANES) {
             Add(product, product, product[c], static_cast<uint64_t>(Least(width - c, LANES)), sums,
                 BinaryRepeatParams(1, 1, 1, headBlocks, headBlocks, headBlocks));

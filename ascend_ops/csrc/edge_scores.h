@@ -56,7 +56,7 @@ public:
         source = sourceQueue.DeQue<float>();
         // One instruction for all entries: a repeat for each, the target's row standing still.
         AscendC::Add(scores, source, targetBuffer.Get<float>(), static_cast<uint64_t>(rows.lanes),
-                     static_cast<uint8_t>(n), rows.OneToAll());
+                     Narrow<uint8_t>(n), rows.OneToAll());
         sourceQueue.FreeTensor(source);
         AscendC::PipeBarrier<PIPE_V>();
     }

@@ -63,7 +63,7 @@ private:
                 Exponentials(values, n);
             }
             LocalTensor<float> out = outQueue.AllocTensor<float>();
-            Div(out, values, Sum(), static_cast<uint64_t>(rows.lanes), static_cast<uint8_t>(n), rows.OneToAll());
+            Div(out, values, Sum(), static_cast<uint64_t>(rows.lanes), Narrow<uint8_t>(n), rows.OneToAll());
             outQueue.EnQue(out);
             out = outQueue.DeQue<float>();
             rows.StoreRows(alphaGm, out, e, n);
@@ -121,7 +121,7 @@ private:
 
     __aicore__ inline void Exponentials(const LocalTensor<float>& values, uint32_t n)
     {
-        Sub(values, values, Maximum(), static_cast<uint64_t>(rows.lanes), static_cast<uint8_t>(n), rows.OneToAll());
+        Sub(values, values, Maximum(), static_cast<uint64_t>(rows.lanes), Narrow<uint8_t>(n), rows.OneToAll());
         PipeBarrier<PIPE_V>();
         Exp(values, values, static_cast<int32_t>(n * rows.lanes));
         PipeBarrier<PIPE_V>();

@@ -116,7 +116,7 @@ private:
         PipeBarrier<PIPE_V>();
         LocalTensor<float> alpha = CopyIn(alphaQueue, alphaGm, first, n);
         LocalTensor<float> grad = CopyIn(gradQueue, alphaGradGm, first, n);
-        Sub(steep, grad, inner, static_cast<uint64_t>(rows.lanes), static_cast<uint8_t>(n), rows.OneToAll());
+        Sub(steep, grad, inner, static_cast<uint64_t>(rows.lanes), Narrow<uint8_t>(n), rows.OneToAll());
         gradQueue.FreeTensor(grad);
         PipeBarrier<PIPE_V>();
         Mul(steep, steep, alpha, count);

@@ -53,7 +53,7 @@ private:
             rows = rowsQueue.DeQue<uint8_t>();
             // one copy out: rows are whole 32-byte blocks apart in UB and rowBytes apart in global memory
             DataCopyPad(outGm[static_cast<uint64_t>(first) * tiling.rowBytes + at], rows,
-                        DataCopyExtParams(static_cast<uint16_t>(n), bytes, 0, tiling.rowBytes - bytes, 0));
+                        DataCopyExtParams(Narrow<uint16_t>(n), bytes, 0, tiling.rowBytes - bytes, 0));
             rowsQueue.FreeTensor(rows);
         }
         // The scalar unit has read the indices: MTE2 may fill their buffer again.

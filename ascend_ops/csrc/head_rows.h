@@ -36,9 +36,9 @@ public:
     {
         // Each row is padded to whole 32-byte blocks on the way; where there are more heads than fit, those of other
         // passes are skipped in global memory.
-        const AscendC::DataCopyExtParams shape(static_cast<uint16_t>(count), heads * sizeof(float),
+        const AscendC::DataCopyExtParams shape(Narrow<uint16_t>(count), heads * sizeof(float),
                                                (total - heads) * sizeof(float), 0, 0);
-        const AscendC::DataCopyPadExtParams<float> fill(true, 0, static_cast<uint8_t>(lanes - heads), 0.0f);
+        const AscendC::DataCopyPadExtParams<float> fill(true, 0, Narrow<uint8_t>(lanes - heads), 0.0f);
         AscendC::DataCopyPad(target, source[row * total + first], shape, fill);
     }
 
@@ -46,7 +46,7 @@ public:
                                      const AscendC::LocalTensor<float>& source, uint64_t row, uint32_t count) const
     {
         // Fillers are left out again.
-        const AscendC::DataCopyExtParams shape(static_cast<uint16_t>(count), heads * sizeof(float), 0,
+        const AscendC::DataCopyExtParams shape(Narrow<uint16_t>(count), heads * sizeof(float), 0,
                                                (total - heads) * sizeof(float), 0);
         AscendC::DataCopyPad(target[row * total + first], source, shape);
     }
@@ -54,7 +54,7 @@ public:
     // One row against every row: the second operand does not move. At most 255 rows.
     __aicore__ inline AscendC::BinaryRepeatParams OneToAll() const
     {
-        const uint8_t blocks = static_cast<uint8_t>(lanes / BLOCK_FLOATS);
+        const uint8_t blocks = Narrow<uint8_t>(lanes / BLOCK_FLOATS);
         return AscendC::BinaryRepeatParams(1, 1, 1, blocks, blocks, 0);
     }
 

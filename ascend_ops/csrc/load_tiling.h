@@ -13,6 +13,16 @@ __aicore__ inline uint32_t Up16(uint32_t value) { return (value + 15U) / 16U * 1
 __aicore__ inline uint32_t UpTo(uint32_t value, uint32_t unit) { return (value + unit - 1U) / unit * unit; }
 __aicore__ inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+// A count as an instruction's field takes it. 256 in a field of 8 bits would be 0: the instruction would do nothing, or
+// all, without a word. CANN checks assertions where they are compiled in, the twin always.
+template <typename Field>
+__aicore__ inline Field Narrow(uint32_t value)
+{
+    ASCENDC_ASSERT((value <= static_cast<Field>(~static_cast<Field>(0))),
+                   { KERNEL_LOG(KERNEL_ERROR, "%u does not fit an instruction's field", value); });
+    return static_cast<Field>(value);
+}
+
 template <typename Tiling>
 __aicore__ inline void LoadTiling(Tiling& tiling, GM_ADDR address)
 {

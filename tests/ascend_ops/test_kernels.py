@@ -1,13 +1,16 @@
 """The kernels, run by the CPU twin, against float64 references."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lightning_gnn.ascend_ops import tiling
 from lightning_gnn.ascend_ops.build import CSRC
+from lightning_gnn.ascend_ops.twin import TwinViolation
 from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import chunked, random_chunks
 
@@ -299,6 +302,30 @@ def test_nan_rows_of_update_stay_in_their_row():
     y = run.update(a, b, transpose_b=True)
     assert np.isnan(y[5]).all()
     assert np.isfinite(np.delete(y, 5, axis=0)).all()
+
+
+def test_counts_that_no_instruction_holds_are_refused():
+    """256 rows at once would be 0 in the field of 8 bits that says how often an instruction repeats."""
+    chunks = random_chunks(0, 4, 1200, 1)
+    tables = tiling.row_tables(chunks.tables, num_members=1)
+    scores = features(0, 4, 1).astype(np.float32)
+    inputs = (scores, scores, tables.vertices, tables.columns, tables.plan)
+    packed = tiling.softmax_tiling(tables, 1)
+    packed[list(tiling.fields("RowsTiling", packed)).index("batch")] = 256
+    with pytest.raises(TwinViolation, match=r"load_tiling\.h:\d+: assertion: .*value <= .* does not hold"):
+        run.launch("edge_softmax", [*map(run.given, inputs), np.zeros((1200, 1), np.float32), run.given(packed)], 1)
+
+
+def test_no_count_is_narrowed_unasked():
+    """A cast to fewer bits drops the others; counts go through Narrow, which asserts that there are none."""
+    found = []
+    for path in sorted(CSRC.glob("*.h")) + KERNELS:
+        if not path.name.startswith("host_"):
+            casts = re.findall(r"static_cast<u?int(?:8|16)_t>\(([^;]*?)\)[,;)]", path.read_text())
+            found += [
+                f"{path.name}: {cast}" for cast in casts if not re.fullmatch(r"0xFFFF|.*& 0xFFFF|weight >> 48", cast)
+            ]
+    assert found == []
 
 
 KERNELS = sorted(path for path in CSRC.glob("*.cpp") if "__global__" in path.read_text())

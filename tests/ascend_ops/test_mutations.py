@@ -46,6 +46,10 @@ SCALE_CAUGHT = {
     "SET_NEVER_WAITED": ("flag never waited", r"SetFlag<V_S>\(3\) has no WaitFlag"),
     "EVENT_ID": ("event id", r"id 8, but a pair of pipes has ids 0 to 7"),
     "REPEAT_TIMES": ("parameter range", r"Add: repeatTimes is 300, it must be from 0 to 255"),
+    "NARROWED": (
+        "assertion",
+        r"\(repeats <= 255\) does not hold; the last instruction before it is at line \d+ of .*cpp",
+    ),
     "OVERLAP": ("operand overlap", r"overlap in part"),
     "CUBE_ON_VECTOR": ("core separation", r"Mmad: a cube instruction on a vector core"),
     "L1_ON_VECTOR": ("core separation", r"vector core 0 has no L1"),
@@ -70,6 +74,7 @@ MULTIPLY_CAUGHT = {
     "LOAD_REPEAT": ("parameter range", r"LoadData: repeatTimes is 256, it must be from 1 to 255"),
     "ND2NZ_STRIDE": ("parameter range", r"dstNzC0Stride is 16400, it must be from 1 to 16384"),
     "FIXPIPE_STRIDE": ("fractal", r"srcStride is 16: .* at least mSize = 32"),
+    "FIXPIPE_SHORT_RUN": ("fractal", r"srcStride is 16, but Mmad wrote L0C with 32 rows"),
     "FIXPIPE_COLUMNS": ("fractal", r"nSize is 24: it must be a multiple of 16"),
     "FIXPIPE_QUANT": ("quant mode", r"NoQuant"),
     "MISSING_PIPE_M": ("accumulation", r"4 result fractals are fewer than 10: PipeBarrier<PIPE_M> is needed"),

@@ -295,13 +295,13 @@ def test_an_order_is_a_permutation_between_the_published_one_and_that_by_degree(
 
 def test_the_leaning_order_is_fitted_to_the_loads_of_ranges(load):
     order, epoch = load("ascend_sim_order"), load("ascend_sim_epoch")
-    degrees = epoch.make_topology("Reddit", shrink=10).in_degrees.numpy()
+    degrees = epoch.make_topology("Reddit, smaller", shrink=10).in_degrees.numpy()
     lean = order.fitted_lean(degrees)
     assert 0 < lean < 1
     assert order.load_ratio(degrees) < order.LOAD_RATIO < order.load_ratio(degrees, 1.0)
     assert order.load_ratio(degrees, lean) == pytest.approx(order.LOAD_RATIO, rel=0.02)
     # the graph in that order has those loads, and is the same graph
-    leaning = epoch.make_topology("Reddit", shrink=10, lean=lean).in_degrees.numpy()
+    leaning = epoch.make_topology("Reddit, smaller", shrink=10, lean=lean).in_degrees.numpy()
     assert order.load_ratio(leaning) == order.load_ratio(degrees, lean)
     np.testing.assert_array_equal(np.sort(leaning), np.sort(degrees))
     assert order.fitted_lean(np.full(300, 5)) == pytest.approx(1, abs=1e-5)  # nothing leans far enough

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn.graph.cache import Cacheable
-from lightning_gnn.persistent import PersistentSamplerDataModule
+from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule
 from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.persistent.budget import FOR_THE_MODEL, Part, place_parts
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from tests.batching_data import small_data
+from tests.persistent.test_link_datamodule import options_of
 
 GB = 10**9
 
@@ -162,6 +163,22 @@ def test_what_is_planned_is_what_new_mini_batches_find():
     assert "of 1.1 MB on the device: topology" in text
     assert "of it, the rest in host memory; mini-batches" in text
     assert f"{plan.hit_rate:.0%} of the bytes that mini-batches read are on the device" in text
+
+
+@pytest.mark.parametrize("kind", ["uniform", "types with times", "LABOR"])
+def test_links_are_planned_too(kind):
+    data, options = options_of(kind)
+    module = PersistentLinkDataModule(
+        data, **options, num_neighbors=[2], batch_size=3, seed=3, cache_bytes="auto", device_memory="1GB"
+    )
+    plan = module.plan_placement()
+    assert plan.hit_rate == 1.0
+    tight = PersistentLinkDataModule(
+        data, **options, num_neighbors=[2], batch_size=3, seed=3, cache_bytes="auto", device_memory=plan.nbytes
+    ).plan_placement()
+    assert tight.nbytes <= plan.nbytes
+    assert tight.hit_rate < 1.0
+    assert any(part.place == "pinned" for part in tight.parts)
 
 
 def test_mini_batches_are_counted_until_the_hit_rate_settles():

@@ -55,7 +55,7 @@ struct LocalMemory {
     uint8_t* data = nullptr; // 512-byte aligned
     std::vector<uint8_t> defined;
     std::vector<LocalGranule> granules;
-    std::vector<int64_t> columns; // L1: bytes between columns of the NZ matrix, per 32-byte block
+    std::vector<int64_t> columns; // L1, L0C: bytes between columns of the NZ matrix, per 32-byte block
     std::vector<FractalTag> fractals; // L0A, L0B
     void Create(uint32_t bytes, Hardware hardware);
 };

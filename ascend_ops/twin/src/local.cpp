@@ -16,7 +16,7 @@ void LocalMemory::Create(uint32_t bytes, Hardware hardware)
     std::memset(data, 0xFF, bytes); // NaN in fp16 and fp32: what was never written should not look like a number
     defined.assign(bytes, 0);
     granules.resize((bytes + GRANULE - 1) / GRANULE);
-    if (hardware == Hardware::L1) columns.assign(bytes / 32, 0);
+    if (hardware == Hardware::L1 || hardware == Hardware::L0C) columns.assign(bytes / 32, 0);
     if (hardware == Hardware::L0A || hardware == Hardware::L0B) fractals.resize(bytes / 512);
 }
 
@@ -107,7 +107,7 @@ void CheckLocal(Core& core, int pipe, const LocalRef& ref, int64_t offset, int64
     }
     if (write) {
         std::memset(memory.defined.data() + start, 1, static_cast<size_t>(bytes));
-        if (ref.hardware == Hardware::L1) {
+        if (!memory.columns.empty()) {
             std::fill(memory.columns.begin() + start / 32, memory.columns.begin() + (end + 31) / 32, 0);
         }
     }

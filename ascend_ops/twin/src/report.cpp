@@ -11,6 +11,13 @@ Launch* launch = nullptr;
 
 Core& Current() { return *launch->current; }
 
+void AssertionFailed(const char* condition, const char* file, int line)
+{
+    const Loc last = Current().last;
+    Fail(Loc{file, line}, "assertion", "%s does not hold; the last instruction before it is at line %d of %s", condition,
+        last.line, last.file ? last.file : "?");
+}
+
 std::string Format(const char* format, va_list arguments)
 {
     va_list copy;

@@ -19,6 +19,7 @@ enum Fault : uint32_t {
     LOAD_REPEAT,
     ND2NZ_STRIDE,
     FIXPIPE_STRIDE,
+    FIXPIPE_SHORT_RUN,
     FIXPIPE_COLUMNS,
     FIXPIPE_QUANT,
     MISSING_PIPE_M,
@@ -144,6 +145,9 @@ private:
         FixpipeParamsV220 p(EDGE, EDGE, EDGE, EDGE, false);
         if (fault_ == FIXPIPE_STRIDE) {
             p.srcStride = 16;
+        }
+        if (fault_ == FIXPIPE_SHORT_RUN) {
+            p.mSize = p.srcStride = 16;
         }
         if (fault_ == FIXPIPE_COLUMNS) {
             p.nSize = 24;

@@ -31,6 +31,7 @@ enum Fault : uint32_t {
     SET_NEVER_WAITED,
     EVENT_ID,
     REPEAT_TIMES,
+    NARROWED,
     OVERLAP,
     CUBE_ON_VECTOR,
     L1_ON_VECTOR,
@@ -167,6 +168,11 @@ private:
         }
         if (fault_ == REPEAT_TIMES) {
             Add(work, work, work, 64, 300, BinaryRepeatParams(1, 1, 1, 0, 0, 0));
+        }
+        if (fault_ == NARROWED) {
+            const uint32_t repeats = 256;
+            ASCENDC_ASSERT((repeats <= 255), { KERNEL_LOG(KERNEL_ERROR, "%u repeats", repeats); });
+            Add(work, work, work, 64, static_cast<uint8_t>(repeats), BinaryRepeatParams(1, 1, 1, 0, 0, 0));
         }
         if (fault_ == OVERLAP) {
             Adds(work[8], work, 1.0f, columns_);

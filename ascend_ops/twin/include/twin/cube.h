@@ -160,6 +160,7 @@ inline void Mmad(const LocalTensor<D>& dst, const LocalTensor<A>& fm, const Loca
         in.Read(dst.ref(), 0, bytes, 1024);
     }
     float* c = reinterpret_cast<float*>(in.Write(dst.ref(), 0, bytes, 1024));
+    twin::TagNz(dst.ref(), 0, bytes, p.m * 64);
     const int64_t m = p.m, n = p.n, k = p.k;
     static thread_local std::vector<float> row;
     row.resize(static_cast<size_t>(n));
@@ -214,7 +215,16 @@ inline void Fixpipe(const GlobalTensor<D>& dst, const LocalTensor<S>& src, const
         const uint8_t* data = twin::LocalData(src.ref());
         in.Read(src.ref(), base, 0, 64);
         for (int64_t column = 0; column < p.nSize / 16; ++column) {
-            in.Read(src.ref(), base + column * p.srcStride * 64, p.mSize * 64, 64);
+            // Of a few rows of a taller matrix the stride is still the matrix's: another one reads other columns.
+            const int64_t at = base + column * p.srcStride * 64;
+            in.Read(src.ref(), at, p.mSize * 64, 64);
+            for (int64_t r = 0; r < p.mSize; ++r) {
+                const int64_t rows = twin::TagOf(src.ref(), at + r * 64).column / 64;
+                if (rows != 0 && rows != p.srcStride) {
+                    in.Fail("fractal", "srcStride is %lld, but Mmad wrote L0C with %lld rows",
+                        static_cast<long long>(p.srcStride), static_cast<long long>(rows));
+                }
+            }
         }
         for (int64_t r = 0; r < p.mSize; ++r) {
             for (int64_t c = 0; c < p.nSize; ++c) {

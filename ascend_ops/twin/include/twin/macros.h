@@ -41,6 +41,7 @@ namespace twin {
 TWIN_API void TaskType(KernelMetaType type);
 TWIN_API bool IsCube();
 TWIN_API bool IsVector();
+[[noreturn]] TWIN_API void AssertionFailed(const char* condition, const char* file, int line);
 } // namespace twin
 } // namespace AscendC
 
@@ -51,5 +52,9 @@ TWIN_API bool IsVector();
 // Kernels write `if ASCEND_IS_AIC {`, without parentheses of their own.
 #define ASCEND_IS_AIC (::AscendC::twin::IsCube())
 #define ASCEND_IS_AIV (::AscendC::twin::IsVector())
-#define ASCENDC_ASSERT(cond, ...)
+// The second argument says what is logged on the chip; here the violation tells the condition.
+#define ASCENDC_ASSERT(cond, ...)                                                                                      \
+    do {                                                                                                               \
+        if (!(cond)) ::AscendC::twin::AssertionFailed(#cond, __FILE__, __LINE__);                                      \
+    } while (0)
 #endif
