@@ -361,7 +361,7 @@ def test_the_command_lists_verifies_and_clears(root, capsys):
     assert (code, text.splitlines()[0][:25]) == (0, "plans: 1 entry removed, 2")
     assert printed(capsys, "--verify")[1] == "whole     graphs  a thing\n1 whole, 0 damaged, 0 outdated\n"
     assert "graphs: 1 entry removed" in printed(capsys, "--clear")[1]
-    assert "0 entries, 0 B" in printed(capsys)[1]
+    assert "0 entries, 0 bytes in" in printed(capsys)[1]
 
 
 def test_verifying_reads_what_was_verified_before(root, capsys, monkeypatch, tmp_path):
