@@ -168,7 +168,7 @@ def write_rows(
         >>> from lightning_gnn.graph import DiskFeatures, write_rows
         >>> path = tempfile.mkdtemp() + "/x.rows"
         >>> _ = write_rows(torch.arange(6.0).view(3, 2), path)
-        >>> DiskFeatures(path, memory="1MB").gather(torch.tensor([2, 0]))
+        >>> DiskFeatures(path, memory="3MB").gather(torch.tensor([2, 0]))
         tensor([[4., 5.],
                 [0., 1.]])
     """
