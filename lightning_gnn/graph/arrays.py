@@ -282,7 +282,7 @@ def expect_scattered_reads(rows: Tensor) -> Tensor:
     one comes in whole sooner or later, and sooner in large pieces.
     """
     if rows.nbytes > psutil.virtual_memory().total // 2:
-        _advise(rows, "MADV_RANDOM")
+        advise(rows, "MADV_RANDOM")
         _scattered.add(rows.data_ptr())
     return rows
 
@@ -292,15 +292,16 @@ def read_in_order(rows: Tensor) -> Iterator[None]:
     """Let the system read ahead again in a tensor of :func:`expect_scattered_reads` while all of it is read."""
     scattered = bool(_scattered) and rows.is_cpu and rows.data_ptr() in _scattered
     if scattered:
-        _advise(rows, "MADV_NORMAL")
+        advise(rows, "MADV_NORMAL")
     try:
         yield
     finally:
         if scattered:
-            _advise(rows, "MADV_RANDOM")
+            advise(rows, "MADV_RANDOM")
 
 
-def _advise(rows: Tensor, advice: str) -> None:
+def advise(rows: Tensor, advice: str) -> None:
+    """Tell the system how a tensor will be read, by the name of the advice in ``mmap``; others know none."""
     if not hasattr(mmap, advice):  # Windows
         return
     start = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -19,6 +19,7 @@ from lightning_gnn.graph.csc import (
     index_dtype,
     sort_by_target,
 )
+from lightning_gnn.graph.list_reads import expect_list_reads
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 TOPOLOGY = ("indptr", "indices", "edge_ids")
@@ -139,7 +140,8 @@ def _load_csc(folder: Path, mmap: bool, check: bool, num_sources: int | None) ->
                     raise ValueError(f"{name} must hold one entry per edge, but has the shape {list(array.shape)}")
         if not indptr.numel() or int(indptr[-1]) != indices.numel():
             raise ValueError(f"indptr must end at the number of edges, {indices.numel()}")
-        return CSCGraph(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids, source_count=num_sources)
+        lists = expect_list_reads(indices) if mmap else indices
+        return CSCGraph(indptr.to(torch.int64).contiguous(), lists.contiguous(), edge_ids, source_count=num_sources)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the topology in {folder} ({', '.join(path.name for path in paths)}): {error}") from None
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.graph.list_reads import read_lists_ahead
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
@@ -251,6 +252,8 @@ def sample_relations(
                 most = source.make_room(bound)
                 if how == _TABLE:
                     _widen(scratch, found, most + 1, True)
+                new = target.node[target.low : target.high]
+                read_lists_ahead(relation.indptr, relation.indices, new, relation.fanouts[hop])
                 edges.expand(scratch, source, target, hop, np.uint64(own_key), rule, times, begins)
             edges.counts.append(edges.count - begin)
         for nodes in found:

@@ -1,0 +1,105 @@
+"""Lists of a mapped topology are asked for before a hop; samples are those of memory."""
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.graph import CSCGraph, list_reads
+from lightning_gnn.graph.list_reads import expect_list_reads, read_lists_ahead
+from lightning_gnn.graph.topology_files import load_topology
+from lightning_gnn.ops import sample_neighbors
+from tests.patience import PATIENCE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice to the system is Linux's")
+NODES, DEGREE = 3000, 700
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    list_reads._expected.clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("topology")
+    sources = torch.randint(0, NODES, (NODES * DEGREE,), generator=torch.Generator().manual_seed(0))
+    CSCGraph.from_csc(torch.arange(NODES + 1) * DEGREE, sources).save(folder)
+    return folder
+
+
+def resident(indices):
+    """Return which pages of a mapped tensor are in the page cache."""
+    begin = indices.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = indices.data_ptr() + indices.nbytes - begin
+    found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)) == 0
+    return found & 1 == 1
+
+
+def test_samples_equal_those_from_memory(folder):
+    mapped, memory = (load_topology(folder, NODES, mmap, False, "") for mmap in (True, False))
+    expect_list_reads(mapped.indices, larger_than=0)
+    assert list_reads._expected == {mapped.indices.data_ptr()}
+    for key, fanouts in enumerate(([5, 3], [-1], [2, -1])):
+        seeds = torch.randint(0, NODES, (20,), generator=torch.Generator().manual_seed(key))
+        found, expected = (sample_neighbors(graph, seeds, fanouts, key) for graph in (mapped, memory))
+        assert torch.equal(found.node, expected.node)
+        assert torch.equal(found.edge_index, expected.edge_index)
+
+
+def test_pages_of_the_frontier_come_and_no_others(folder):
+    graph = load_topology(folder, NODES, True, False, "")
+    indices = expect_list_reads(graph.indices, larger_than=0)
+    with (folder / "indices.npy").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(indices).any():
+        pytest.skip("this file system keeps its pages")
+    nodes = np.array([5, 2900, 1200])
+    assert read_lists_ahead(graph.indptr.numpy(), indices.numpy(), nodes, -1) == 3
+    offset, size = indices.data_ptr() % mmap.PAGESIZE, indices.element_size()
+    wanted = {
+        page
+        for v in nodes
+        for page in range(
+            (offset + v * DEGREE * size) // mmap.PAGESIZE, (offset + (v + 1) * DEGREE * size - 1) // mmap.PAGESIZE + 1
+        )
+    }
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and not resident(indices)[sorted(wanted)].all():
+        time.sleep(0.01)
+    assert {*np.flatnonzero(resident(indices)).tolist()} == wanted
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=60), st.data())
+def test_ranges_ascend_and_are_merged(degrees, data):
+    indptr = np.concatenate([[0], np.cumsum(np.array(degrees, np.int64) * 97)])
+    indices = torch.zeros(max(int(indptr[-1]), 1), dtype=torch.int32)
+    list_reads._expected = {indices.data_ptr()}
+    nodes = data.draw(st.lists(st.integers(0, len(degrees) - 1), max_size=40))
+    fanout = data.draw(st.sampled_from([-1, 0, 1, 3]))
+    pages = set()
+    for v in nodes:
+        begin, end = (indices.data_ptr() + 4 * int(indptr[v + side]) for side in (0, 1))
+        own = range(begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE + 1) if end > begin else range(0)
+        if fanout < 0 or len(own) <= max(fanout, 1):
+            pages |= {*own}
+    ascending = sorted(pages)
+    ranges = sum(at == 0 or page - ascending[at - 1] > list_reads._GAP + 1 for at, page in enumerate(ascending))
+    assert read_lists_ahead(indptr, indices.numpy(), np.array(nodes, np.int64), fanout) == ranges
+
+
+def test_small_topologies_come_as_they_come(folder):
+    graph = load_topology(folder, NODES, True, False, "")
+    assert not list_reads._expected
+    assert read_lists_ahead(graph.indptr.numpy(), graph.indices.numpy(), np.arange(9), -1) == 0
