@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from lightning_gnn.graph import write_rows
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -50,6 +51,20 @@ def test_batches_equal_those_of_the_cpu(options):
         for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
             assert_same_content(a, b)
             assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
+
+
+@pytest.mark.slow
+def test_features_may_stay_on_disk(tmp_path):
+    store = write_rows(data().x, tmp_path / "x.rows").path
+    ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store)
+    theirs = NeighborDataModule(data(), **SIZES)
+    for name in ("train_dataloader", "val_dataloader"):
+        for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
+            assert_same_content(a, b)
+            assert a.x.device.type == DEVICE
+    assert "x" not in ours.placement.to_dict()["placement"], "the GPU holds none of it"
+    with pytest.raises(ValueError, match="quantize=True is for tables in memory"):
+        PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, quantize=True)
 
 
 @pytest.mark.slow

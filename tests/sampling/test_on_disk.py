@@ -297,6 +297,14 @@ def test_collective_batches_from_disk(folder):
     assert table_of(disk).counts.rows
 
 
+def test_the_plan_says_what_the_memory_is_for(folder):
+    module = datamodule(load_folder(folder), memory=MEMORY)
+    assert datamodule(load_folder(folder)).plan_disk() is None
+    said = module.plan_disk()
+    assert said.startswith("features on disk (x.npy, 1.44 MB); of 4 MB of memory ")
+    assert "500 kB are for mini-batches sampled ahead" in said
+
+
 def test_what_cannot_work_is_refused(folder, tmp_path):
     data = load_folder(folder)
     for options, said in (
