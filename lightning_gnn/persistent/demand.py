@@ -97,13 +97,21 @@ class Demand:
                 if rate - before < _SETTLED or seen.num_batches >= _MOST:
                     break
             # What it serves of mini-batches that it has not seen is what it will serve.
-            plan = replace(self._plan(memory, seen), hit_rate=rate, num_batches=seen.num_batches)
+            plan = self._plan(memory, seen)
+            if (
+                self.gpus > 1
+            ):  # caches look better to what they are made by than to the rest; what is dealt out does not
+                without = self._plan(memory, seen, 0)
+                if (dealt := without.rate(self.parts(more))) > rate:
+                    plan, rate = without, dealt
+            plan = replace(plan, hit_rate=rate, num_batches=seen.num_batches)
         return plan
 
-    def _plan(self, memory: int, reads: Reads) -> Placement:
+    def _plan(self, memory: int, reads: Reads, cache_bytes: int | None = None) -> Placement:
+        most = self.cache_bytes if cache_bytes is None else cache_bytes
         fixed = sum(value.nbytes for value in self.others.values())
         buffers = self.buffers(memory, reads)
-        return place_parts(self.parts(reads), memory, buffers=buffers, fixed=fixed, cache_bytes=self.cache_bytes)
+        return place_parts(self.parts(reads), memory, buffers=buffers, fixed=fixed, cache_bytes=most)
 
     def parts(self, reads: Reads) -> list[Part]:
         """Return the topology and the tables, with what some mini-batches read of them."""

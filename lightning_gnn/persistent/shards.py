@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather.definition import check_index
+from lightning_gnn.ops.gather.triton import gather_from_shards
 from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.runtime.one_copy import which_machine
 
@@ -110,10 +111,7 @@ class PeerShards:
             out: As for :func:`~lightning_gnn.ops.gather_rows`.
             scales: Of all rows of an int8 table.
         """
-        from lightning_gnn.triton_kernels.gather import gather
-
-        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-            gather(self.local, index.contiguous(), out, scales, shards=(self.addresses, self.num_rows, self.shift))
+        gather_from_shards(self.local, self.addresses, self.num_rows, self.shift, index, out, scales)
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,8 +145,8 @@ def test_tables_are_copied_dealt_out_or_left_in_host_memory():
     with pytest.raises(ValueError, match=r"15 GB are wanted on a device with 10 GB free: data.x 15 GB"):
         place_parts([replace(parts[1], place="shard")], 10 * GB)
     many = [Part(f"data[{n}].x", 100, "auto", 10.0 - n, shard_bytes=30, gpus=4) for n in range(8)]
-    plan = place_parts(many, 400)
-    assert [part.place for part in plan.parts] == ["device"] + ["shard"] * 6 + ["pinned"]
+    assert [part.place for part in place_parts(many, 420).parts] == ["device"] + ["shard"] * 7
+    assert [part.place for part in place_parts(many, 300).parts] == ["shard"] * 7 + ["pinned"]
 
 
 def test_many_tables_share_the_budget_too():
@@ -176,12 +176,11 @@ def skewed():
 
 
 def test_a_datamodule_is_planned_for_several_gpus():
-    alone, together = placed(skewed(), 800_000, bulk=1)[1], placed(skewed(), 800_000, bulk=1, gpus=8)[1]
-    assert [part.place for part in alone.parts] != ["shard", "shard"]
-    assert [part.place for part in together.parts] == ["shard", "shard"]
+    alone, together = (placed(skewed(), 1_000_000, bulk=1, gpus=gpus)[1] for gpus in (1, 8))
+    assert "pinned" in [part.place for part in alone.parts]
+    assert "pinned" not in [part.place for part in together.parts]
     assert together["data.x"].nbytes == 2000 // 8 * 32 * 4
     assert together.hit_rate > alone.hit_rate
-    assert together.num_batches == 0  # no cache has to be right
 
 
 def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
