@@ -57,7 +57,7 @@ class DistantCSCGraph(CSCGraph):
         return self.edges
 
     @property
-    def parallel(self) -> Tensor | None:  # type: ignore[override]
+    def parallel(self) -> Tensor | None:
         """Known to whoever has the lists."""
         return None
 

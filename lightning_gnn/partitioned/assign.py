@@ -67,15 +67,17 @@ def assign_nodes(
     weights[:, 0] = np.diff(indptr)
     for name, ids in (seeds or {}).items():
         weights[starts[name] + ids.numpy(), 1] = 1
-    # A node that alone has more than a share cannot be placed by that share.
-    limits = np.array([total, indices.size, weights[:, 1].sum()], np.float64) * (1 + SLACK) / parts
-    limits = np.maximum(np.ceil(limits), [1, 1, 1])
+    shares = np.array([total, indices.size, weights[:, 1].sum()], np.float64) / parts
+    limits = np.maximum(np.maximum(np.ceil(shares), np.floor(shares * (1 + SLACK))), 1)
     if method == "metis":
         part = _metis(indptr, indices, weights, parts, seed)
         _stream(indptr, indices, weights, part, limits, parts, 2, True)
     elif method == "ldg":
         part = np.full(total, -1, np.int16)
-        _stream(indptr, indices, weights, part, limits, parts, _PASSES, False)
+        # Room for seeds that is tight from the start keeps the first ones where chance has put them.
+        for number in range(_PASSES):
+            roomy = limits + np.floor(shares * [0, 0, 1] * max(0.0, 1 - number / (_PASSES - 3)))
+            _stream(indptr, indices, weights, part, roomy, parts, 1, False)
     else:
         # Each kind of node, seeds apart, in turns: even by construction.
         part = np.empty(total, np.int16)
@@ -150,7 +152,7 @@ def _fits(loads: np.ndarray, limits: np.ndarray, p: int, edges: int, seeds: int)
 
 @numba.njit(nogil=True, cache=True)
 def _fullness(loads: np.ndarray, limits: np.ndarray, p: int) -> float:
-    return max(loads[p, 0] / limits[0], max(loads[p, 1] / limits[1], loads[p, 2] / limits[2]))
+    return float(max(loads[p, 0] / limits[0], max(loads[p, 1] / limits[1], loads[p, 2] / limits[2])))
 
 
 @numba.njit(nogil=True, cache=True)

@@ -82,7 +82,7 @@ class _OnParts(MiniBatchDataModule):
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
         kwargs.update(check_features=False, share_memory=False, num_workers=num_workers)
-        super().__init__(data, *args, seed=seed, **self._with_splits(args, kwargs))  # type: ignore[arg-type, misc]
+        super().__init__(data, *args, seed=seed, **self._with_splits(args, kwargs))  # type: ignore[misc]
         self.tables = self._tables(time_attr if whole else None)
 
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -162,9 +162,10 @@ class _OnParts(MiniBatchDataModule):
             self.graph_sampler.prepare()
         exchange.gather(None)  # from here on lists are asked for
         if stage == "fit" and self.cache:
-            self.connection.remote.keep(keep_hottest(self._loader("train"), self.connection.remote, self.cache,
-                                                     self.count_batches))  # fmt: skip
-            rank_zero_info(f"rows of other parts that are kept: {self.connection.remote.kept_rows}")
+            remote = self.connection.remote
+            epoch = self._passes if self.trainer is None else self.trainer.current_epoch
+            remote.keep(keep_hottest(self._loader("train"), remote, epoch, self.cache, self.count_batches))
+            rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
 
     def teardown(self, stage: str) -> None:
         """Leave the other ranks when all are through."""

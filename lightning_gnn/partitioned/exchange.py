@@ -107,7 +107,7 @@ class Exchange:
             except RuntimeError as error:
                 raise self._missing(rank, error) from None
             self.received += message.numel()
-            failed, answers[rank] = pickle.loads(memoryview(message.numpy()))
+            failed, answers[rank] = pickle.loads(message.numpy().data)
             if failed:
                 raise RuntimeError(f"rank {rank} could not answer: {answers[rank]}")
         return {rank: answers[rank] for rank in questions}
@@ -135,7 +135,7 @@ class Exchange:
                 if call == _BYE:
                     return
                 message = self._receive(size, torch.uint8, asker, 2 * call + 1)
-                name, arguments = pickle.loads(memoryview(message.numpy()))
+                name, arguments = pickle.loads(message.numpy().data)
                 try:
                     answer = _packed((False, self._handlers[name](*arguments)))
                 except Exception as error:  # the asker's to raise
@@ -147,11 +147,11 @@ class Exchange:
                 return
 
     def _send(self, message: Tensor, rank: int, tag: int) -> None:
-        dist.send(message, rank, self._group, tag)
+        self._group.send([message], rank, tag).wait()
 
     def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
         message = torch.empty(size, dtype=dtype)
-        dist.recv(message, rank, self._group, tag)
+        self._group.recv([message], rank, tag).wait()
         return message
 
     def _missing(self, rank: int, error: RuntimeError) -> RuntimeError:

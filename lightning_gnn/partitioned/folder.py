@@ -133,9 +133,9 @@ def write_partition(
         seeds: dict[str, list[Any]] = {}
         for name, store in stores_of(data):
             for stage in SPLITS:
-                if not isinstance(name, tuple) and (ids := _split(store, stage)) is not None:
+                if not isinstance(name, tuple) and (chosen := _split(store, stage)) is not None:
                     seeds.setdefault(stage, []).append(name)
-                    save_arrays(common, {f"{stage}.{number[name]}": ids})
+                    save_arrays(common, {f"{stage}.{number[name]}": chosen})
         torch.save(rest, common / "rest.pt")
         torch.load(common / "rest.pt", weights_only=True)  # as it will be read
         stores = [name for name, _ in stores_of(data)]

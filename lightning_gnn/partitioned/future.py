@@ -12,18 +12,18 @@ from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.sampling.seed_order import mini_batches
 
 
-def count_future(loader: Any, remote: Remote, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
 
     Args:
-        loader: Of :mod:`lightning_gnn.sampling.loader`, whose next epoch is meant.
+        loader: Of :mod:`lightning_gnn.sampling.loader`.
         remote: Reads the graph.
+        epoch: Which.
         batches: How many mini-batches at most.
 
     Returns:
         The nodes and how often each is read, int64 ``[n]``, by node type.
     """
-    epoch = 0 if loader.epoch is None else loader.epoch(0)
     if callable(set_epoch := getattr(loader.sampler, "set_epoch", None)):
         set_epoch(epoch)
     partition, mine = remote.partition, np.flatnonzero(remote.server == remote.exchange.rank)
@@ -38,16 +38,17 @@ def count_future(loader: Any, remote: Remote, batches: int) -> list[tuple[np.nda
     return [np.unique(np.concatenate(ids), return_counts=True) for ids in seen]
 
 
-def keep_hottest(loader: Any, remote: Remote, budget: int, batches: int) -> list[np.ndarray]:
+def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
     """Return the nodes whose rows are worth most to keep, ascending, by node type.
 
     Args:
         loader: Of the training set.
         remote: Reads the graph.
+        epoch: That begins.
         budget: Bytes for their rows.
         batches: Mini-batches to count.
     """
-    counts = count_future(loader, remote, batches)
+    counts = count_future(loader, remote, epoch, batches)
     node, often = (np.concatenate(both) for both in zip(*counts, strict=True))
     node_type = np.repeat(np.arange(len(counts)), [ids.size for ids, _ in counts])
     sizes = np.array([remote.row_bytes(number) for number in range(len(counts))])[node_type]

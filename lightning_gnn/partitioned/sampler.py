@@ -104,14 +104,15 @@ class PartitionedSampler(NeighborSampler):
         def picker(relations: Sequence[Relation], key: int, rule: Rule, times: Times | None) -> Any:
             return self.connection.open.picks(relations, key, rule, times, by_weight)
 
-        relations = {}
+        relations: dict[Any, Any] = {}
         for number, kind in enumerate(partition.edges):
             source, target = (partition.nodes[end].count for end in partition.ends(number))
             relations[kind.name] = DistantCSCGraph.describe(
                 source, target, kind.count, number, number in self._timed, self._floating, number in weighted, picker
             )
         if not partition.typed:
-            return relations[None]
+            alone: DistantCSCGraph = relations[None]
+            return alone
         return DistantHeteroCSCGraph({kind.name: kind.count for kind in partition.nodes}, relations, picker)
 
     def prepare(self) -> None:

@@ -62,7 +62,9 @@ class Shard:
             graph: The lists, with times or weights; ``edge_ids`` are places among the part's edges.
         """
         tensors = describe(graph, 0, 0, [], True)
-        arrays = {key: value.numpy() for key, value in tensors._asdict().items() if isinstance(value, Tensor)}
+        arrays: dict[str, Any] = {
+            key: value.numpy() for key, value in tensors._asdict().items() if isinstance(value, Tensor)
+        }
         self._lists[part, edge_type, weighted] = tensors._replace(**arrays), graph.edge_ids
 
     def picks(

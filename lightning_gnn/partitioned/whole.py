@@ -37,7 +37,7 @@ def without_rows(partition: Partition) -> Data | HeteroData:
         store.edge_index = torch.zeros((2, 1), dtype=torch.int64).expand(2, kind.count)
     for key, value in partition.rest.get("", {}).items():
         data[key] = value
-    return data  # type: ignore[no-any-return]
+    return data
 
 
 def with_topology(partition: Partition, time_attr: str | None = None) -> Data | HeteroData:
@@ -58,8 +58,8 @@ def with_topology(partition: Partition, time_attr: str | None = None) -> Data | 
         for ids, graph in zip(owned, lists, strict=True):
             indptr[1 + ids] = graph.indptr.diff().numpy()
         np.cumsum(indptr, out=indptr)
-        indices = np.empty(kind.count, index_dtype(source))
-        edge_ids = np.empty(kind.count, index_dtype(kind.count))
+        indices: np.ndarray = np.empty(kind.count, index_dtype(source))
+        edge_ids: np.ndarray = np.empty(kind.count, index_dtype(kind.count))
         rows = {key: torch.empty(kind.shape(key), dtype=kind.dtype(key)) for key in kind.attributes}
         for part, ids, graph in zip(parts, owned, lists, strict=True):
             begins = indptr[:-1][ids] - graph.indptr.numpy()[:-1]
@@ -80,7 +80,7 @@ def with_topology(partition: Partition, time_attr: str | None = None) -> Data | 
             for part in parts:
                 times[torch.from_numpy(part.ids[number])] = part.node_rows[number][time_attr]
             (data if kind.name is None else data[kind.name])[time_attr] = times
-    return data  # type: ignore[no-any-return]
+    return data
 
 
 def _fill(store: Any, kind: Kind, rest: dict[str, Any]) -> None:
