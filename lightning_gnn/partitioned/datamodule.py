@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "inference": ("sampled", "goes over the whole graph"),
     "precompute": (None, "goes over the whole graph"),
     "feature_dtype": (None, "is chosen when the graph is partitioned"),
+    "memory": (None, "reads one file, and a part's rows are mapped into memory by themselves"),
     "node_sampler": (None, "would have to reach all parts"),
     "link_sampler": (None, "would have to reach all parts"),
 }

@@ -208,6 +208,7 @@ def test_options_that_cannot_work_are_refused(original):
         ({"topology": "half"}, "topology='half' is unknown"),
         ({"inference": "full"}, "inference='full' does not go with a partitioned graph"),
         ({"precompute": "mean"}, "precompute='mean' does not go with"),
+        ({"memory": "8GB"}, "memory='8GB' does not go with"),
         ({"cache": "a lot"}, "cache must be a number of bytes"),
         ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
         ({"weight_attr": "x"}, "no edges have weights called 'x'"),
