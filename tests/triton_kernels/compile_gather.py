@@ -34,7 +34,8 @@ def compiled(out, table, columns, cached, capability):
         "SHIFT": 0,
     }
     constants["COLUMNS"], constants["ROWS"] = block_shape(columns)
-    pointers = {"out": out, "index": "i64", "table": table, "scales": "fp32", "slot": "i32", "cache": "i64" if cached > 1 else table}
+    pointers = {"out": out, "index": "i64", "table": table, "scales": "fp32", "slot": "i32", "cache": table}
+    pointers |= {"cache": "i64"} if cached > 1 else {}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"num_out": "i32", "num_rows": "i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(gather_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
