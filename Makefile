@@ -59,6 +59,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.hyscale $(ARGS)
 	$(BIN)/python -m benchmarks.hyscale_paper $(ARGS)
 	$(BIN)/python -m benchmarks.shared_memory $(ARGS)
+	$(BIN)/python -m benchmarks.graph_shares $(ARGS)
 	$(BIN)/python -m benchmarks.full_graph $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 
