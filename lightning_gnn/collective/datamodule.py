@@ -168,7 +168,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             self.batch_data,
             self.graph_sampler,
             **self._inputs(stage),
-            tables=self._host_tables(route),
+            tables={**self._host_tables(route), **self._disk_tables(stage)},
             route=route,
             device=training_device,
             plan=plan,

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, pinned
 from lightning_gnn.persistent.access_counts import Reads, count_reads
@@ -22,7 +23,7 @@ from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, f
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
+from lightning_gnn.sampling.loader import name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 _LOADERS = {"node": DeviceNodeLoader, "link": DeviceLinkLoader}
@@ -80,6 +81,8 @@ class PlacedOnGPU(MiniBatchDataModule):
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
+        if quantize and self._disk is not None:
+            raise ValueError("quantize=True is for tables in memory; write_rows(…, dtype='int8') keeps int8 on disk")
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, caches, quantize
         self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
@@ -89,7 +92,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[Any, FeatureTable] = {}
+        self._tables: dict[Any, FeatureTable | DiskFeatures] = {}
         self._samplers: dict[str, Any] = {}
 
     def _training_seeds(self) -> tuple[NodeSamplerInput | EdgeSamplerInput, NegativeSampling | None]:
@@ -106,7 +109,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 self._placed_on = "cpu"
             return super()._loader(stage)
         if self._placed_on != device:
-            self._place(device)
+            self._place(device, stage)
         return self._sampled_loader(
             stage,
             self._placed_data,
@@ -163,6 +166,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             for key in store:
                 value = _as_tensor(store[key])
                 # What is trained stays the user's own tensor; so do attributes that are no numbers.
+                if self._disk is not None and name_of(store, key) in self._disk.files:
+                    continue  # a GPU fetches its rows by way of the host
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
                 at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
@@ -195,14 +200,14 @@ class PlacedOnGPU(MiniBatchDataModule):
         inputs, negatives = self._training_seeds()
         return count_reads(self.graph_sampler, inputs, self.batch_size, batches, self.seed, negatives)
 
-    def _place(self, device: torch.device) -> None:
+    def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to where they are read."""
         demand = self._demand()
         memory = self._memory(device)
         self._placement = plan = demand.plan(memory, self._count_reads)
         self._bulk = demand.bulk_size(memory)
         rank_zero_info(f"persistent sampling: {plan}")
-        self._placed_data, self._tables = copy.copy(self.batch_data), {}
+        self._placed_data, self._tables = copy.copy(self.batch_data), dict(self._disk_tables(stage))
         for at, table in demand.tables.items():
             name = demand.name_of(at)
             if self.quantize and at[1] == "x":

@@ -20,8 +20,9 @@ from torch import Tensor
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
+from lightning_gnn.ops.sample.eligible import count_eligible, no_times
 from lightning_gnn.ops.sample.labor_picks import pick_labor
-from lightning_gnn.ops.sample.picks import count_eligible, hop_size, lane_scratch, no_times, pick_edges
+from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
 from lightning_gnn.ops.sample.relabel import (
     FAR,
     FIRST_SLOTS,
@@ -30,6 +31,7 @@ from lightning_gnn.ops.sample.relabel import (
     enter_all,
     enter_forest,
     enter_hashed,
+    forest_with_room,
     relabel_by_hash,
     relabel_by_table,
     relabel_forest,
@@ -159,7 +161,8 @@ class _Found:
             slots.words, self.used = enter_hashed(slots.words, slots.stamp, 0, self.node, 0, self.count)
         elif self.how == _FOREST:
             slots.begin()
-            slots.words = enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
+            slots.words = forest_with_room(slots.words, slots.stamp, self.node, self.tree, self.count)
+            enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
 
     def entries(self, scratch: _Scratch) -> np.ndarray:
         """Its part of the table."""
@@ -255,7 +258,7 @@ def sample_relations(
     scratch.nodes.update((number, nodes.needed) for number, nodes in enumerate(found))
     edge_index = []
     for edges, relation in zip(picked, relations, strict=True):
-        edges.kept.room = edges.count * 9 // 8
+        edges.kept.room = max(edges.needed, edges.count * 9 // 8)
         edge_index.append(edges.row[: 2 * edges.count].reshape(2, edges.count))
         write_targets(edges.kept.ends, found[relation.target].high if edges.counts else 0, edge_index[-1][1])
     return Sampled(
@@ -274,7 +277,7 @@ class _Picked:
     def __init__(self, kept: _Edges, relation: Relation) -> None:
         self.kept, self.relation = kept, relation
         # Rows first: where the targets go, behind them, is known once the edges are counted.
-        self.room, self.count = kept.room, 0
+        self.room, self.count, self.needed = kept.room, 0, 0
         self.row, self.edge = _room(2 * self.room), _room(self.room)
         self.counts: list[int] = []
 
@@ -285,8 +288,9 @@ class _Picked:
         size = (target.high - target.low) * fanout
         if fanout < 0 or m + size > self.room:
             size = hop_size(self.relation.indptr, target.node, target.low, target.high, fanout, replace)
-        if m + size > self.room:
-            self.room = (m + size) * 9 // 8
+        self.needed = m + size
+        if self.needed > self.room:
+            self.room = self.needed * 9 // 8
             self.row, self.edge = _grown(self.row, m, 2 * self.room), _grown(self.edge, m, self.room)
         if self.kept.ends.size < target.high:
             room = np.empty(2 * target.high - target.low, np.int64)
@@ -429,16 +433,18 @@ def _expand(
             first = t0
             while t0 < t and ends[t0] <= limit:
                 t0 += 1
+            end = ends[t0 - 1] if t0 > low else m
             if how == _TREES:
                 slots, tree_slots, stamp, used, current, k = relabel_trees(
                     slots, tree_slots, stamp, used, current, found, found_tree, k, indices, edge, row, ends, first, t0,
                     done, picked, hop, begins, fanout,
                 )  # fmt: skip
             else:
-                slots, k = relabel_forest(
+                slots = forest_with_room(slots, stamp, found, found_tree, k + end - done)
+                k = relabel_forest(
                     slots, stamp, found, found_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
                 )
-            done = ends[t0 - 1] if t0 > low else m
+            done = end
         elif how == _HASH:
             slots, used, k = relabel_by_hash(slots, stamp, used, found, k, indices, edge, row, done, limit, picked)
             done = limit
