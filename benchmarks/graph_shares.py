@@ -34,13 +34,15 @@ from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.nn import GCN, NodeClassifier
 
-SIZES = {"nodes": (100_000, 3_000), "edges": (8_000_000, 30_000), "features": (16, 4), "most_ranks": (8, 2)}
+SIZES = {"nodes": (120_000, 3_000), "edges": (10_000_000, 30_000), "features": (32, 4), "most_ranks": (8, 2)}
 CHUNKS, CLASSES, STEPS = 8, 4, 3
 LEAST = {"nodes": 1_000, "edges": 5_000}
 _PATIENCE = 600  # seconds
 
 
-def expected_bytes(nodes: int, edges: int, features: int, ranks: int, columns: int) -> tuple[float, float]:
+def expected_bytes(
+    nodes: int, edges: int, features: int, ranks: int, columns: int, sources: int
+) -> tuple[float, float]:
     """Return what a rank should take: its share, which falls with the number of ranks, and a constant, in bytes.
 
     Args:
@@ -49,18 +51,22 @@ def expected_bytes(nodes: int, edges: int, features: int, ranks: int, columns: i
         features: Columns.
         ranks: N.
         columns: Columns that the chunks of both directions hold, each of 4 bytes.
+        sources: Vertices that a rank's edges start from, at most V.
     """
-    # In either direction a local column and a weight, and the place of the edge in the other. One process alone keeps
-    # the user's edge and the edge that gives a weight, too.
-    per_edge = 4 * 5 + (8 if ranks == 1 else 0)
-    share = per_edge * (edges + nodes) + 4.0 * columns
-    share += 12 * nodes  # a row of the forward direction and its offset
-    if ranks == 1:  # all in all: here the features stay mapped, and what they come to is kept
-        return share, nodes * (12.0 + 4 * features)
-    share += nodes * (8 + 4 + 8 + 2 * 4 * features + 16)  # the rows: ids, places, features and what they come to
-    # Of each vertex: its owner's order and its place there, how many self-loops it has, a row of the transpose with its
-    # offset, and where a rank has it as a source: its position and whom it is sent to.
-    return share / ranks, nodes * (16.0 + 4 + 12 + 4 + 8)
+    # In either direction a column in its chunk, the column that compiled loops read, and a weight; and the place of the
+    # edge in the other direction. One process alone keeps the user's edge and the edge that gives a weight, too.
+    share = (4 * 7 + (8 if ranks == 1 else 0)) * (edges + nodes) + 4.0 * columns
+    # A row of a direction and its offset, and what compiled loops read of it: where its result goes, its degree and
+    # that of its vertex; the order of the columns; features packed in that order.
+    of_row, of_column = 4 + 8 + 3 * 8, 8
+    packed = 4 * features
+    if ranks == 1:  # all features stay mapped; what they come to is kept
+        return share, nodes * (2.0 * (of_row + of_column) + 2 * packed)
+    # Of its own rows: ids, features and what they come to, labels and masks, position, and whom they are sent to.
+    share += nodes * (of_row + of_column + 8 + 2 * 4 * features + 9 + 4 + 8)
+    # Of each vertex: its owner's order, its place there, and how many self-loops it has. Of each source: a row of the
+    # transpose, its position and whom it is sent to.
+    return share / ranks, nodes * 20.0 + sources * (of_row + of_column + 4 + 8 + packed)
 
 
 class Memory(pl.Callback):
@@ -140,13 +146,17 @@ def train(ranks: int, folder: Path, cache: Path, features: int) -> list[float]:
             process.kill()
 
 
-def columns_of(folder: Path) -> int:
+def columns_of(graph: CSCGraph) -> int:
     """Return how many columns the chunks of both directions hold, by counting."""
-    graph = load_folder(folder).graph
     targets = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
     chunk = graph.num_nodes / CHUNKS
     pairs = (targets // chunk, graph.indices.numpy()), (graph.indices.numpy() // chunk, targets)
     return sum(np.unique(first.astype(np.int64) * graph.num_nodes + second).size for first, second in pairs)
+
+
+def sources_of(graph: CSCGraph, ranks: int) -> int:
+    """Return how many vertices the edges of the first of ``ranks`` even ranges start from."""
+    return np.unique(graph.indices.numpy()[: graph.num_edges // ranks]).size
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -160,10 +170,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         root = Path(temporary)
         least = write(root / "least", **LEAST, features=args.features)
         folder = write(root / "graph", args.nodes, args.edges, args.features)
-        columns = columns_of(folder)
+        graph = load_folder(folder).graph
+        columns = columns_of(graph)
         train(1, least, root / "cache", args.features)  # what is compiled then takes no memory of the others
         for ranks in (ranks for ranks in (1, 2, 4, 8) if ranks <= args.most_ranks):
-            share, constant = expected_bytes(args.nodes, args.edges, args.features, ranks, columns)
+            sources = sources_of(graph, ranks)
+            share, constant = expected_bytes(args.nodes, args.edges, args.features, ranks, columns, sources)
             found = []
             for _ in range(args.runs):
                 empty = max(train(ranks, least, root / "cache", args.features))
