@@ -33,8 +33,9 @@ from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.nn import GCN, NodeClassifier
+from lightning_gnn.ops.aggregate.numba_rows import PACK_DEGREE
 
-SIZES = {"nodes": (120_000, 3_000), "edges": (10_000_000, 30_000), "features": (32, 4), "most_ranks": (8, 2)}
+SIZES = {"nodes": (150_000, 3_000), "edges": (9_000_000, 30_000), "features": (24, 4), "most_ranks": (8, 2)}
 CHUNKS, CLASSES, STEPS = 8, 4, 3
 LEAST = {"nodes": 1_000, "edges": 5_000}
 _PATIENCE = 600  # seconds
@@ -57,11 +58,11 @@ def expected_bytes(
     # edge in the other direction. One process alone keeps the user's edge and the edge that gives a weight, too.
     share = (4 * 7 + (8 if ranks == 1 else 0)) * (edges + nodes) + 4.0 * columns
     # A row of a direction and its offset, and what compiled loops read of it: where its result goes, its degree and
-    # that of its vertex; the order of the columns; features packed in that order.
+    # that of its vertex; the order of the columns; features packed in that order, where they are read often.
     of_row, of_column = 4 + 8 + 3 * 8, 8
-    packed = 4 * features
+    packed = 4 * features if edges / ranks >= PACK_DEGREE * sources else 0
     if ranks == 1:  # all features stay mapped; what they come to is kept
-        return share, nodes * (2.0 * (of_row + of_column) + 2 * packed)
+        return share, nodes * (2.0 * (of_row + of_column) + packed + 4 * features)
     # Of its own rows: ids, features and what they come to, labels and masks, position, and whom they are sent to.
     share += nodes * (of_row + of_column + 8 + 2 * 4 * features + 9 + 4 + 8)
     # Of each vertex: its owner's order, its place there, and how many self-loops it has. Of each source: a row of the
