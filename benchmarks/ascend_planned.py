@@ -29,7 +29,7 @@ GRAPHS = ("CiteSeer", "Cora", "PubMed", "Reddit, smaller")
 def modelled(epoch: Epoch, graph: Graph, width: int) -> float:
     """Return the cycles of an aggregation by the cost model: those of its plan, or of even ranges of vertices."""
     if plan := epoch.plans.get(width):
-        return next(candidate.cost for candidate in plan.candidates if candidate.num_groups == plan.num_groups)
+        return float(next(candidate.cost for candidate in plan.candidates if candidate.num_groups == plan.num_groups))
     setting = epoch.setting
     chunks = graph.ranges_of_vertices(epoch.loads[width].size).forward
     counts = count_chunks(chunks, -(-chunks.rows.numel() // epoch.loads[width].size))
