@@ -95,20 +95,23 @@ def relabel_by_table(
         How many nodes there are then.
     """
     limit = 1 << bits
-    for q in range(begin, end):
-        if q + FAR < stop:
-            prefetch(indices, edge[q + FAR])
-        if q + NEAR < stop:
-            near = np.int64(indices[edge[q + NEAR]])
-            row[q + NEAR] = near
+    # Unsigned places: whether a signed one counts from the end would be asked at each access.
+    past = np.uint64(stop)
+    for q in range(np.uint64(begin), np.uint64(end)):
+        if q + _FAR < past:
+            prefetch(indices, np.uint64(edge[q + _FAR]))
+        if q + _NEAR < past:
+            near = np.int64(indices[np.uint64(edge[q + _NEAR])])
+            row[q + _NEAR] = near
             prefetch(table, near)
         # Whether a node is new is hard to foretell: nothing branches on it, all is written either way.
         u = row[q]
-        local = np.int64(table[u]) ^ own
+        at = np.uint64(u)
+        local = np.int64(table[at]) ^ own
         new = local >= limit
         local = k if new else local
-        table[u] = own | local
-        node[k] = u
+        table[at] = own | local
+        node[np.uint64(k)] = u
         row[q] = local
         k += new
     return k
@@ -356,7 +359,7 @@ def relabel_forest(
     Returns:
         How many nodes there are then.
     """
-    # Unsigned places: whether a signed one counts from the end would be asked at each access.
+    # Unsigned places, as above.
     ahead = np.uint64(low)  # the target of the edge whose slot is asked for
     last, past, q, mask = np.uint64(high - 1), np.uint64(stop), np.uint64(begin), slots.size - 1
     for t in range(np.uint64(low), np.uint64(high)):
