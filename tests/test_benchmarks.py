@@ -42,6 +42,7 @@ SMALL = {
     "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
+    "graph_shares": ["--nodes", "3000", "--edges", "300000", "--most-ranks", "1"],
 }  # fmt: skip
 
 
