@@ -77,7 +77,7 @@ def nanoseconds_per_edge(graph: CSCGraph, seeds: Tensor, fanouts: list[int], run
         relabel.enter_all(table, stamp << _BITS, node, k)
         for fanout in fanouts:
             _, end = clocked(
-                "picks", picks.pick_edges, indptr, node, tree, low, k, fanout, False, False, key,
+                "picks", picks.pick_edges, indptr, node, node, tree, low, k, fanout, False, False, key,
                 np.uint64(0), eligible.no_times(), edge, ends, at, _ALL, scratch,
             )  # fmt: skip
             clocked("reads of indices and relabelling", relabel.begin_reading, indices, edge, row, at, end)

@@ -61,6 +61,7 @@ def discover(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, queue: Array,
     stage: Array, queue_slots: Scalar, fetch_size: Scalar,
     ONCE: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
     """Do tasks until none is outstanding, or if ONCE (for the benchmarks) those of a single claim.
 
@@ -131,7 +132,7 @@ def discover(
                     on = k + c < taken
                     picked = on & (fanout >= 0)
                     p = tl.where(fanout < 0, k + c, tl.load(row + k + c, mask=picked, other=0))
-                    u = neighbor(indices, hot, copied, begin, begin + p, on, CACHED)
+                    u = neighbor(indices, hot, copied, begin, begin + p, on, CACHED, SHARDS, SHIFT)
                     tl.store(row + K + k + c, u, mask=picked)
                     sources = sources + (u,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
                 news = ()
@@ -194,38 +195,38 @@ def find_tickets(
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size", "begin", "end"])
 def queue_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
-    rowptr: Array, src: Array, eid: Array, col: Array, mark: Array,  # all of these as in hops.level_phase
+    rowptr: Array, src: Array, eid: Array, col: Array,  # all of these as in hops.level_phase
     queue: Array,  # int64 [queue_slots], tasks; 0 or of an older batch where there is none
     stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that the task of a slot sampled
     ticket_of: Array,  # int32 [num_nodes], slot of the final task of a node
     queue_slots: Scalar,  # int32, as many as there can be tasks
     fetch_size: Scalar,  # int32, slots per claim
-    sizes: Array, counts: Array,
+    sizes: Array, totals: Array,
     begin: Scalar,  # int32, first phase to run: DISCOVER, FIND_TICKETS, or FIRST_LEVEL + those of hop_kernel
     end: Scalar,  # int32, phase to stop before
     CACHED: tl.constexpr,
     K: tl.constexpr,  # largest fanout
     CHUNK: tl.constexpr,  # in-edges of a task that are gathered at a time
     R: tl.constexpr,  # tasks per tile: one per thread
-    T: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Discover by the queue, then order hop by hop: phases ``[begin, end)`` of ``[0, 2 + 3 * (num_hops + 1))``."""
+    """Discover by the queue, then order hop by hop: phases ``[begin, end)`` of ``[0, 2 + 2 * (num_hops + 1))``."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
     while phase < end:
         if phase == DISCOVER:
             discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
-                     False, CACHED, K, CHUNK, R)  # fmt: skip
+                     False, CACHED, K, CHUNK, R, SHARDS, SHIFT)  # fmt: skip
         elif phase == FIND_TICKETS:
             find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T)
         else:
             level = (phase - FIRST_LEVEL) // PHASES
-            for what in tl.static_range(3):
+            for what in tl.static_range(2):
                 if (phase - FIRST_LEVEL) % PHASES == what:
                     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, src, rowptr, src, eid, col,
-                                mark, state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
-                                False, False, CACHED, True, K, R, T, P)  # fmt: skip
+                                state, 1, stage, ticket_of, sizes, totals, level, pid, programs, what,
+                                False, False, CACHED, True, K, R, T, SHARDS, SHIFT)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

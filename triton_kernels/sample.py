@@ -62,6 +62,20 @@ class CachedLists(Protocol):
     cached_indices: Tensor
 
 
+class Shards(Protocol):
+    """What the sampler needs of ``lightning_gnn.persistent.shards.PeerShards``, parts of ``indices`` on several GPUs.
+
+    Args:
+        addresses: Where each part lies, int64 ``[n]``, on the device, which reads all of them.
+        num_rows: Entries of all of them.
+        shift: The logarithm of how many entries each gets in turn.
+    """
+
+    addresses: Tensor
+    num_rows: int
+    shift: int
+
+
 class DeviceSampler:
     """What samplers on a device share: scratch memory that is allocated once and reused, stamps, turns, and launches.
 
@@ -123,7 +137,7 @@ class DeviceSampler:
         self._stamp -= 1
         if self._stamp < 1:
             self._stamp = _FIRST_STAMP
-            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0)):
+            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0), ("totals", 0)):
                 if name in self._buffers:
                     self._buffers[name].fill_(fill)
         return self._stamp
@@ -197,7 +211,7 @@ class DeviceSampler:
 class TritonNeighborSampler(DeviceSampler):
     """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
 
-    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 16 bytes per edge a batch may have (20 in
+    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 12 bytes per edge a batch may have (16 in
     graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
     disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
     fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
@@ -213,6 +227,7 @@ class TritonNeighborSampler(DeviceSampler):
         num_warps: Warps per program.
         device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
         cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
+        shards: Where ``indices`` is this GPU's part alone, those of all; without ``cached``.
 
     Raises:
         ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
@@ -232,6 +247,7 @@ class TritonNeighborSampler(DeviceSampler):
         num_warps: int = 4,
         device: torch.device | str | None = None,
         cached: CachedLists | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if mode not in self.MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
@@ -244,6 +260,11 @@ class TritonNeighborSampler(DeviceSampler):
         offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
         self.graph = (indptr, indices, offset, hot)
         self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
+        self.shards: dict[str, int] = {}
+        if shards is not None and shards.addresses.numel() > 1:
+            self.num_edges, self._held = shards.num_rows, shards  # with it the other GPUs' memory stays mapped
+            self.graph = (indptr, indices, indptr, shards.addresses)
+            self.shards = {"SHARDS": shards.addresses.numel(), "SHIFT": shards.shift}
         self.mode, self.fetch_size = mode, fetch_size
 
     def sample(
@@ -457,13 +478,12 @@ class Batch:
         most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
         self.src = s.scratch("src", self.capacity, torch.int32)
         self.col = s.scratch("col", self.capacity, torch.int32)
-        self.mark = s.scratch("mark", self.capacity, torch.int32)
         self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
         self.nodes = s.scratch("nodes", most_nodes, torch.int32)
         self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
         self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
         self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
-        self.counts = s.scratch("counts", 2 * s.most_programs(), torch.int64)
+        self.totals = s.scratch("totals", 2 * triton.cdiv(self.capacity, 64 * s.num_warps), torch.int64, 0)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
         if self.disjoint:
             self.slots = triton.next_power_of_2(2 * self.capacity)
@@ -504,11 +524,11 @@ class Batch:
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
-            self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
+            self.eid, self.col, self.table, self.slots, self.sizes, self.totals,
         )  # fmt: skip
         options = {
             "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
+            "T": 64 * s.num_warps, "num_warps": s.num_warps, **s.shards,
         }  # fmt: skip
         return args, options
 
@@ -527,13 +547,12 @@ class Batch:
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
-            self.mark, self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes,
-            self.counts,
+            self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes, self.totals,
         )  # fmt: skip
         options = {
             "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
-            "launch_cooperative_grid": True,
+            "T": 64 * s.num_warps, "num_warps": s.num_warps,
+            "launch_cooperative_grid": True, **s.shards,
         }  # fmt: skip
         end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)
         programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)

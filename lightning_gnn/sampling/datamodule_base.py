@@ -122,7 +122,7 @@ class MiniBatchDataModule(ResumableDataModule):
         elif num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
-            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **self._sampling)
+            sampler = self._own_sampler(data, num_neighbors, replace, disjoint, **self._sampling)
         self._check_together(beyond_plain(sampler), precompute)
         if not typed:
             check_edge_data(data)
@@ -137,6 +137,10 @@ class MiniBatchDataModule(ResumableDataModule):
             evaluation = sampler if same else one_hop_less(evaluation)
         self.graph_sampler = sampler
         self.eval_graph_sampler = evaluation
+
+    def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
+        """Return the sampler that is used where the user gives none."""
+        return NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **options)
 
     def _features_on_disk(self, precompute: Any, feature_dtype: Any, memory: Any = None, **more: Any) -> OnDisk | None:
         if memory is None:
@@ -303,7 +307,7 @@ class MiniBatchDataModule(ResumableDataModule):
         if training:
             kwargs["first_batch"] = self._first_batch
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
-            kwargs["sampler"] = self._order(num_seeds, training, kwargs.get("drop_last", False))
+            kwargs["sampler"] = self._order(stage, num_seeds, kwargs.get("drop_last", False))
         if training and hasattr(kwargs.get("sampler"), "set_epoch"):
             kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
@@ -391,7 +395,8 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
+    def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
+        training = stage == "train"
         kind = TrainingOrder if training else EvaluationOrder
         replicas, rank = self._replica
         return kind(

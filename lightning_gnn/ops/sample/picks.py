@@ -47,7 +47,7 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 
 @numba.njit(nogil=True, cache=True)
 def pick_edges(
-    indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
+    indptr: np.ndarray, place: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
     replace: bool, disjoint: bool, key: Word, first_tree: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
     room: int, scratch: Any,
 ) -> tuple[int, int]:  # fmt: skip
@@ -55,6 +55,7 @@ def pick_edges(
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
+        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
         t: The first node.
@@ -74,15 +75,15 @@ def pick_edges(
     Returns:
         The node and the position to go on with.
     """
-    state, degrees, begins, places, _ = scratch
+    state, degrees, begins, starts, _ = scratch
     temporal, base, eligible, counts = times
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:
-            prefetch(indptr, node[t + _AHEAD])
-        v = node[t]
-        begin = indptr[v]
-        degree = indptr[v + 1] - begin
+            prefetch(indptr, place[t + _AHEAD])
+        v, own = node[t], place[t]
+        begin = indptr[own]
+        degree = indptr[own + 1] - begin
         if temporal:
             begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or (degree <= fanout and not replace):
@@ -99,7 +100,7 @@ def pick_edges(
                 state[lane] = own_key ^ (np.uint64(v) * _STEP)
                 degrees[lane] = degree
                 begins[lane] = begin
-                places[lane] = m
+                starts[lane] = m
                 lane += 1
                 if lane == LANES:
                     _draw(scratch, lane, fanout, replace, edge)
