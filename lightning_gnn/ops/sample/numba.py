@@ -287,10 +287,10 @@ def sample_relations(
             edges.counts.append(edges.count - begin)
         for nodes in found:
             nodes.counts.append(nodes.count - nodes.high)
-    scratch.nodes.update((number, nodes.needed) for number, nodes in enumerate(found))
+    scratch.nodes.update((number, nodes.needed * 9 // 8) for number, nodes in enumerate(found))
     edge_index = []
     for edges, relation in zip(picked, relations, strict=True):
-        edges.kept.room = max(edges.needed, edges.count * 9 // 8)
+        edges.kept.room = edges.needed * 9 // 8
         edge_index.append(edges.row[: 2 * edges.count].reshape(2, edges.count))
         write_targets(edges.kept.ends, found[relation.target].high if edges.counts else 0, edge_index[-1][1])
     return Sampled(
