@@ -39,6 +39,7 @@ from lightning_gnn.collective.simulate import drawn_durations
 SIZES = {
     "settings": (1000, 6),
     "exhaustive": (24, 2),
+    "ablated": (200, 2),
     "processes": (2, 1),
     "judged": (6, 2),
     "again": (24, 2),
@@ -228,7 +229,7 @@ def more_thorough(setting: Setting) -> CollectivePlan:
 
 
 def contestants(
-    setting: Setting, exhaustive: bool, judge: range, again: range, shown: range
+    setting: Setting, exhaustive: bool, ablated: bool, judge: range, again: range, shown: range
 ) -> tuple[dict[str, float], Any]:
     """Return the mean makespan of each planner's plan in the epochs to be judged by, and what ours did."""
     times, number, workers = setting.times, setting.num_batches, setting.times.cpu_workers
@@ -267,6 +268,7 @@ def contestants(
                 grid.add((gbs, cbs, max(1, min(number, math.ceil(lead))), row))
         best = min(grid, key=lambda sizes: judged(setting, ours(*sizes), shown))
         found["trying everything"] = judged(setting, ours(*best), judge)
+    if ablated:
         without = WithoutTurns(times, GPU_BUFFER, num_batches=number).plan()
         found["without turns"] = judged(setting, as_planned(without), judge)
     about = {"rounds": plan.rounds, "planning_s": planning, "mode": plan.mode}
@@ -304,8 +306,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     planned, worst, order = [], [], []
     settings = [draw(source) for _ in range(sizes["settings"])]
     exhaustive = [number < sizes["exhaustive"] for number in range(len(settings))]
+    ablated = [number < sizes["ablated"] for number in range(len(settings))]
     with ProcessPoolExecutor(sizes["processes"], get_context("fork")) as processes:
-        each = processes.map(partial(contestants, judge=judge, again=again, shown=shown), settings, exhaustive)
+        each = processes.map(partial(contestants, judge=judge, again=again, shown=shown), settings, exhaustive, ablated)
         results = list(each)
     for number, (setting, (found, about)) in enumerate(zip(settings, results, strict=True)):
         planned.append(about)
