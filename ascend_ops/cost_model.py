@@ -91,6 +91,69 @@ def chunk_cycles(
     return busiest + EXPOSED[kernel, buffers] * others, FILL[kernel] * float((others / steps).max(initial=0))
 
 
+def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: int, chip: Mapping[str, float]) -> float:
+    """Return the cycles in which the vector cores add up the rows of a mini-batch, as aggregate_update does.
+
+    Args:
+        num_rows: Rows of the result.
+        num_entries: Entries, evenly spread over the rows.
+        num_columns: Columns of the features.
+        cores: AI cores, of two vector cores each; each takes 64 rows of every tile of 128.
+        chip: Parameters by the names of the twin's.
+    """
+    p = chip
+    width = 16 * -(-num_columns // 16)
+    pieces = -(-width // PANEL["vector"])
+    tiles = -(-num_rows // 128)
+    own = -(-tiles // cores)  # of the core that has most, which may have the last one
+    last = min(num_rows - 128 * (tiles - 1), 64) if (tiles - 1) % cores == 0 else 64
+    rows = 64 * (own - 1) + last
+    entries = rows * num_entries / max(num_rows, 1)
+    lists = pieces * -(-entries // BATCH)
+    head, flag, vector = p["mte_head"], p["flag_cycles"], p["vector_head"]
+    instruction = pieces * vector + 4 * width / p["vector_bytes"]
+    row = pieces * head + 2 * width * _cold(p)
+    units = (
+        lists * (head + 8 * flag) + pieces * (rows * (p["scalar_gm_cycles"] + 6 * flag) + entries * (4 * flag + 7)),
+        (2 * entries + 3 * rows) * instruction,
+        lists * 2 * head + entries * row,
+        rows * (pieces * head + 2 * width * _out(p)),
+    )
+    busiest = max(units)
+    return busiest + EXPOSED["vector", 2] * (sum(units) - busiest) + lists * (2 * head + row)
+
+
+def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]) -> float:
+    """Return the cycles in which the cube cores multiply ``[m, k]`` with ``[k, n]``, as update does.
+
+    Args:
+        m: Rows.
+        k: Length of the products; where it alone is long, it is cut.
+        n: Columns.
+        cores: AI cores.
+        chip: Parameters by the names of the twin's.
+    """
+    p = chip
+    down, across, steps = -(-m // 128), -(-n // 128), -(-k // 128)
+    high, wide, depth = (min(16 * -(-size // 16), 128) for size in (m, n, k))
+    tiles = down * across
+    share = -(-tiles * steps // cores) if tiles < cores else -(-tiles // cores) * steps  # steps of the busiest core
+    stored = -(-share // steps)
+    # Each operand comes from HBM once, for the first tile that wants it; parts of rows lie apart.
+    taken = 1 / p["l2_read_bytes"]
+    left, right = (taken + (_cold(p) - taken) * min(bands / stored, 1) for bands in (down, across))
+    runs = (high + wide - 2) * p["burst_cycles"] if steps > 1 else 0
+    units = (
+        share * (2 * p["mte_head"] + runs + 2 * depth * (high * left + wide * right)),
+        share * (p["load_head"] * (high // 16 + 1))
+        + share * 2 * depth * (high / p["l1_to_l0a_bytes"] + wide / p["l1_to_l0b_bytes"]),
+        share * (p["cube_head"] + depth * high * wide / 4096 / p["cube_macs"]),
+        stored * (p["mte_head"] + high * p["burst_cycles"] + 4 * high * wide / p["l0c_to_gm_bytes"]),
+    )
+    busiest = max(units)
+    return busiest + EXPOSED["cube", 2] * (sum(units) - busiest) + FILL["cube"] * (sum(units) - busiest) / share
+
+
 def panels(num_columns: int, num_groups: int, kernel: Kernel) -> tuple[int, int]:
     """Return the columns of the widest group, filled up to blocks of 16, and in how many panels they are handled."""
     blocks = -(-num_columns // 16)

@@ -226,15 +226,22 @@ def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 
     return _words("combine_parts", num_vertices, num_columns, parts_per_row, float_out)
 
 
-def gather_tiling(num_rows: int, row_bytes: int, table_stride: int | None = None) -> Words:
+def gather_tiling(num_rows: int, row_bytes: int, table_rows: int, table_stride: int | None = None) -> Words:
     """Return ``GatherTiling``.
 
     Args:
         num_rows: Rows to gather.
         row_bytes: Bytes of a row.
+        table_rows: Rows of the table.
         table_stride: Bytes from row to row of the table, by default those of a row.
     """
-    return _words("gather_rows", num_rows, row_bytes, row_bytes if table_stride is None else table_stride)
+    stride = row_bytes if table_stride is None else table_stride
+    return _words("gather_rows", num_rows, row_bytes, stride, table_rows)
+
+
+def gather_missing(row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return what gather_rows copies in place of a piece of a row that the table does not have: all bits ones."""
+    return np.full(fields("GatherTiling", gather_tiling(1, row_bytes, 1))["piece"], 0xFF, np.uint8)
 
 
 def update_tiling(
@@ -270,6 +277,37 @@ def update_tiling(
         ValueError: A size is 0, a stride is too small or no multiple of 16, or bias or ReLU meet a cut k.
     """
     return _words("update", m, k, n, lda, ldb, transpose_a, transpose_b, bias, relu, float_out, split_k)
+
+
+def aggregate_update_tiling(
+    rows: int,
+    k: int,
+    n: int,
+    ldb: int,
+    *,
+    own_rows: int = 0,
+    own_offset: int = 0,
+    weighted: bool = False,
+    mean: bool = False,
+    transpose_b: bool = False,
+) -> Words:
+    """Return ``AggregateUpdateTiling``.
+
+    Args:
+        rows: Rows of the result.
+        k: Columns of the features, whose rows lie k filled up to a multiple of 16 apart.
+        n: Columns of the result; 0 for sums alone.
+        ldb: Elements from row to row of b as stored, a multiple of 16 (the fillers are 0).
+        own_rows: How many of the first rows have a term of their own.
+        own_offset: Columns from b to what their own features are multiplied with.
+        weighted: Whether edges have weights.
+        mean: Whether sums are divided by the number of edges.
+        transpose_b: Whether b is stored ``[n, k]``.
+
+    Raises:
+        ValueError: No row or column, or a stride that does not fit.
+    """
+    return _words("aggregate_update", rows, k, n, up(k), ldb, own_rows, own_offset, weighted, mean, transpose_b)
 
 
 def update_constants() -> npt.NDArray[np.float16]:

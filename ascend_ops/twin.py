@@ -69,6 +69,7 @@ class LaunchResult:
     """What one launch did.
 
     Args:
+        kernel: Name of the kernel.
         makespan: Cycles until the last core finished.
         bytes: Bytes moved by path (hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, l1_to_l0a,
             l1_to_l0b, ub_read, ub_write, scalar_gm).
@@ -81,6 +82,7 @@ class LaunchResult:
         timeline: Structured array (`RECORD`) of every instruction, or None.
     """
 
+    kernel: str
     makespan: float
     bytes: dict[str, float]
     fractals: float
@@ -205,6 +207,7 @@ class Twin:
         if reply["violation"]:
             raise TwinViolation(reply["violation"])
         return LaunchResult(
+            kernel=kernel,
             makespan=reply["makespan"],
             bytes=reply["bytes"],
             fractals=reply["fractals"],

@@ -52,7 +52,7 @@ class Step:
         outcome: ``"done"``, ``"failed"``, ``"needs the network"`` or ``"left out"``.
         seconds: It took; None if it was left out.
         result: Seconds from its start to the first ``metrics.json`` that it wrote; None if it wrote none.
-        output: The end of what a command that failed has printed.
+        output: The end of what a command that failed has printed; of one that needs the network, its last line.
     """
 
     line: int
@@ -111,7 +111,7 @@ def play(text: str, folder: Path, home: Path, long: bool = False) -> list[Step]:
                 sourced.append(command)
         else:
             step.outcome = "needs the network" if _OFFLINE.search(output) else "failed"
-            step.output = output[-_SHOWN:]
+            step.output = output.strip().rpartition("\n")[2] if step.outcome != "failed" else output[-_SHOWN:]
     return steps
 
 

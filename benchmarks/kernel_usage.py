@@ -33,6 +33,7 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("hop_kernel", "bulk, fanouts to 10"): (hop_kernel, {**_PLAIN, "BULK": True}),
     ("hop_kernel", "bulk, fanouts to 15"): (hop_kernel, {**_PLAIN, "BULK": True, "K": 15}),
     ("hop_kernel", "disjoint, fanouts to 10"): (hop_kernel, {**_PLAIN, "DISJOINT": True}),
+    ("hop_kernel", "shards of 8 GPUs, fanouts to 10"): (hop_kernel, {**_PLAIN, "SHARDS": 8, "SHIFT": 10}),
     ("queue_kernel", "fanouts to 10"): (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}),
     ("relation_kernel", "types"): (relation_kernel, _TYPED),
     ("relation_kernel", "types, times"): (relation_kernel, {**_TYPED, "DISJOINT": True, "TEMPORAL": True}),
@@ -54,8 +55,10 @@ def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int)
         capability: Of the GPU, such as 90.
     """
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
-    constants = {name: False for name in ("CACHED", "BULK") if name in kernel.arg_names} | constants
-    pointers |= {"indices": f"*{kind}", "hot": f"*{kind}", "eid": f"*{kind}"}
+    usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0}
+    constants = {name: value for name, value in usual.items() if name in kernel.arg_names} | constants
+    hot = "*i64" if constants.get("SHARDS", 1) > 1 else f"*{kind}"
+    pointers |= {"indices": f"*{kind}", "hot": hot, "eid": f"*{kind}"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

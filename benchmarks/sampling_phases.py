@@ -20,7 +20,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.ops.gather.numba import take
 from lightning_gnn.ops.intrinsics import prefetch
-from lightning_gnn.ops.sample import picks, relabel
+from lightning_gnn.ops.sample import eligible, picks, relabel
 from lightning_gnn.ops.sample.numba import write_targets
 
 PHASES = ("picks", "reads of indices and relabelling", "targets", "whole")
@@ -77,8 +77,8 @@ def nanoseconds_per_edge(graph: CSCGraph, seeds: Tensor, fanouts: list[int], run
         relabel.enter_all(table, stamp << _BITS, node, k)
         for fanout in fanouts:
             _, end = clocked(
-                "picks", picks.pick_edges, indptr, node, tree, low, k, fanout, False, False, key,
-                np.uint64(0), picks.no_times(), edge, ends, at, _ALL, scratch,
+                "picks", picks.pick_edges, indptr, node, node, tree, low, k, fanout, False, False, key,
+                np.uint64(0), eligible.no_times(), edge, ends, at, _ALL, scratch,
             )  # fmt: skip
             clocked("reads of indices and relabelling", relabel.begin_reading, indices, edge, row, at, end)
             low, expanded = k, k

@@ -206,9 +206,10 @@ def rooms() -> str:
             parts.append(arrow((315, y + 56), (315, y + 42)))
     parts += [box(10, 218, 130, 42, "triton_kernels\nTriton", "other"), arrow((140, 239), (190, 239))]
     parts += [box(10, 162, 130, 42, "ascend_ops\nAscend C", "other"), arrow((140, 190), (190, 232))]
-    parts += [box(490, 78, 130, 42, "collective\nMorphGL", "ours"), arrow((440, 66), (490, 92))]
-    parts += [box(490, 22, 130, 42, "hyscale\nHyScale-GNN", "ours"), arrow((440, 62), (490, 46))]
+    parts += [box(490, 64, 130, 42, "collective\nMorphGL", "ours"), arrow((440, 66), (490, 80))]
+    parts += [box(490, 14, 130, 42, "hyscale\nHyScale-GNN", "ours"), arrow((440, 62), (490, 40))]
     parts += [box(490, 162, 130, 42, "full_graph\nNeutronAscend", "ours"), arrow((440, 183), (490, 183))]
+    parts += [box(490, 114, 130, 42, "partitioned\nseveral machines", "ours"), arrow((440, 130), (490, 134))]
     parts += [label(555, 236, "on top: pyg, planning,"), label(555, 252, "callbacks, report, cli")]
     return picture(640, 385, "The rooms of the package; each imports those below it", parts)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_gnn.hyscale import HyScaleStrategy
     from lightning_gnn.nn import FullInference
     from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
+    from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
     from lightning_gnn.persistent import (
         PersistentLinkDataModule,
         PersistentNeighborSampler,
@@ -40,6 +41,8 @@ __all__ = [
     "NPUAccelerator",
     "NeighborDataModule",
     "NeighborSampler",
+    "PartitionedDataModule",
+    "PartitionedLinkDataModule",
     "PersistentLinkDataModule",
     "PersistentNeighborSampler",
     "PersistentSamplerDataModule",
@@ -60,6 +63,7 @@ _NAMES = {
     "hyscale": ["HyScaleStrategy"],
     "nn": ["FullInference"],
     "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
+    "partitioned": ["PartitionedDataModule", "PartitionedLinkDataModule"],
     "persistent": ["PersistentLinkDataModule", "PersistentNeighborSampler", "PersistentSamplerDataModule"],
     "planning": [],
     "pyg": ["enable_pyg_sampling"],

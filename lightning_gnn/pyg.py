@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData, remote_backend_utils
 from torch_geometric.data.lightning import datamodule
+from torch_geometric.index import ptr2index
 from torch_geometric.loader import link_neighbor_loader, neighbor_loader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler.base import DataType, SubgraphType
@@ -297,8 +298,13 @@ def _stored_topology(features: FeatureStore, store: GraphStore) -> CSCGraph | He
 def _padded(
     row: Tensor, colptr: Tensor, perm: Tensor | None, num_nodes: int, num_sources: int | None = None
 ) -> CSCGraph:
-    missing = num_nodes + 1 - colptr.numel()
-    return CSCGraph.from_csc(torch.cat([colptr, colptr[-1:].expand(missing)]), row, perm, num_sources)
+    colptr = torch.cat([colptr, colptr[-1:].expand(num_nodes + 1 - colptr.numel())])
+    if perm is None:
+        return CSCGraph.from_csc(colptr, row, None, num_sources)
+    # PyG sorts by target in no certain order: in that of the store, picks are those of the same edges in a Data.
+    edge_index = row.new_empty((2, perm.numel()))
+    edge_index[:, perm] = torch.stack([row, ptr2index(colptr)])
+    return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources)
 
 
 def _stored_times(

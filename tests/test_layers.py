@@ -18,6 +18,7 @@ BELOW = {
     "nn": {"runtime", "graph", "ops"},
     "sampling": {"runtime", "graph", "ops", "nn"},
     "full_graph": {"runtime", "graph", "ops", "nn"},
+    "partitioned": {"runtime", "graph", "ops", "nn", "sampling"},
     "persistent": {"runtime", "graph", "ops", "nn", "sampling"},
     "collective": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
     "hyscale": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.datasets import KarateClub
+from torch_geometric.index import index2ptr
 from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader
 from torch_geometric.nn import GraphConv, GraphSAGE
 from torch_geometric.sampler import NodeSamplerInput
@@ -222,6 +223,41 @@ def test_stores_of_a_homogeneous_graph():
         assert ours.n_id.sort().values.tolist() == stored.n_id.sort().values.tolist()
         assert torch.equal(stored.x, data.x[stored.n_id])
         assert torch.equal(stored.n_id[stored.edge_index], data.edge_index[:, stored.e_id])
+
+
+@pytest.mark.parametrize("time_attr", [None, "time"])
+@pytest.mark.parametrize("layout", ["coo", "csc", "csr"])
+def test_stores_give_the_mini_batches_of_data(layout, time_attr):
+    generator = torch.Generator().manual_seed(0)
+    data, features, topology = HeteroData(), MyFeatureStore(), MyGraphStore()
+    sizes = {"user": 20, "item": 30}
+    for name, count in sizes.items():
+        data[name].time, data[name].num_nodes = torch.randint(100, (count,), generator=generator), count
+        features.put_tensor(data[name].time, group_name=name, attr_name="time", index=None)
+    for source, target in (("user", "item"), ("item", "user")):
+        name, ends = (source, "to", target), (sizes[source], sizes[target])
+        row, col = (torch.randint(count, (300,), generator=generator) for count in ends)
+        if layout != "coo":
+            order = (col if layout == "csc" else row).sort(stable=True).indices
+            row, col = row[order], col[order]
+        data[name].edge_index = torch.stack([row, col])
+        kept = {
+            "coo": (row, col),
+            "csc": (row, index2ptr(col, ends[1])),
+            "csr": (index2ptr(row, ends[0]), col),
+        }[layout]
+        topology.put_edge_index(kept, edge_type=name, layout=layout, size=ends)
+    epochs = []
+    for graph in (data, (features, topology)):
+        torch.manual_seed(0)
+        loader = NeighborLoader(graph, [3, 3], ("item", torch.arange(30)), batch_size=8, time_attr=time_attr)
+        epochs.append(list(loader))
+    for ours, stored in zip(*epochs, strict=True):
+        for name in data.node_types:
+            assert torch.equal(ours[name].n_id, stored[name].n_id)
+        for name in data.edge_types:
+            assert torch.equal(ours[name].edge_index, stored[name].edge_index)
+            assert torch.equal(ours[name].e_id, stored[name].e_id)
 
 
 @pytest.mark.parametrize("data", [Data(num_nodes=30), Data(x=torch.ones(30, 2), edge_index=torch.empty(2, 0).long())])

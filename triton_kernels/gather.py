@@ -1,4 +1,4 @@
-"""Gathering feature rows on a GPU: from device memory, from pinned host memory, through a cache of hot rows.
+"""Gathering feature rows on a GPU: from device memory, of several GPUs too, from pinned host memory, through a cache.
 
 A pinned host tensor is read in place over the bus (unified virtual addressing), so one kernel serves all three. The
 values of a row are adjacent, so the threads of a warp read whole sectors wherever the table lies.
@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lightning_gnn.triton_kernels.hops import place_of
 
 _TILE = 2048
 _COLUMNS = (256, 128, 64)
@@ -25,7 +27,8 @@ def gather_kernel(
     table: tl.tensor,  # *float32, *float16, *int8, or if COPY any integer [num_rows, num_columns]
     scales: tl.tensor,  # *float32 [num_rows]; read if QUANTISED
     slot: tl.tensor,  # *int32 [num_rows], row of the cache or -1; read if CACHED
-    cache: tl.tensor,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED
+    cache: tl.tensor,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED. If there are several
+    # SHARDS, *int64 [SHARDS], where each part of the table lies
     num_out: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.constexpr,  # known when compiling, so that 100 columns are read four at a time
@@ -36,6 +39,8 @@ def gather_kernel(
     CACHED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SHARDS: tl.constexpr = 1,
+    SHIFT: tl.constexpr = 0,
 ) -> None:
     """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; a bad index gives BAD (if COPY) or NaN."""
     # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
@@ -47,6 +52,9 @@ def gather_kernel(
     valid = wanted & (row >= 0) & (row < num_rows)
     # A bad index leaves an address outside the table here; the mask keeps it from being read.
     start = table + row * row_stride
+    if SHARDS > 1:
+        shard, place = place_of(tl.where(valid, row, 0), SHARDS, SHIFT)
+        start = tl.load(cache + shard).to(table.dtype) + place * row_stride
     if CACHED:
         place = tl.load(slot + row, mask=valid, other=-1).to(tl.int64)
         # Choosing the address leaves one load per value, where two masked loads would take twice the registers.
@@ -68,6 +76,7 @@ def gather(
     scales: Tensor | None = None,
     slot: Tensor | None = None,
     cache: Tensor | None = None,
+    shards: tuple[Tensor, int, int] | None = None,
 ) -> Tensor:
     """Gather rows into ``out``, without reading beyond the table whatever the index holds.
 
@@ -81,6 +90,9 @@ def gather(
         scales: float32 ``[num_rows]``, what the values of an int8 row are multiplied with.
         slot: int32 ``[num_rows]``, the place of each row in the cache, or -1.
         cache: Hot rows, of the table's dtype ``[cache_rows, num_columns]``, contiguous, on the device.
+        shards: Where ``table`` is one of several parts, as long as each other and contiguous: their addresses, int64
+            ``[n]``, on the device; the number of rows of all; and the logarithm of how many each gets in turn. They lie
+            where the device reads them, as the memory of other GPUs does that is mapped there. Without a cache.
 
     Returns:
         ``out``.
@@ -95,6 +107,7 @@ def gather(
         table, target = table.view(integer), out.view(integer)
         cache = None if cache is None else cache.view(integer)
     num_columns = target.size(1)
+    addresses, num_rows, shift = (None, table.size(0), 0) if shards is None else shards
     columns, rows = block_shape(num_columns)
     gather_kernel[triton.cdiv(index.numel(), rows), triton.cdiv(num_columns, columns)](
         target,
@@ -102,9 +115,9 @@ def gather(
         table,
         table if scales is None else scales,
         index if slot is None else slot,
-        table if cache is None else cache,
+        addresses if addresses is not None else table if cache is None else cache,
         index.numel(),
-        table.size(0),
+        num_rows,
         num_columns,
         table.stride(0),
         COPY=copy,
@@ -113,6 +126,8 @@ def gather(
         CACHED=slot is not None,
         ROWS=rows,
         COLUMNS=columns,
+        SHARDS=1 if addresses is None else addresses.numel(),
+        SHIFT=shift,
         num_warps=_NUM_WARPS,
     )
     return out

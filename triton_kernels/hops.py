@@ -80,6 +80,11 @@ COUNT = tl.constexpr(1)
 ASSIGN = tl.constexpr(2)
 PHASES = tl.constexpr(3)
 
+# Instead of a number of shards, where no kernel reads those of others: the phase EXPAND runs in two launches, and the
+# host fetches the sources between them.
+PICKED = tl.constexpr(-1)  # it picks in-edges
+FETCHED = tl.constexpr(0)  # it bids for their sources
+
 
 @triton.jit
 def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
@@ -197,11 +202,24 @@ def bid(
 
 
 @triton.jit
-def neighbor(indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: Lanes, CACHED: tl.constexpr) -> Lanes:
+def place_of(row: Lanes, SHARDS: tl.constexpr, SHIFT: tl.constexpr) -> tuple[Lanes, Lanes]:
+    """Return the shard of rows that are dealt out in blocks of ``2^SHIFT``, in turn, and their places in it."""
+    block = row >> SHIFT
+    return block % SHARDS, ((block // SHARDS) << SHIFT) | (row & ((1 << SHIFT) - 1))
+
+
+@triton.jit
+def neighbor(
+    indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: Lanes, CACHED: tl.constexpr,
+    SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
+) -> Lanes:  # fmt: skip
     """Read the source of in-edge e of a node whose first is begin; if CACHED, a list that has a copy at ``hot + at``
-    (-1 if not) is read there.
+    (-1 if not) is read there; if there are several SHARDS, the addresses at ``hot`` tell where each of them lies.
     """
-    if CACHED:
+    if SHARDS > 1:
+        shard, place = place_of(e, SHARDS, SHIFT)
+        u = tl.load(tl.load(hot + shard, mask=on, other=0).to(indices.dtype) + place, mask=on, other=0).to(tl.int32)
+    elif CACHED:
         # Two loads under opposite masks: a lane whose list has a copy sends nothing over the bus.
         is_hot = on & (at >= 0)
         cold = tl.load(indices + e, mask=on & (at < 0), other=0).to(tl.int32)
@@ -216,13 +234,15 @@ def expand_rows(
     indptr: Array, indices: Array, offset: Array, hot: Array, control: Array, state: Array, nodes: Array,
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
-    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, T: tl.constexpr,
+    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
+    SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
     low, high = level_rows(sizes, level, pid, programs)
     # First the picks, a row to each thread: R rows at a time hide one another's loads of `indptr`.
     t = low
+    if SHARDS == FETCHED:
+        t = high
     while t < high:
         i = t + tl.arange(0, R)
         on = i < high
@@ -247,6 +267,8 @@ def expand_rows(
     # gathers of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
     t = tl.load(rowptr + low)
     end = tl.load(rowptr + high)
+    if SHARDS == PICKED:
+        end = t
     while t < end:
         pos = t + tl.arange(0, T)
         on = pos < end
@@ -264,7 +286,10 @@ def expand_rows(
         if CACHED:
             begin = tl.load(indptr + v, mask=on, other=0)
             copied = tl.load(offset + v, mask=on, other=-1)
-        u = neighbor(indices, hot, copied, begin, e, on, CACHED) + before
+        if SHARDS == FETCHED:
+            u = tl.load(hot + pos, mask=on, other=0)
+        else:
+            u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
         tree = pos
         if DISJOINT:
             tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
@@ -334,7 +359,8 @@ def expand_flat(
     indptr: Array, indices: Array, offset: Array, hot: Array, control: Array, state: Array, nodes: Array,
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
-    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, T: tl.constexpr,
+    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
+    SHIFT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
     t, end = level_edges(sizes, level, pid, programs, T)
@@ -365,8 +391,12 @@ def expand_flat(
         copied = e
         if CACHED:
             copied = tl.load(offset + v, mask=on, other=-1)
-        u = neighbor(indices, hot, copied, begin, e, on, CACHED) + before
-        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
+        if SHARDS != PICKED:
+            if SHARDS == FETCHED:
+                u = tl.load(hot + pos, mask=on, other=0)
+            else:
+                u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
+            bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
         t += T
 
 
@@ -462,7 +492,8 @@ def level_phase(
     indptr: Array,  # int64 [num_nodes + 1], on the device or in pinned host memory
     indices: Array,  # int32 or int64 [num_edges], on the device or in pinned host memory
     offset: Array,  # int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
-    hot: Array,  # as indices [hot edges], copies of hot adjacency lists; read if CACHED
+    hot: Array,  # as indices [hot edges], copies of hot adjacency lists; read if CACHED. If there are several SHARDS,
+    # int64 [SHARDS], where each of them lies; if FETCHED, int32 [capacity], sources of edge positions
     seeds: Array,  # int32 or int64 [num_seeds]
     control: Array,  # int64 [CONTROL_SIZE], places above
     state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: a word each
@@ -491,6 +522,8 @@ def level_phase(
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
     P: tl.constexpr,  # a power of two, at least programs
+    SHARDS: tl.constexpr = 1,  # in how many parts indices lies; or PICKED or FETCHED
+    SHIFT: tl.constexpr = 0,  # of several, the logarithm of the entries that each gets in turn
 ) -> None:
     """Run one phase of one level. What it reads, the phase before has written: a grid barrier must lie between."""
     stamp = tl.load(control + STAMP)
@@ -511,11 +544,11 @@ def level_phase(
                 else:
                     expand_rows(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                                 table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                                DISJOINT, BULK, CACHED, K, R, T)  # fmt: skip
+                                DISJOINT, BULK, CACHED, SHARDS, SHIFT, K, R, T)  # fmt: skip
             else:
                 expand_flat(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                             table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                            DISJOINT, BULK, CACHED, T)  # fmt: skip
+                            DISJOINT, BULK, CACHED, SHARDS, SHIFT, T)  # fmt: skip
     elif PHASE == COUNT:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)
@@ -562,7 +595,7 @@ def hop_kernel(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
     sizes: Array, counts: Array, begin: Scalar, end: Scalar,
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, P: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
     """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``, of a bulk one more.
 
@@ -585,7 +618,7 @@ def hop_kernel(
             if (phase % PHASES == what) & (at_end == 0):
                 level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
                             mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
-                            DISJOINT, BULK, CACHED, False, K, R, T, P)  # fmt: skip
+                            DISJOINT, BULK, CACHED, False, K, R, T, P, SHARDS, SHIFT)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

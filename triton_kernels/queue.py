@@ -61,6 +61,7 @@ def discover(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, queue: Array,
     stage: Array, queue_slots: Scalar, fetch_size: Scalar,
     ONCE: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
     """Do tasks until none is outstanding, or if ONCE (for the benchmarks) those of a single claim.
 
@@ -131,7 +132,7 @@ def discover(
                     on = k + c < taken
                     picked = on & (fanout >= 0)
                     p = tl.where(fanout < 0, k + c, tl.load(row + k + c, mask=picked, other=0))
-                    u = neighbor(indices, hot, copied, begin, begin + p, on, CACHED)
+                    u = neighbor(indices, hot, copied, begin, begin + p, on, CACHED, SHARDS, SHIFT)
                     tl.store(row + K + k + c, u, mask=picked)
                     sources = sources + (u,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
                 news = ()
@@ -207,7 +208,7 @@ def queue_kernel(
     K: tl.constexpr,  # largest fanout
     CHUNK: tl.constexpr,  # in-edges of a task that are gathered at a time
     R: tl.constexpr,  # tasks per tile: one per thread
-    T: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, P: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
     """Discover by the queue, then order hop by hop: phases ``[begin, end)`` of ``[0, 2 + 3 * (num_hops + 1))``."""
     pid = tl.program_id(0)
@@ -216,7 +217,7 @@ def queue_kernel(
     while phase < end:
         if phase == DISCOVER:
             discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
-                     False, CACHED, K, CHUNK, R)  # fmt: skip
+                     False, CACHED, K, CHUNK, R, SHARDS, SHIFT)  # fmt: skip
         elif phase == FIND_TICKETS:
             find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T)
         else:
@@ -225,7 +226,7 @@ def queue_kernel(
                 if (phase - FIRST_LEVEL) % PHASES == what:
                     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, src, rowptr, src, eid, col,
                                 mark, state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
-                                False, False, CACHED, True, K, R, T, P)  # fmt: skip
+                                False, False, CACHED, True, K, R, T, P, SHARDS, SHIFT)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

@@ -62,6 +62,20 @@ class CachedLists(Protocol):
     cached_indices: Tensor
 
 
+class Shards(Protocol):
+    """What the sampler needs of ``lightning_gnn.persistent.shards.PeerShards``, parts of ``indices`` on several GPUs.
+
+    Args:
+        addresses: Where each part lies, int64 ``[n]``, on the device, which reads all of them.
+        num_rows: Entries of all of them.
+        shift: The logarithm of how many entries each gets in turn.
+    """
+
+    addresses: Tensor
+    num_rows: int
+    shift: int
+
+
 class DeviceSampler:
     """What samplers on a device share: scratch memory that is allocated once and reused, stamps, turns, and launches.
 
@@ -213,6 +227,7 @@ class TritonNeighborSampler(DeviceSampler):
         num_warps: Warps per program.
         device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
         cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
+        shards: Where ``indices`` is this GPU's part alone, those of all; without ``cached``.
 
     Raises:
         ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
@@ -232,6 +247,7 @@ class TritonNeighborSampler(DeviceSampler):
         num_warps: int = 4,
         device: torch.device | str | None = None,
         cached: CachedLists | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if mode not in self.MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
@@ -244,6 +260,11 @@ class TritonNeighborSampler(DeviceSampler):
         offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
         self.graph = (indptr, indices, offset, hot)
         self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
+        self.shards: dict[str, int] = {}
+        if shards is not None and shards.addresses.numel() > 1:
+            self.num_edges, self._held = shards.num_rows, shards  # with it the other GPUs' memory stays mapped
+            self.graph = (indptr, indices, indptr, shards.addresses)
+            self.shards = {"SHARDS": shards.addresses.numel(), "SHIFT": shards.shift}
         self.mode, self.fetch_size = mode, fetch_size
 
     def sample(
@@ -508,7 +529,7 @@ class Batch:
         )  # fmt: skip
         options = {
             "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
+            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps, **s.shards,
         }  # fmt: skip
         return args, options
 
@@ -533,7 +554,7 @@ class Batch:
         options = {
             "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
             "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
-            "launch_cooperative_grid": True,
+            "launch_cooperative_grid": True, **s.shards,
         }  # fmt: skip
         end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)
         programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)

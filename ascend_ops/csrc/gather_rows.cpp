@@ -1,4 +1,5 @@
-// out[i] = table[index[i]], for rows of any number of bytes. Indices are trusted: the host checks them.
+// out[i] = table[index[i]], for rows of any number of bytes. Where an index is outside the table, all bits of the row are
+// ones, which is NaN in any floating type and -1 in any integer: `missing` holds as many such bytes as a piece.
 //
 // Launch: any number of vector-core blocks, each with an even share of consecutive rows. No workspace.
 #include "load_tiling.h"
@@ -10,11 +11,13 @@ class GatherRows {
 public:
     __aicore__ inline GatherRows() {}
 
-    __aicore__ inline void Init(GM_ADDR table, GM_ADDR index, GM_ADDR out, const GatherTiling& t)
+    __aicore__ inline void Init(GM_ADDR table, GM_ADDR index, GM_ADDR missing, GM_ADDR out,
+                                const GatherTiling& t)
     {
         tiling = t;
         tableGm.SetGlobalBuffer((__gm__ uint8_t*)table);
         indexGm.SetGlobalBuffer((__gm__ int32_t*)index);
+        missingGm.SetGlobalBuffer((__gm__ uint8_t*)missing);
         outGm.SetGlobalBuffer((__gm__ uint8_t*)out);
         pipe.InitBuffer(indexQueue, BUFFER_NUM, UpTo(tiling.batch * sizeof(int32_t), 32));
         // Rows only pass through: one queue is filled by MTE2 and emptied by MTE3.
@@ -45,8 +48,10 @@ private:
             const uint32_t bytes = Least(tiling.rowBytes - at, tiling.piece), room = UpTo(bytes, 32);
             LocalTensor<uint8_t> rows = rowsQueue.AllocTensor<uint8_t>();
             for (uint32_t i = 0; i < n; ++i) {
-                const uint64_t row = static_cast<uint64_t>(index.GetValue(i)) * tiling.tableStride + at;
-                DataCopyPad(rows[i * room], tableGm[row], DataCopyExtParams(1, bytes, 0, 0, 0),
+                const uint32_t row = static_cast<uint32_t>(index.GetValue(i));  // a negative one is too large
+                const GlobalTensor<uint8_t> source =
+                    row < tiling.tableRows ? tableGm[static_cast<uint64_t>(row) * tiling.tableStride + at] : missingGm;
+                DataCopyPad(rows[i * room], source, DataCopyExtParams(1, bytes, 0, 0, 0),
                             DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
             }
             rowsQueue.EnQue(rows);
@@ -64,17 +69,18 @@ private:
     TPipe pipe;
     TQue<TPosition::VECIN, 1> indexQueue;
     TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> rowsQueue;
-    GlobalTensor<uint8_t> tableGm, outGm;
+    GlobalTensor<uint8_t> tableGm, missingGm, outGm;
     GlobalTensor<int32_t> indexGm;
     GatherTiling tiling;
 };
 
-extern "C" __global__ __aicore__ void gather_rows(GM_ADDR table, GM_ADDR index, GM_ADDR out, GM_ADDR tilingGm)
+extern "C" __global__ __aicore__ void gather_rows(GM_ADDR table, GM_ADDR index, GM_ADDR missing, GM_ADDR out,
+                                                  GM_ADDR tilingGm)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     GatherTiling tiling;
     LoadTiling(tiling, tilingGm);
     GatherRows op;
-    op.Init(table, index, out, tiling);
+    op.Init(table, index, missing, out, tiling);
     op.Process();
 }

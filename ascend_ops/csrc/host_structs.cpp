@@ -73,7 +73,7 @@ CombineTiling MakeCombineTiling(uint32_t numVertices, uint32_t numColumns, uint3
     return t;
 }
 
-GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tableStride)
+GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tableStride, uint32_t tableRows)
 {
     if (rowBytes < 1) {
         throw std::invalid_argument("row_bytes must be at least 1, but is 0");
@@ -82,6 +82,7 @@ GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tabl
     t.numRows = numRows;
     t.rowBytes = rowBytes;
     t.tableStride = tableStride;
+    t.tableRows = tableRows;
     t.piece = std::min(Up(rowBytes, 32), 16384U);
     t.batch = std::min(1024U, 65536 / t.piece);
     return t;
@@ -122,6 +123,37 @@ UpdateTiling MakeUpdateTiling(uint32_t m, uint32_t k, uint32_t n, uint32_t lda, 
     t.floatOut = floatOut || t.splitK > 1 ? 1 : 0;
     t.tileM = t.tileN = t.tileK = 128;
     t.storedN = n;
+    return t;
+}
+
+AggregateUpdateTiling MakeAggregateUpdateTiling(uint32_t rows, uint32_t k, uint32_t n, uint32_t ldx, uint32_t ldb,
+                                                uint32_t ownRows, uint32_t ownOffset, bool weighted, bool mean,
+                                                bool transposeB)
+{
+    if (rows < 1 || k < 1) {
+        throw std::invalid_argument("rows=" + std::to_string(rows) + " and k=" + std::to_string(k) +
+                                    " must be at least 1");
+    }
+    const uint32_t width = (ownRows > 0 ? ownOffset : 0) + (transposeB ? k : n);
+    if (ldx != Up(k, CUBE_EDGE) || (n > 0 && (ldb % CUBE_EDGE != 0 || ldb < width || ownOffset % CUBE_EDGE != 0))) {
+        throw std::invalid_argument("ldx=" + std::to_string(ldx) + " must be k=" + std::to_string(k) +
+                                    " filled up to a multiple of 16, ldb=" + std::to_string(ldb) +
+                                    " a multiple of 16 and at least " + std::to_string(width));
+    }
+    AggregateUpdateTiling t{};
+    t.rows = rows;
+    t.k = k;
+    t.n = Up(n, CUBE_EDGE);
+    t.storedN = n;
+    t.ldx = ldx;
+    t.ldb = ldb;
+    t.ownRows = std::min(ownRows, rows);
+    t.ownOffset = ownOffset;
+    t.weighted = weighted ? 1 : 0;
+    t.mean = mean ? 1 : 0;
+    t.transposeB = transposeB ? 1 : 0;
+    t.batch = 256;
+    t.panelColumns = std::min(ldx, VECTOR_PANEL);
     return t;
 }
 

@@ -64,9 +64,12 @@ RowsTiling AggregateVectorTiling(const RowTables& tables, uint32_t stride, uint3
 RowsTiling SoftmaxTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, float slope);
 RowsTiling ProductsTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, uint32_t numColumns);
 CombineTiling MakeCombineTiling(uint32_t numVertices, uint32_t numColumns, uint32_t partsPerRow, bool floatOut);
-GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tableStride);
+GatherTiling MakeGatherTiling(uint32_t numRows, uint32_t rowBytes, uint32_t tableStride, uint32_t tableRows);
 UpdateTiling MakeUpdateTiling(uint32_t m, uint32_t k, uint32_t n, uint32_t lda, uint32_t ldb, bool transposeA,
                               bool transposeB, bool bias, bool relu, bool floatOut, uint32_t splitK);
+AggregateUpdateTiling MakeAggregateUpdateTiling(uint32_t rows, uint32_t k, uint32_t n, uint32_t ldx, uint32_t ldb,
+                                                uint32_t ownRows, uint32_t ownOffset, bool weighted, bool mean,
+                                                bool transposeB);
 
 }  // namespace lightning_gnn
 

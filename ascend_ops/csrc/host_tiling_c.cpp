@@ -67,11 +67,15 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
         return Words(MakeCombineTiling(a[0], a[1], a[2], a[3] != 0));
     }
     if (what == "gather_rows") {
-        return Words(MakeGatherTiling(a[0], a[1], a[2]));
+        return Words(MakeGatherTiling(a[0], a[1], a[2], a[3]));
     }
     if (what == "update") {
         return Words(MakeUpdateTiling(a[0], a[1], a[2], a[3], a[4], a[5] != 0, a[6] != 0, a[7] != 0, a[8] != 0,
                                       a[9] != 0, a[10]));
+    }
+    if (what == "aggregate_update") {
+        return Words(MakeAggregateUpdateTiling(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7] != 0, a[8] != 0,
+                                               a[9] != 0));
     }
     throw std::invalid_argument("there is no tiling of " + what);
 }

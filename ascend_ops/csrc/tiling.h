@@ -94,9 +94,9 @@ struct GatherTiling {
     uint32_t tableStride;    // bytes
     uint32_t batch;          // rows handled at once
     uint32_t piece;          // bytes of a row handled at once, multiple of 32
+    uint32_t tableRows;
     uint32_t reserved0;
     uint32_t reserved1;
-    uint32_t reserved2;
 };
 
 // update: y[m, n] = a[m, k] x b[k, n] (+ bias)(, ReLU).
@@ -117,6 +117,26 @@ struct UpdateTiling {
     uint32_t tileN;
     uint32_t tileK;
     uint32_t storedN;        // columns before filling up: rows of b where transposeB
+};
+
+// aggregate_update: sums over the edges of each row, times b (+ x times own); see there.
+struct AggregateUpdateTiling {
+    uint32_t rows;           // of the result
+    uint32_t k;              // columns of x
+    uint32_t n;              // columns of y, multiple of 16; 0: only sums
+    uint32_t storedN;        // columns before filling up: rows of b where transposeB
+    uint32_t ldx;            // strides in elements, multiples of 16; sums have that of x
+    uint32_t ldb;
+    uint32_t ownRows;        // how many of the first rows have a term of their own
+    uint32_t ownOffset;      // columns from b to own
+    uint32_t weighted;
+    uint32_t mean;
+    uint32_t transposeB;     // b is stored [n, k], as torch.nn.Linear does
+    uint32_t batch;          // edges handled at once
+    uint32_t panelColumns;   // columns handled at once, multiple of 16
+    uint32_t reserved0;
+    uint32_t reserved1;
+    uint32_t reserved2;
 };
 
 }  // namespace lightning_gnn

@@ -12,4 +12,5 @@ TORCH_LIBRARY_IMPL(lightning_gnn, PrivateUse1, m)
     m.impl("edge_softmax", TORCH_FN(lightning_gnn::EdgeSoftmax));
     m.impl("edge_softmax_backward", TORCH_FN(lightning_gnn::EdgeSoftmaxBackward));
     m.impl("edge_sums", TORCH_FN(lightning_gnn::EdgeSums));
+    m.impl("launch_kernel", TORCH_FN(lightning_gnn::LaunchKernel));
 }

@@ -35,6 +35,10 @@ at::Tensor EdgeSoftmaxBackward(at::TensorList chunks, const at::Tensor& rowScore
 at::Tensor EdgeSums(at::TensorList chunks, int64_t numRows, const std::optional<at::Tensor>& edgeIds,
                     const at::Tensor& values, at::IntArrayRef chunkRanges);
 
+// A kernel of mini-batches on tensors that its caller has made: inputs, outputs and tiling are its parameters.
+void LaunchKernel(std::string_view kernel, int64_t blocks, at::TensorList in, at::TensorList out,
+                  const at::Tensor& tiling);
+
 }  // namespace lightning_gnn
 
 #endif  // LIGHTNING_GNN_OPS_H

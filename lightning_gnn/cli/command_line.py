@@ -31,7 +31,20 @@ from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.messages import closest
 
-COMMANDS = ("cache", "convert", "doctor", "export", "init", "plan", "predict", "report", "runs", "tune", "warmup")
+COMMANDS = (
+    "cache",
+    "convert",
+    "doctor",
+    "export",
+    "init",
+    "partition",
+    "plan",
+    "predict",
+    "report",
+    "runs",
+    "tune",
+    "warmup",
+)
 _CONF = "lightning_gnn.conf"
 _PLUGINS = ("hydra/launcher/joblib", "hydra/sweeper/optuna")
 """Options that packages of the extra ``sweep`` bring."""

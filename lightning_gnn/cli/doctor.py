@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.ascend_ops import binding
+from lightning_gnn.cli import kernel_check
 from lightning_gnn.cli.versions import version_of
 
 State = Literal["present", "missing", "broken"]
@@ -74,13 +75,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the findings as a table, or as JSON; returns 1 where something that every use needs is missing."""
     parser = argparse.ArgumentParser("lgnn doctor", description="What is present and what is missing on this machine.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile the Ascend C kernels, compare them with torch on the NPU, or simulated where there is none, and "
+        "print a report that fits an issue",
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.kernels:
+        return _check_kernels(chosen.json)
     findings = examine()
     if chosen.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _print(findings)
     return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
+
+
+def _check_kernels(as_json: bool) -> int:
+    """Print how far the kernels are from torch's own operators; returns 1 where one is wrong, or none can run."""
+    try:
+        device, backend = kernel_check.place()
+        checks = kernel_check.check_kernels(device, backend)
+    except binding.BindingError as error:
+        print(error)
+        return 1
+    lines = kernel_check.report(device, backend, checks)
+    if as_json:
+        found = [asdict(check) | {"right": check.right} for check in checks]
+        print(json.dumps({"device": device, "report": lines, "checks": found}, indent=2))
+    else:
+        print("\n".join(lines))
+    return int(not all(check.right for check in checks))
 
 
 def _print(findings: Sequence[Finding]) -> None:
@@ -193,7 +219,8 @@ def _npu() -> Finding:
 def _kernels() -> Finding:
     needed = "accelerator=npu at full speed"
     if not (problems := binding.missing()):
-        return Finding("Ascend C kernels", "present", "can be built; this happens on first use", needed)
+        detail = "can be built; `lgnn doctor --kernels` does, and compares them with torch"
+        return Finding("Ascend C kernels", "present", detail, needed)
     names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
     return Finding("Ascend C kernels", "missing", f"lack {', '.join(names)}", needed, f"get {'; '.join(problems)}")
 

@@ -14,6 +14,7 @@ PRINTING = {
     "doctor": "doctor",
     "export": "export_command",
     "init": "init_command",
+    "partition": "partition_command",
     "report": "report_command",
     "runs": "runs_command",
     "tune": "tune_command",

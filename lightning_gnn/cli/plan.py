@@ -44,6 +44,7 @@ from lightning_gnn.report.console import be_quiet, console, describe, warn
 from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Timeline
+from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 
 
 def main() -> None:
@@ -81,6 +82,10 @@ def run(cfg: DictConfig) -> None:
             hybrid = forecast(given, cfg.plan, datamodule, module, _trainer(cfg))
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
+    with explained(only_ours=True):
+        disk = datamodule.plan_disk() if isinstance(datamodule, MiniBatchDataModule) else None
+    if disk is not None:
+        console().print(disk, soft_wrap=True, highlight=False)
     if kind == "cpu":
         with explained(only_ours=True), _signals_kept():
             found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
@@ -101,6 +106,7 @@ def run(cfg: DictConfig) -> None:
         said = collective.notes
         plan = f"The run takes this plan with datamodule.plan={Path(cfg.output_dir) / 'plan.yaml'}"
         console().print(plan, soft_wrap=True, highlight=False)
+    said = said if disk is None else [disk, *said]
     with reporting(Path(cfg.output_dir) / "plan.html", warn):
         write_plan_page(cfg.output_dir, f"{title} · {size}", said)
     console().print(f"files in {cfg.output_dir}", soft_wrap=True, highlight=False)

@@ -7,7 +7,7 @@ and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
 ``graph/hetero_folder.py`` (graphs on disk), ``graph/topology_files.py`` (their topologies), ``graph/tables.py`` (a
 database as a graph), ``graph/convert.py`` (tables in files that are larger than memory, by way of
-``graph/table_files.py``).
+``graph/table_files.py``), ``graph/disk_features.py`` (features that stay on disk).
 """
 
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
@@ -18,10 +18,12 @@ from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.partition import locality_aware_partition
+from lightning_gnn.graph.row_file import RowFile, write_rows
 from lightning_gnn.graph.tables import from_tables
 
 __all__ = [
@@ -29,10 +31,12 @@ __all__ = [
     "CachedAdjacency",
     "Chunks",
     "CompressedGraph",
+    "DiskFeatures",
     "DualCachePlan",
     "FeatureTable",
     "HeteroCSCGraph",
     "RowCache",
+    "RowFile",
     "convert_tables",
     "from_tables",
     "hottest",
@@ -40,4 +44,5 @@ __all__ = [
     "locality_aware_partition",
     "plan_dual_cache",
     "save_hetero_folder",
+    "write_rows",
 ]

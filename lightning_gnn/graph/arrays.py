@@ -171,13 +171,14 @@ def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray | None]) 
         for name, array in arrays.items():
             if array is None:
                 continue
-            values = _as_numpy(array.detach().cpu()) if isinstance(array, Tensor) else array
+            values = as_numpy(array.detach().cpu()) if isinstance(array, Tensor) else array
             size = len(_header(values.dtype, values.shape)) + values.nbytes
             file = stack.enter_context(new_file(folder / f"{name}.npy", size))
             np.lib.format.write_array(file, values, allow_pickle=False)
 
 
-def _as_numpy(tensor: Tensor) -> np.ndarray:
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor on the CPU as NumPy has it, bfloat16 as ``V2``."""
     return tensor.view(torch.int16).numpy().view(_BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

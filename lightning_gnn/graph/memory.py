@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
-PLACES = ("auto", "device", "pinned")
+PLACES = ("auto", "device", "shard", "pinned")
 _SHARE = 0.5
 """Of the free device memory, how much ``"auto"`` takes for one kind of data; the rest is the model's."""
 _SMALL = 1 << 16

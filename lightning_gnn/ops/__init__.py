@@ -15,6 +15,7 @@ from lightning_gnn.ops.aggregate.definition import aggregate, hybrid_plan
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.edge_softmax import numba as edge_softmax_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.gather import npu as gather_npu  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import numba as gather_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import triton as gather_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather.definition import gather_rows

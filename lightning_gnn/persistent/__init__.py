@@ -7,7 +7,7 @@ Reading order: ``triton_kernels/sample.py`` (the launch), ``triton_kernels/hops.
 edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_kernels/hashing.py`` (the picks);
 ``triton_kernels/sample_relations.py``, ``relations.py`` and ``relation_picks.py`` there (types, times, weights, LABOR);
 ``persistent/sampler.py`` (PyG's sampler interface), ``persistent/placement.py`` (where graph and features lie), by
-``persistent/budget.py``, one plan for the memory, and ``persistent/access_counts.py``, what mini-batches read.
+``persistent/budget.py``, one plan for the memory, and ``persistent/shards.py``, tables dealt out to several GPUs.
 """
 
 from lightning_gnn.persistent.access_counts import AccessCounts, count_accesses

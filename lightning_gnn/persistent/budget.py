@@ -1,14 +1,15 @@
 """One plan for the memory of a device: topology, features, caches of hot rows and lists, mini-batches.
 
 All of them compete for the same bytes. What is read from host memory costs the bytes that cross the bus, as counted in
-mini-batches that were sampled first; the plan is the one that saves most.
+mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a node a table may be on
+each of them, dealt out to them, or in host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from lightning_gnn.runtime.byte_sizes import shown
 
 FOR_THE_MODEL = 0.25
 """Of the device's memory, how much is left to the model and its activations."""
+LINK = 0.1
+"""What a byte from another GPU of the node costs, of one from host memory: NVLink brings nine to twelve times as
+much as the PCIe beside it (450 and 50 GB/s, 300 and 25)."""
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -29,11 +33,13 @@ class Part:
     Args:
         name: What messages call it.
         nbytes: What it takes on the device as a whole.
-        place: What the user asked for: ``"device"``, ``"pinned"`` or ``"auto"``.
+        place: What the user asked for: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
         reads: What it would cost to read it from host memory, in bytes that cross the bus.
         pinned_bytes: What of it is on the device all the same where it lies in host memory.
         hot: What of it may be cached where it lies in host memory; None: nothing.
         kept: Entries of ``hot`` that are cached there anyway, int64 ``[n]``, and no others; in ``pinned_bytes``.
+        shard_bytes: What of it each GPU of the node has where it is dealt out to them; None: it cannot be.
+        gpus: How many these are.
     """
 
     name: str
@@ -43,6 +49,20 @@ class Part:
     pinned_bytes: int = 0
     hot: Cacheable | None = None
     kept: Tensor | None = None
+    shard_bytes: int | None = None
+    gpus: int = 1
+
+    def bytes_at(self, place: str) -> int:
+        """Return what it takes on each device, its cache left out."""
+        if place == "shard":
+            return self.nbytes if self.shard_bytes is None else self.shard_bytes
+        return self.nbytes if place == "device" else self.pinned_bytes
+
+    def saved_at(self, place: str) -> float:
+        """Return what of the cost of its reads is saved there without a cache: on other GPUs it is a tenth."""
+        if place == "pinned":
+            return 0.0
+        return self.reads * (1 - LINK * (self.gpus - 1) / self.gpus) if place == "shard" else self.reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +71,11 @@ class Placed:
 
     Args:
         name: Its name.
-        place: ``"device"`` or ``"pinned"``.
-        nbytes: What it takes on the device, its cache left out.
+        place: ``"device"``, ``"shard"`` or ``"pinned"``.
+        nbytes: What it takes on each device, its cache left out.
         nodes: Whose rows or lists the device holds of what is pinned, int64 ``[n]``, the most beneficial first.
         cache_bytes: What these take, their lookup table included.
+        gpus: To how many it is dealt out, where it is.
     """
 
     name: str
@@ -62,11 +83,12 @@ class Placed:
     nbytes: int
     nodes: Tensor = _NONE
     cache_bytes: int = 0
+    gpus: int = 1
 
     def served(self, part: Part) -> float:
         """Return what of the cost of some reads is saved."""
-        if self.place == "device":
-            return part.reads
+        if self.place != "pinned":
+            return part.saved_at(self.place)
         if part.hot is None or not self.nodes.numel():
             return 0.0
         return float(part.hot.reads[self.nodes.numpy()].sum() * part.hot.cost)
@@ -81,7 +103,8 @@ class Placement:
         parts: Topology and tables.
         fixed: Bytes of other attributes, which are always on the device.
         buffers: Bytes of mini-batches and of what sampling needs beside the graph.
-        hit_rate: The share of the bytes read that does not cross the bus.
+        hit_rate: The share of the bytes read that does not cross the bus; of those that come from other GPUs, nine
+            tenths.
         num_batches: Mini-batches that were counted for it; 0 where all fits.
     """
 
@@ -124,7 +147,8 @@ class Placement:
         said = []
         for part in self.parts:
             there = shown(part.nbytes + part.cache_bytes)
-            said.append(f"{part.name} {there}" + " of it, the rest in host memory" * (part.place == "pinned"))
+            where = {"pinned": " of it, the rest in host memory", "shard": f" of it on each of {part.gpus} GPUs"}
+            said.append(f"{part.name} {there}{where.get(part.place, '')}")
         said.append(f"mini-batches {shown(self.buffers)}")
         said += [f"other attributes {shown(self.fixed)}"] if self.fixed else []
         first = f"{shown(self.nbytes)} of {shown(self.memory)} on the device: {'; '.join(said)}"
@@ -154,36 +178,44 @@ def place_parts(
     Source: DUCATI splits one budget between two caches by the benefit of the next hottest entry per byte; here whole
     tables, and what mini-batches take, are in the same plan.
     """
-    least = buffers + fixed + sum(part.nbytes if part.place == "device" else part.pinned_bytes for part in parts)
+    for part in parts:
+        if part.place == "shard" and part.shard_bytes is None and part.gpus > 1:
+            raise ValueError(f"{part.name} cannot be dealt out to {part.gpus} GPUs; place it 'device' or 'pinned'")
+    given = {n: "device" if p.place == "shard" and p.gpus == 1 else p.place for n, p in enumerate(parts)}
+    least = buffers + fixed
+    least += sum(p.pinned_bytes if given[n] == "auto" else p.bytes_at(given[n]) for n, p in enumerate(parts))
     if least > memory:
-        wanted = [f"{part.name} {shown(part.nbytes)}" for part in parts if part.place == "device"]
+        there = [(n, part) for n, part in enumerate(parts) if given[n] in ("device", "shard")]
+        wanted = [f"{part.name} {shown(part.bytes_at(given[n]))}" for n, part in there]
         raise ValueError(
             f"{shown(least)} are wanted on a device with {shown(memory)} free: "
             f"{', '.join([*wanted, f'mini-batches {shown(buffers)}', f'other attributes {shown(fixed)}'])}; place "
             "topology or features 'auto' or 'pinned', or make prefetch, bulk or the mini-batches smaller"
         )
     limit = max(least, memory - int(FOR_THE_MODEL * memory))
-    hot = [number for number, part in enumerate(parts) if part.place != "device" and part.hot and part.kept is None]
+    hot = [n for n, part in enumerate(parts) if given[n] in ("auto", "pinned") and part.hot and part.kept is None]
     order = CacheOrder([_hot(parts[number]) for number in hot])
-    free = [number for number, part in enumerate(parts) if part.place == "auto"]
+    free = [number for number in given if given[number] == "auto"]
     best: tuple[float, Any] = (-1.0, None)
-    for there in _choices(free, parts):
-        used = least + sum(parts[number].nbytes - parts[number].pinned_bytes for number in there)
-        anyway = [_pinned(part) for number, part in enumerate(parts) if part.place != "device" and number not in there]
-        saved = sum(part.served(own) for part, own in anyway) + sum(parts[number].reads for number in there)
-        most = saved + sum(parts[number].reads for number in hot if number not in there)
+    for chosen in _choices(free, parts):
+        places = given | chosen
+        used = least + sum(parts[n].bytes_at(place) - parts[n].pinned_bytes for n, place in chosen.items())
+        anyway = [_pinned(part) for n, part in enumerate(parts) if places[n] == "pinned"]
+        saved = sum(part.served(own) for part, own in anyway)
+        saved += sum(parts[n].saved_at(place) for n, place in places.items())
+        most = saved + sum(parts[number].reads for number in hot if places[number] == "pinned")
         if used > limit or most <= best[0]:
             continue
         left = limit - used if cache_bytes is None else min(cache_bytes, limit - used)
-        caches = order.best(left, [at for at, number in enumerate(hot) if number not in there])
+        caches = order.best(left, [at for at, number in enumerate(hot) if places[number] == "pinned"])
         saved += sum(caches.gains)
         if saved > best[0]:
-            best = saved, (there, caches)
-    there, caches = best[1]
+            best = saved, (places, caches)
+    places, caches = best[1]
     placed = []
     for number, part in enumerate(parts):
-        if part.place == "device" or number in there:
-            placed.append(Placed(part.name, "device", part.nbytes))
+        if places[number] != "pinned":
+            placed.append(Placed(part.name, places[number], part.bytes_at(places[number]), gpus=part.gpus))
         elif number in hot:
             at = hot.index(number)
             placed.append(Placed(part.name, "pinned", part.pinned_bytes, caches.nodes[at], caches.nbytes[at]))
@@ -203,16 +235,23 @@ def _hot(part: Part) -> Cacheable:
     return part.hot
 
 
-def _choices(free: Sequence[int], parts: Sequence[Part]) -> Iterator[tuple[int, ...]]:
-    """Give what may be on the device, the most first: of equals, what no cache has to be right about.
+def _choices(free: Sequence[int], parts: Sequence[Part]) -> Iterator[dict[int, str]]:
+    """Give what may be where, the most on the device first: of equals, what no cache has to be right about.
 
-    All choices of up to six parts; of more, those that are read most per byte, with or without any one of them.
+    All choices of up to six parts; of more, those that are read most per byte, with or without any one of them, and of
+    the others as many as fit dealt out to the GPUs.
     """
+    dealt = [number for number in free if parts[number].shard_bytes is not None and parts[number].gpus > 1]
     if len(free) <= 6:
-        for size in range(len(free), -1, -1):
-            yield from combinations(free, size)
+        ways = [("device", "shard", "pinned") if number in dealt else ("device", "pinned") for number in free]
+        rank = {"device": 0, "shard": 1, "pinned": 2}
+        for places in sorted(product(*ways), key=lambda chosen: sum(rank[place] for place in chosen)):
+            yield dict(zip(free, places, strict=True))
         return
     order = sorted(free, key=lambda number: -parts[number].reads / max(parts[number].nbytes, 1))
     for size in range(len(order), -1, -1):
         for without in (None, *order[:size]):
-            yield tuple(number for number in order[:size] if number != without)
+            there = {number: "device" for number in order[:size] if number != without}
+            others = [number for number in order if number not in there and number in dealt]
+            for more in range(len(others), -1, -1):
+                yield dict.fromkeys(free, "pinned") | dict.fromkeys(others[:more], "shard") | there

@@ -17,11 +17,14 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
 
     Args:
         *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.
-        topology: ``"device"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"``. Topology,
-            features, caches and mini-batches share three quarters of the device's free memory by one plan
-            (:attr:`placement`), which is said when the first loader is made; the rest is the model's.
-        features: ``"device"``, ``"pinned"`` or ``"auto"`` for the features; other attributes of nodes and edges always
-            lie on the device.
+        topology: ``"device"``, ``"shard"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"``.
+            Topology, features, caches and mini-batches share three quarters of the device's free memory by one plan
+            (:attr:`placement`), which is said when the first loader is made; the rest is the model's. ``"shard"`` deals
+            the edges of a graph of one type, without times and weights, out to the GPUs of a node, one per process of
+            the run, which read them from each other; where they cannot, the processes send them, mini-batch by
+            mini-batch in step. ``"auto"`` takes it only where they can.
+        features: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"`` for the features, of any graph; other attributes
+            of nodes and edges always lie on the device.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and hot adjacency
             lists, or ``"auto"``, whatever the plan leaves. Mini-batches are sampled first to count what is read, until
@@ -39,12 +42,15 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         device: Where to sample; by default the trainer's device, or the current GPU.
         device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
             :meth:`plan_placement` needs no GPU.
+        gpus: GPUs of the node that :meth:`plan_placement` plans for; a run has one for each of its processes there.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
         ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
-            the device; when the first loader is made, more wanted on the device than it has.
-        RuntimeError: Page-locked memory was refused, when the first loader is made.
+            the device; when the first loader is made, more wanted on the device than it has, or another number of
+            ``gpus``.
+        RuntimeError: Page-locked memory was refused, when the first loader is made; or processes that send each other
+            rows do not go through the same loaders.
 
     Examples:
         >>> import torch

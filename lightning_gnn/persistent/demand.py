@@ -17,9 +17,11 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.access_counts import Reads
 from lightning_gnn.persistent.budget import Part, Placement, place_parts
+from lightning_gnn.persistent.shards import LIST_SHIFT, ROW_SHIFT, Dealt
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 TOPOLOGY = "topology"
+_ALL_THERE = ("device", "shard")
 START_EDGES = 1 << 22
 """Edges for which the kernels take scratch memory at first (``DeviceSampler.START_EDGES``)."""
 At = tuple[Any, str]
@@ -42,7 +44,7 @@ class Demand:
         others: Further attributes, which are always on the device.
         of_edges: Which of the attributes are those of edges.
         by_row: Which of ``others`` mini-batches have rows of.
-        topology: Its place: ``"device"``, ``"pinned"`` or ``"auto"``.
+        topology: Its place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
         features: That of the tables.
         quantize: Whether ``x`` is stored as int8.
         cache_rows: Rows of ``x``, of all types, with the most out-edges, that the device holds.
@@ -50,6 +52,7 @@ class Demand:
         held: Mini-batches, with their features, on the device at a time.
         bulk: Mini-batches that are sampled in one launch, at most.
         queue: Whether a task queue samples.
+        gpus: Of the node, to which tables may be dealt out.
     """
 
     sampler: NeighborSampler
@@ -65,6 +68,7 @@ class Demand:
     held: int = 3
     bulk: int = 8
     queue: bool = False
+    gpus: int = 1
 
     def plan(self, memory: int, read: Callable[[range], Reads]) -> Placement:
         """Plan for a device with so many free bytes.
@@ -81,7 +85,7 @@ class Demand:
         """
         seen = read(range(1))
         plan = self._plan(memory, seen)
-        if all(part.place == "device" for part in plan.parts):
+        if all(part.place != "pinned" for part in plan.parts):
             return plan
         if seen.num_batches and any(seen.rows[name].any() for name in seen.rows):
             seen, rate = seen + read(range(1, _FIRST)), -1.0
@@ -93,13 +97,21 @@ class Demand:
                 if rate - before < _SETTLED or seen.num_batches >= _MOST:
                     break
             # What it serves of mini-batches that it has not seen is what it will serve.
-            plan = replace(self._plan(memory, seen), hit_rate=rate, num_batches=seen.num_batches)
+            plan = self._plan(memory, seen)
+            if (
+                self.gpus > 1
+            ):  # caches look better to what they are made by than to the rest; what is dealt out does not
+                without = self._plan(memory, seen, 0)
+                if (dealt := without.rate(self.parts(more))) > rate:
+                    plan, rate = without, dealt
+            plan = replace(plan, hit_rate=rate, num_batches=seen.num_batches)
         return plan
 
-    def _plan(self, memory: int, reads: Reads) -> Placement:
+    def _plan(self, memory: int, reads: Reads, cache_bytes: int | None = None) -> Placement:
+        most = self.cache_bytes if cache_bytes is None else cache_bytes
         fixed = sum(value.nbytes for value in self.others.values())
         buffers = self.buffers(memory, reads)
-        return place_parts(self.parts(reads), memory, buffers=buffers, fixed=fixed, cache_bytes=self.cache_bytes)
+        return place_parts(self.parts(reads), memory, buffers=buffers, fixed=fixed, cache_bytes=most)
 
     def parts(self, reads: Reads) -> list[Part]:
         """Return the topology and the tables, with what some mini-batches read of them."""
@@ -123,18 +135,26 @@ class Demand:
         if reads.lists is not None and isinstance(graph, CSCGraph) and self._is_plain and self._caches:
             sizes = graph.in_degrees.numpy() * graph.indices.element_size()
             hot = Cacheable(_array(reads.lists), sizes, SECTOR_BYTES, 8 * graph.num_nodes)
-        return Part(TOPOLOGY, total, self.topology, cost, offsets, hot)
+        dealt = None
+        if self._is_plain and isinstance(graph, CSCGraph) and not twice:
+            ids = 0 if graph.edge_ids is None else graph.edge_ids.element_size()
+            rows = Dealt(graph.num_edges, self.gpus, LIST_SHIFT).size
+            dealt = offsets + rows * (graph.indices.element_size() + ids)
+        return Part(TOPOLOGY, total, self.topology, cost, offsets, hot, None, dealt, self.gpus)
 
     def _table(self, at: At, reads: Reads) -> Part:
         table, name = self.tables[at], self.name_of(at)
         width, scale = self._row_bytes(at)
         total = table.num_nodes * (width + scale)
+        dealt = Dealt(table.num_nodes, self.gpus, ROW_SHIFT).size * width + scale * table.num_nodes
         if at in self.of_edges:
-            return Part(name, total, self.features, float(row_cost(width) * reads.edges[at[0]]))
+            return Part(
+                name, total, self.features, float(row_cost(width) * reads.edges[at[0]]), 0, None, None, dealt, self.gpus
+            )
         counts = _array(reads.rows[at[0]])
         sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
         hot = Cacheable(counts, sizes, row_cost(width), lookup) if self._caches or self.cache_rows else None
-        part = Part(name, total, self.features, float(counts.sum() * row_cost(width)), 0, hot)
+        part = Part(name, total, self.features, float(counts.sum() * row_cost(width)), 0, hot, None, dealt, self.gpus)
         if self.cache_rows:
             kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
             part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
@@ -144,7 +164,9 @@ class Demand:
     def _rows(self) -> dict[At, Tensor]:
         """Which rows ``cache_rows`` asks for, of each ``x`` that may be in host memory, int64 ``[n]``."""
         graph = self.sampler.graph
-        names = [at for at in self.tables if at[1] == "x" and at not in self.of_edges and self.features != "device"]
+        names = [
+            at for at in self.tables if at[1] == "x" and at not in self.of_edges and self.features not in _ALL_THERE
+        ]
         return hottest_of_types({at: _out_degrees(graph, at[0]) for at in names}, self.cache_rows) if names else {}
 
     def buffers(self, memory: int, reads: Reads) -> int:

@@ -21,8 +21,8 @@ class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
         *args: Graph and edges of :class:`~lightning_gnn.LinkDataModule`.
         **kwargs: Its further arguments, such as ``neg_sampling``, ``time_attr`` or ``exclude_seed_edges``, and of
             :class:`~lightning_gnn.PersistentSamplerDataModule` what lies where: ``topology``, ``features``,
-            ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``, ``fetch_size``, ``prefetch``, ``device`` and
-            ``device_memory``.
+            ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``, ``fetch_size``, ``prefetch``, ``device``,
+            ``device_memory`` and ``gpus``.
 
     Raises:
         TypeError: ``bulk``, which is for mini-batches of nodes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.persistent.ahead import Ahead
+from lightning_gnn.persistent.exchange import Exchange
+from lightning_gnn.persistent.in_step import InStep
+from lightning_gnn.persistent.shards import ExchangedShards
 from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
@@ -43,9 +47,12 @@ class _OnDevice:
     """Mixed into a loader: no tensor of a mini-batch is left for Lightning's transfer, which would wait."""
 
     device: torch.device
+    exchange: Exchange | None = None
+    """By which rows come from other processes."""
 
     def _join(self, out: SamplerOutput | HeteroSamplerOutput) -> tuple[Any, dict[tuple[Any, str], Tensor]]:
-        batch, left = super()._join(out)  # type: ignore[misc]
+        with self.exchange.together() if self.exchange is not None and self._shares_rows else nullcontext():
+            batch, left = super()._join(out)  # type: ignore[misc]
         return apply_now(batch, self._sent), left
 
     def _sent(self, value: Any) -> Any:
@@ -58,11 +65,35 @@ class _OnDevice:
         """Whether it can begin with a mini-batch and wait for it later."""
         return False
 
-    def pipeline(self, epoch: int, first: int) -> Ahead:
-        """Return an iterator over the mini-batches of an epoch that are left."""
+    @property
+    def _shares_rows(self) -> bool:
+        tables = self.tables.values()  # type: ignore[attr-defined]
+        return any(isinstance(getattr(table, "shards", None), ExchangedShards) for table in tables)
+
+    def pipeline(self, epoch: int, first: int) -> Ahead | InStep:
+        """Return an iterator over the mini-batches of an epoch that are left.
+
+        Raises:
+            TypeError: Ranks send each other rows, but the seeds come from a sampler that does not tell how many.
+        """
         depth: int = self.prefetch  # type: ignore[attr-defined]
         where = self.device if self.can_begin else None
-        return Ahead(self, self.tasks(epoch, first, where), depth)  # type: ignore[attr-defined]
+        ahead = Ahead(self, self.tasks(epoch, first, where), depth)  # type: ignore[attr-defined]
+        if self.exchange is None:
+            return ahead
+        seeds = self.batch_sampler  # type: ignore[attr-defined]
+        if not hasattr(seeds, "__len__"):
+            raise TypeError(
+                f"{type(seeds).__name__} has no __len__, but ranks that send each other rows must know how many "
+                "mini-batches each has; give it one, or take topology and features 'pinned'"
+            )
+        return InStep(ahead, self.exchange, max(0, len(seeds) - first), self.num_exchanges)
+
+    @property
+    def num_exchanges(self) -> int:
+        """How often a mini-batch needs the other processes of the node."""
+        sampler = self._graph_sampler  # type: ignore[attr-defined]
+        return int(sampler.num_exchanges) + self._shares_rows
 
 
 class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
@@ -75,18 +106,28 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             turn with training.
         bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow
             (``PersistentNeighborSampler.bulk_size``); features are gathered for one at a time, when it is its turn.
+        exchange: By which tables' rows come from other processes, where they do: then mini-batches are made one by one.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedNodeLoader` takes.
     """
 
-    def __init__(self, *args: Any, device: torch.device, prefetch: int = 2, bulk: int = 8, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        device: torch.device,
+        prefetch: int = 2,
+        bulk: int = 8,
+        exchange: Exchange | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.device, self.prefetch, self.bulk = device, prefetch, bulk
+        self.device, self.prefetch, self.bulk, self.exchange = device, prefetch, bulk, exchange
         self._there: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def can_begin(self) -> bool:
         """Whether it can begin with a mini-batch and wait for it later."""
-        return not self.in_training_thread and self.node_sampler.can_begin and self.input_data.time is None
+        in_turn = self.in_training_thread or self.exchange is not None
+        return not in_turn and self.node_sampler.can_begin and self.input_data.time is None
 
     @property
     def bulk_size(self) -> int:
@@ -140,9 +181,12 @@ class DeviceLinkLoader(_OnDevice, ThreadedLinkLoader):
         *args: The graph, and a sampler on the GPU.
         device: The GPU.
         prefetch: Not 0: they are prepared on a stream of their own, beside what has been queued for training.
+        exchange: As for :class:`DeviceNodeLoader`.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedLinkLoader` takes.
     """
 
-    def __init__(self, *args: Any, device: torch.device, prefetch: int = 2, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, device: torch.device, prefetch: int = 2, exchange: Exchange | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.device, self.prefetch = device, prefetch
+        self.device, self.prefetch, self.exchange = device, prefetch, exchange

@@ -8,21 +8,25 @@ from typing import Any, ClassVar
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, pinned
 from lightning_gnn.persistent.access_counts import Reads, count_reads
 from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
+from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
-from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, find_gpu
+from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
+from lightning_gnn.persistent.shards import Node, ShardedTable, meet_on_node
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
+from lightning_gnn.sampling.loader import name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 _LOADERS = {"node": DeviceNodeLoader, "link": DeviceLinkLoader}
@@ -38,6 +42,8 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     on_cpu: ClassVar[str]
     """The class that samples the same mini-batches on the CPU."""
+    in_step: ClassVar[bool] = True
+    """Whether all ranks make their mini-batches in step, so that they can send each other rows."""
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         bulk: int = 8,
         device: torch.device | str | None = None,
         device_memory: int | str | None = None,
+        gpus: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_place(topology, "topology")
@@ -62,8 +69,9 @@ class PlacedOnGPU(MiniBatchDataModule):
         device_memory = None if device_memory is None else memory_bytes(device_memory, "device_memory")
         if cache_rows and caches != 0:
             raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
-        if features == "device" and cache_rows:
+        if features in ("device", "shard") and cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
+        told = None if gpus is None else whole_number(gpus, "gpus", 1)
         fetch_size, prefetch = whole_number(fetch_size, "fetch_size", 1), whole_number(prefetch, "prefetch", 0)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -75,11 +83,14 @@ class PlacedOnGPU(MiniBatchDataModule):
         if "tables" in kwargs:
             raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
         super().__init__(*args, **kwargs)
+        self._gpus = told
         if not isinstance(self.graph_sampler, NeighborSampler):
             raise TypeError(
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
+        if quantize and self._disk is not None:
+            raise ValueError("quantize=True is for tables in memory; write_rows(…, dtype='int8') keeps int8 on disk")
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, caches, quantize
         self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
@@ -89,8 +100,11 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[Any, FeatureTable] = {}
+        self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
         self._samplers: dict[str, Any] = {}
+        self._node: Node | None = None
+        if topology == "shard":
+            check_dealt(self.graph_sampler, self.eval_graph_sampler)
 
     def _training_seeds(self) -> tuple[NodeSamplerInput | EdgeSamplerInput, NegativeSampling | None]:
         """Return what mini-batches of the training set are sampled for, and what negative edges they have."""
@@ -106,7 +120,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 self._placed_on = "cpu"
             return super()._loader(stage)
         if self._placed_on != device:
-            self._place(device)
+            self._place(device, stage)
         return self._sampled_loader(
             stage,
             self._placed_data,
@@ -115,6 +129,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             tables=self._tables,
             device=device,
             prefetch=self.prefetch,
+            exchange=self._exchange,
             **({"bulk": self._bulk} if self.kind == "node" else {}),
             # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
@@ -144,7 +159,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             ValueError: What is asked for on the device does not fit there, or there is neither a GPU nor
                 ``device_memory``.
         """
-        return self._demand().plan(self._memory(device or self._device()), self._count_reads)
+        return self._demand(self._gpus or 1).plan(self._memory(device or self._device()), self._count_reads)
 
     def _memory(self, device: torch.device | None) -> int:
         if self.device_memory is not None:
@@ -153,7 +168,37 @@ class PlacedOnGPU(MiniBatchDataModule):
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
         return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
-    def _demand(self) -> Demand:
+    def _meet(self, device: torch.device) -> Node | None:
+        """Return the processes of this node, to whose GPUs tables may be dealt out; None: to this one alone.
+
+        Raises:
+            ValueError: ``gpus`` is another number.
+        """
+        asked = "shard" in (self.topology, self.features)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            size = 1
+        elif not asked and "auto" not in (self.topology, self.features):
+            return None
+        else:
+            node = meet_on_node(device)
+            size = node.size
+        if self._gpus not in (None, size):
+            raise ValueError(f"gpus={self._gpus}, but the run has {size} on this node: leave it out, or start as many")
+        if size > 1 and asked and not node.peers and not self.in_step:
+            raise ValueError(
+                f"the GPUs of this node do not read each other's memory, and the ranks of {type(self).__name__} do not "
+                "make their mini-batches in step, so they cannot send each other rows; place topology and features "
+                "'auto', 'device' or 'pinned'"
+            )
+        return node if size > 1 and (asked or node.peers) else None
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        plan, node = self._placement, self._node
+        dealt = plan is not None and any(part.place == "shard" for part in plan.parts)
+        return node.exchange if dealt and node is not None else None
+
+    def _demand(self, gpus: int = 1) -> Demand:
         """Return what of the graph and of mini-batches wants to be on the device."""
         data = self.batch_data
         tables, others = {}, {}
@@ -163,6 +208,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             for key in store:
                 value = _as_tensor(store[key])
                 # What is trained stays the user's own tensor; so do attributes that are no numbers.
+                if self._disk is not None and name_of(store, key) in self._disk.files:
+                    continue  # a GPU fetches its rows by way of the host
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
                 at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
@@ -184,6 +231,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             self._held,
             self.bulk,
             self.mode == "persistent",
+            gpus,
         )
 
     @property
@@ -195,23 +243,34 @@ class PlacedOnGPU(MiniBatchDataModule):
         inputs, negatives = self._training_seeds()
         return count_reads(self.graph_sampler, inputs, self.batch_size, batches, self.seed, negatives)
 
-    def _place(self, device: torch.device) -> None:
+    def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to where they are read."""
-        demand = self._demand()
+        self._node = node = self._meet(device)
+        demand = self._demand(1 if node is None else node.size)
         memory = self._memory(device)
-        self._placement = plan = demand.plan(memory, self._count_reads)
+        if node is None:
+            plan = demand.plan(memory, self._count_reads)
+        else:  # all do the same, by the least memory that one of them has
+            memory = min(node.gather(memory))
+            plan = node.first(lambda: demand.plan(memory, self._count_reads))
+        self._placement = plan
         self._bulk = demand.bulk_size(memory)
         rank_zero_info(f"persistent sampling: {plan}")
-        self._placed_data, self._tables = copy.copy(self.batch_data), {}
+        self._placed_data, self._tables = copy.copy(self.batch_data), dict(self._disk_tables(stage))
         for at, table in demand.tables.items():
             name = demand.name_of(at)
             if self.quantize and at[1] == "x":
                 table = table.quantized()
+            placed: FeatureTable | ShardedTable
             if plan[name].place == "device":
                 placed = table.to(device)
+            elif plan[name].place == "shard":
+                assert node is not None
+                scales = None if table.scales is None else table.scales.to(device)
+                placed = ShardedTable(node.share(table.values), scales)
             else:
-                placed = pinned(table, table.num_nodes * table.row_bytes, device, name)
-                placed = placed.cached(plan[name].nodes, device) if plan[name].nodes.numel() else placed
+                read = pinned(table, table.num_nodes * table.row_bytes, device, name)
+                placed = read.cached(plan[name].nodes, device) if plan[name].nodes.numel() else read
             self._tables[at[1] if at[0] is None else at] = placed
         for (kind, key), value in demand.others.items():
             part = self._placed_data if kind is None else self._placed_data[kind]
@@ -224,6 +283,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             mode=self.mode,
             fetch_size=self.fetch_size,
             hot_nodes=topology.nodes if topology.nodes.numel() else None,
+            node=node,
         )
         train.seed = self.seed
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})

@@ -20,8 +20,17 @@ from lightning_gnn.graph.memory import check_place, choose_place, pinned
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, sample_bulk, triton_sampler
+from lightning_gnn.ops.sample.triton import (
+    begin_samples,
+    fetching_sampler,
+    most_batches,
+    runs_on,
+    sample_bulk,
+    triton_sampler,
+)
+from lightning_gnn.persistent.shards import LIST_SHIFT, Node, PeerShards, Shards
 from lightning_gnn.runtime.devices import sent
+from lightning_gnn.runtime.page_locked import page_locked
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
 MODES = ("fused", "persistent")
@@ -100,11 +109,15 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: str = "fused",
         fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
+        node: Node | None = None,
     ) -> PersistentNeighborSampler:
-        """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class."""
+        """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class.
+
+        With ``topology="shard"`` the edges are dealt out to the GPUs of a node, all of whose processes must call it.
+        """
         other = cls.__new__(cls)
         other.__dict__.update(vars(sampler))
-        other._place(device, topology, mode, fetch_size, hot_nodes)
+        other._place(device, topology, mode, fetch_size, hot_nodes, node)
         return other
 
     def _place(
@@ -114,9 +127,12 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: str,
         fetch_size: int,
         hot_nodes: Tensor | None,
+        node: Node | None = None,
     ) -> None:
         """Copy the graph to where the GPU reads it."""
         check_place(topology, "topology")
+        if topology == "shard" and node is None:
+            raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
         if fetch_size < 1:
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
         if mode not in MODES:
@@ -126,11 +142,16 @@ class PersistentNeighborSampler(NeighborSampler):
         if hot_nodes is not None and not plain:
             raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
         self._kernel: Any = None
+        self._edge_ids: Shards | None = None
+        self._in_step = False
         self.device = find_gpu(device)
         if self.device is None:
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
         self.backend = "triton"
+        if node is not None and topology == "shard":
+            self._share(node, mode, fetch_size)
+            return
         self._topology = choose_place(topology, host.num_bytes, self.device, "the topology")
         self.graph = self._placed(host)
         if isinstance(whole, HeteroCSCGraph):  # edges of types without weights are the same
@@ -146,6 +167,30 @@ class PersistentNeighborSampler(NeighborSampler):
             self._kernel = triton_sampler(
                 self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
             )
+
+    def _share(self, node: Node, mode: str, fetch_size: int) -> None:
+        """Deal out the edges to the GPUs of a node; offsets, which are read first, are on each."""
+        host, self._topology = self.graph, "shard"
+        assert self.device is not None
+        check_dealt(self)
+        indptr, sources = host.indptr.to(self.device), node.share(host.indices.view(-1, 1), LIST_SHIFT)
+        self.graph = self.whole_graph = changed(host, indptr=indptr)
+        if isinstance(sources, PeerShards):
+            if host.edge_ids is not None:
+                self._edge_ids = node.share(host.edge_ids.view(-1, 1), LIST_SHIFT)
+            local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
+            self._kernel = triton_sampler(indptr, local, self.device, **options)
+            return
+        if host.edge_ids is not None:  # looked up at any time, so nobody could answer
+            ids = host.edge_ids if self.device.type == "cpu" else page_locked(host.edge_ids)
+            self.graph = self.whole_graph = changed(self.graph, edge_ids=ids)
+
+        def fetch(edges: Tensor) -> Tensor:
+            found = torch.empty((edges.numel(), 1), dtype=host.indices.dtype, device=edges.device)
+            sources.take(edges, found)
+            return found.view(-1)
+
+        self._kernel, self._in_step = fetching_sampler(indptr, host.num_edges, fetch, self.device), True
 
     def _placed(self, graph: Any) -> Any:
         """Return a copy of a graph where the GPU reads it."""
@@ -177,6 +222,8 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
         other = super().with_options(**options)
         assert isinstance(other, PersistentNeighborSampler)
+        if getattr(other, "_topology", None) == "shard":
+            check_dealt(other)
         other._place_whole()
         return other
 
@@ -233,7 +280,12 @@ class PersistentNeighborSampler(NeighborSampler):
     @property
     def can_begin(self) -> bool:
         """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
-        return self._kernel is not None and not beyond_plain(self)
+        return self._kernel is not None and not self._in_step and not beyond_plain(self)
+
+    @property
+    def num_exchanges(self) -> int:
+        """How often a mini-batch needs the other processes of the node."""
+        return len(self.num_neighbors) if self._in_step else 0
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
         """Launch mini-batches on the current stream, without waiting; what :meth:`end` takes.
@@ -261,7 +313,7 @@ class PersistentNeighborSampler(NeighborSampler):
         Args:
             wanted: At most so many.
         """
-        if self._kernel is None or self.disjoint or self.labor is not None:
+        if self._kernel is None or self._in_step or self.disjoint or self.labor is not None:
             return 1
         if self.subgraph_type == SubgraphType.induced:
             return 1
@@ -306,9 +358,24 @@ class PersistentNeighborSampler(NeighborSampler):
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""
+        if self._edge_ids is not None:
+            found = torch.empty((edge.numel(), 1), dtype=self.graph.edge_ids.dtype, device=edge.device)
+            self._edge_ids.take(edge, found)
+            return found.view(-1).to(torch.int64)
         if self.device is None or graph.edge_ids is None:
             return super().original_positions(graph, edge)
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
+
+
+def check_dealt(*samplers: Any) -> None:
+    """Refuse what the kernels cannot do with edges that are dealt out to several GPUs.
+
+    Raises:
+        ValueError: Names it.
+    """
+    for sampler in samplers:
+        if refused := beyond_plain(sampler):
+            raise ValueError(f"topology='shard' does not go with {refused[0]}; take 'device' or 'pinned'")
 
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:

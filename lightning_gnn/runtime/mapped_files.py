@@ -76,7 +76,7 @@ class MappedFiles:
         address, size = storage.data_ptr(), storage.nbytes()
         offset, at, path = 0, address, ""
         for start, end, begin, inode, name in self._regions:  # by address
-            if start <= at < end and size >= LEAST:
+            if start <= at < end and at < address + size and size >= LEAST:
                 if at == address:
                     offset, path = begin + at - start, name
                     try:

@@ -17,8 +17,10 @@ import platform
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ _WORD, _FLAGS, _IS_MAPPED = 8, 7, 2
 # Of Linux on x86-64 and on 64-bit ARM; Python names not all of them.
 _FIXED, _NO_RESERVE, _POPULATE_READ = 0x10, 0x4000, 22
 _FAILED = ctypes.c_void_p(-1).value
+_files: dict[int, tuple[int, int, int]] = {}
+"""What arrays of this process share, by where they begin: the bytes, an open file that holds them, which life it is."""
+_lives = count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,13 @@ class Block:
         start: Address of the first one.
         size: Bytes of them.
         array: Bytes of the array, and how many of them lie before the first whole page.
+        owner: What dies with the array's memory.
     """
 
     start: int
     size: int
     array: tuple[int, int]
+    owner: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +98,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     Returns:
         Bytes of this rank that are shared now.
     """
-    machine = _machine()
+    machine = which_machine()
     mine, why = {}, ""
     try:
         mine = find_blocks(held) if machine is not None else {}
@@ -129,8 +136,72 @@ def find_blocks(held: Mapping[str, Any]) -> dict[str, Block]:
         seen.add(block)
         first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if not (isinstance(array, Tensor) and array.is_pinned()):
-            found[name] = Block(first, end - first, (size, first - start))
+            found[name] = Block(first, end - first, (size, first - start), _owner(array))
     return found
+
+
+def open_to_all(tensor: Tensor) -> Tensor | None:
+    """Return the same content in the very memory that the ranks of the machine share, for a device to lock there.
+
+    Pages of an array that ranks share are the machine's until somebody writes to them. A driver that locks pages for a
+    device counts as one who may write, so locking the array itself would give each rank a copy of its own. What is
+    returned is another view of the file in memory, which is everyone's: it must not be written to.
+
+    Args:
+        tensor: On the host, contiguous.
+
+    Returns:
+        None where its memory is not shared, or has been written to since.
+    """
+    begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    near = [first for first in _files if first < begin + size and begin < first + _files[first][0]]
+    if not near:
+        return None
+    first = near[0]
+    length, file, _ = _files[first]
+    start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(begin + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    low, high = max(start, first), min(end, first + length)
+    libc, access = _libc(), mmap.PROT_READ | mmap.PROT_WRITE
+    # The file has whole pages alone; what of the array lies before and behind them is copied.
+    place = libc.mmap(None, end - start, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if place == _FAILED:
+        return None
+    pages = (ctypes.c_char * (end - start)).from_address(place)
+    finalize(pages, libc.munmap, place, end - start).atexit = False
+    view: Any = np.frombuffer(pages, np.uint8)  # type: ignore[call-overload]
+    if libc.mmap(place + low - start, high - low, access, mmap.MAP_SHARED | _FIXED, file, low - first) == _FAILED:
+        return None
+    own = tensor.detach().view(-1).view(torch.uint8).numpy()
+    seen = view[begin - start : begin - start + size]
+    for part in (slice(0, max(0, low - begin)), slice(max(0, high - begin), size)):
+        seen[part] = own[part]
+    if libc.memcmp(begin, seen.ctypes.data, size):
+        return None
+    return torch.from_numpy(seen).view(tensor.dtype).view(tensor.shape)
+
+
+def _owner(array: Tensor | np.ndarray) -> Any:
+    """Return what Python has of an array's memory, which dies with it."""
+    if isinstance(array, Tensor):
+        return array.untyped_storage()
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _keep_open(block: Block, file: int) -> None:
+    """Note the file with which an array shares all of its pages, for as long as the array lives."""
+    if block.owner is None:
+        return
+    life = next(_lives)
+    _files[block.start] = block.size, os.dup(file), life
+    finalize(block.owner, _close, block.start, life).atexit = False
+
+
+def _close(start: int, life: int) -> None:
+    if start in _files and _files[start][2] == life:
+        os.close(_files.pop(start)[1])
 
 
 def _arrays(held: Any, name: str = "") -> Iterator[tuple[str, Tensor | np.ndarray]]:
@@ -203,7 +274,7 @@ def _block_around(start: int, size: int, regions: list[tuple[int, int]]) -> int 
     return None
 
 
-def _machine() -> tuple[Any, ...] | None:
+def which_machine() -> tuple[Any, ...] | None:
     """Return what tells apart machines, containers and users, who cannot open each other's files; None: no sharing."""
     try:
         if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
@@ -249,6 +320,8 @@ def _give(block: Block, files: ExitStack) -> _Offer:
             done += written
     except OSError as error:
         why = str(error)
+    if done == block.size:
+        _keep_open(block, file.fileno())
     return _Offer(os.getpid(), file.fileno(), (state.st_dev, state.st_ino), done, why)
 
 
@@ -257,7 +330,7 @@ def _take(block: Block, offer: _Offer) -> bool | str:
     if not offer.size:
         return offer.why
     try:
-        with open(f"/proc/{offer.process}/fd/{offer.number}", "rb") as file:
+        with open(f"/proc/{offer.process}/fd/{offer.number}", "r+b") as file:
             state = os.fstat(file.fileno())
             if (state.st_dev, state.st_ino) != offer.identity:
                 return "its process is another one"
@@ -267,6 +340,8 @@ def _take(block: Block, offer: _Offer) -> bool | str:
                 return False
             _map_over(block.start, offer.size, file, 0)
             libc.madvise(block.start, offer.size, _POPULATE_READ)  # the first batches need not fetch page by page
+            if offer.size == block.size:
+                _keep_open(block, file.fileno())
     except (OSError, ValueError) as error:
         return str(error)
     return True
@@ -305,6 +380,7 @@ def _libc() -> Any:
     libc.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.memcmp.argtypes = [address, address, size]
     libc.madvise.argtypes = [address, size, ctypes.c_int]
+    libc.munmap.argtypes = [address, size]
     return libc
 
 

@@ -1,6 +1,7 @@
 """Host arrays that a GPU reads where they lie: their pages are locked in place, once, for all that look at them.
 
-A pinned copy would stand beside the original, rounded up to a power of two by torch's allocator.
+A pinned copy would stand beside the original, rounded up to a power of two by torch's allocator. Ranks of a machine
+that share an array lock the one copy of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from weakref import finalize
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+
+from lightning_gnn.runtime.one_copy import open_to_all
 
 _COPIED = 1 << 20
 """Bytes below which a pinned copy is made: small arrays share their pages with others."""
@@ -32,7 +35,8 @@ def page_locked(tensor: Tensor) -> Tensor:
     """Return a tensor in page-locked memory: the same memory, if the system can lock it, else a copy.
 
     Its pages are unlocked when what is returned, and all views of it, are gone; until then the original stays too.
-    Arrays that have pages in common, or are given twice, share them. What is written to the one is seen in the other.
+    Arrays that have pages in common, or are given twice, share them. What is written to the one is seen in the other,
+    unless the ranks of the machine share the array (``one_copy.py``): then it stays as it was.
 
     Args:
         tensor: On the host, or anywhere else, where it stays.
@@ -54,6 +58,10 @@ def page_locked(tensor: Tensor) -> Tensor:
     # CUDA calls pinned what begins in a page that is locked here, perhaps for others and not to its end.
     if not shared and (size < _COPIED or tensor.is_pinned()):
         return tensor.pin_memory()
+    if not shared and (everyones := open_to_all(tensor)) is not None:
+        tensor = everyones
+        first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(tensor.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _lock:
         _unlock()
         pieces, error = _register(first, end)

@@ -16,6 +16,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
@@ -24,6 +25,7 @@ from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+from lightning_gnn.sampling.on_disk import OnDisk
 from lightning_gnn.sampling.options import SAMPLING, checked_options
 from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder
 
@@ -64,6 +66,7 @@ class MiniBatchDataModule(ResumableDataModule):
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
     _first_layer: FirstLayer | None = None
+    _disk: OnDisk | None = None
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class MiniBatchDataModule(ResumableDataModule):
         check_features: bool,
         feature_dtype: torch.dtype | str | None = None,
         precompute: str | None = None,
+        on_disk: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
         true_or_false(replace, "replace")
@@ -118,11 +122,12 @@ class MiniBatchDataModule(ResumableDataModule):
         elif num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
-            sampler = NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **self._sampling)
+            sampler = self._own_sampler(data, num_neighbors, replace, disjoint, **self._sampling)
         self._check_together(beyond_plain(sampler), precompute)
         if not typed:
             check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
+        self._disk = self._features_on_disk(precompute, feature_dtype, **(on_disk or {}))
         evaluation = _with_overrides(sampler, self.sampler_overrides)
         self.precompute = check_option(precompute, self.data)
         if self.precompute is not None:
@@ -132,6 +137,47 @@ class MiniBatchDataModule(ResumableDataModule):
             evaluation = sampler if same else one_hop_less(evaluation)
         self.graph_sampler = sampler
         self.eval_graph_sampler = evaluation
+
+    def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
+        """Return the sampler that is used where the user gives none."""
+        return NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **options)
+
+    def _features_on_disk(self, precompute: Any, feature_dtype: Any, memory: Any = None, **more: Any) -> OnDisk | None:
+        if memory is None:
+            if given := [name for name, value in more.items() if value]:
+                raise ValueError(f"{given[0]} is for features that stay on disk: give memory= too, such as '8GB'")
+            return None
+        for name, value in (("precompute", precompute), ("feature_dtype", feature_dtype)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} makes a table in memory, so it does not go with memory=, which leaves features on disk; "
+                    "write_rows(…, dtype=…) makes a smaller file"
+                )
+        return OnDisk(self.data, memory, **more)
+
+    def _disk_tables(self, stage: str) -> dict[Any, DiskFeatures]:
+        """Return what is gathered from disk, by attribute."""
+        if self._disk is None:
+            return {}
+        return self._disk.tables(lambda: self._sampled_loader(stage, self.batch_data, self._sampler_of(stage)))
+
+    def plan_disk(self) -> str | None:
+        """Say what of the features is read from disk, and what memory that takes; None where nothing is.
+
+        Raises:
+            ValueError: The memory does not suffice.
+        """
+        if self._disk is None:
+            return None
+        self._disk_tables("train")
+        return str(self._disk)
+
+    def _from_disk(self, stage: str) -> dict[str, Any]:
+        """Return the options of a loader that reads features from disk."""
+        if self._disk is None:
+            return {}
+        own = (self.loader_kwargs if stage == "train" else self.eval_loader_kwargs).get("tables") or {}
+        return {"tables": {**own, **self._disk_tables(stage)}, "lookahead": self._disk.lookahead}
 
     def _check_together(self, asked: list[str], precompute: str | None) -> None:
         """Refuse what this DataModule cannot do with a sampler, whoever has made it."""
@@ -171,6 +217,8 @@ class MiniBatchDataModule(ResumableDataModule):
     @property
     def batch_data(self) -> Any:
         """The graph from which mini-batches are cut: ``data``, with ``precompute`` and ``x_aggregated``."""
+        if self._disk is not None:
+            return self._disk.added_to(self.data)
         if self._first_layer is None:
             return self.data
         module = None if self.trainer is None else self.trainer.lightning_module
@@ -259,7 +307,7 @@ class MiniBatchDataModule(ResumableDataModule):
         if training:
             kwargs["first_batch"] = self._first_batch
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
-            kwargs["sampler"] = self._order(num_seeds, training, kwargs.get("drop_last", False))
+            kwargs["sampler"] = self._order(stage, num_seeds, kwargs.get("drop_last", False))
         if training and hasattr(kwargs.get("sampler"), "set_epoch"):
             kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
@@ -347,7 +395,8 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, num_seeds: int, training: bool, drop_last: bool) -> DistributedSampler[Any]:
+    def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
+        training = stage == "train"
         kind = TrainingOrder if training else EvaluationOrder
         replicas, rank = self._replica
         return kind(

@@ -112,12 +112,16 @@ class _Deferred:
 
     @contextmanager
     def _as_plain(self, back: bool = True) -> Iterator[None]:
-        """Be PyG's store for a while, or from now on, without ``e_id``."""
+        """Be PyG's store for a while, or from now on, without ``e_id``; what fails in between leaves it as it was."""
         edges, kind = vars(self)["_edges"], type(self)
         _become(self, self._plain)
-        yield
-        if back:
-            _become(self, kind, edges)
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if back or not done:
+                _become(self, kind, edges)
 
     def __getitem__(self, key: str) -> Any:
         return self._resolved()[key] if key == "e_id" else vars(self)["_mapping"][key]
@@ -149,8 +153,10 @@ class _Deferred:
         named = getattr(function, "__module__", "") == "torch_geometric.data.data"
         if args or not named or function.__qualname__ not in _MOVES:
             return self._resolved().apply(function, *args)
-        vars(self)["_edges"] = vars(self)["_edges"].then(function)
-        return self._apply_to_others(function)
+        edges = vars(self)["_edges"].then(function)
+        self._apply_to_others(function)
+        vars(self)["_edges"] = edges
+        return self
 
     def _apply_to_others(self, function: Callable[[Any], Any]) -> Any:
         with self._as_plain():

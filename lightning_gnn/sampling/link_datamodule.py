@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,14 @@ class LinkDataModule(MiniBatchDataModule):
             of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
             ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
             ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
+        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
+            takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
+            each process. Mini-batches are equal to those from memory.
+        lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
+            (``"500MB"``); by default an eighth of the memory.
+        store: With ``memory``, the file to read, of :func:`~lightning_gnn.graph.write_rows` or ``.npy``; with several
+            types one for each that is to be read so. By default those that ``x`` is memory-mapped from.
+        verify_store: Compare each block that is read with its checksum.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
@@ -128,6 +137,10 @@ class LinkDataModule(MiniBatchDataModule):
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
         precompute: str | None = None,
+        memory: int | str | None = None,
+        lookahead: int | str | None = None,
+        store: str | Path | Mapping[str, str | Path] | None = None,
+        verify_store: bool = False,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -135,8 +148,9 @@ class LinkDataModule(MiniBatchDataModule):
         super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, share_memory)
         if exclude_seed_edges:
             self._sampling["exclude_seed_edges"] = exclude_seed_edges
+        disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
         self._take_graph(
-            data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute
+            data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute, disk
         )
         if input_train_edges is None:
             if isinstance(data, HeteroData):
@@ -199,7 +213,7 @@ class LinkDataModule(MiniBatchDataModule):
             self.check_count(stage, edges.size(1))
             asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
             return self.full_loader(stage, self._types[stage], **asked)
-        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage))
+        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage), **self._from_disk(stage))
 
     def _sampled_loader(
         self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedLinkLoader, **options: Any

@@ -25,6 +25,7 @@ from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.ops.hashing import key_of_part
@@ -33,6 +34,7 @@ from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import EdgePositions, defer, deferred
+from lightning_gnn.sampling.look_ahead import Drawn, LookAhead, claimed
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
 from lightning_gnn.sampling.seed_order import mini_batches
@@ -141,7 +143,8 @@ class _ThreadedLoader:
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
         epoch: Callable[[int], int] | None = None,
-        tables: Mapping[Any, FeatureTable] | None = None,
+        tables: Mapping[Any, FeatureTable | DiskFeatures] | None = None,
+        lookahead: int | tuple[int, int] = 0,
         thread_safe: bool = False,
         sparse_grad: bool = False,
         **kwargs: Any,
@@ -158,6 +161,7 @@ class _ThreadedLoader:
         self.first_batch = first_batch
         self.epoch = epoch
         self.tables = dict(tables or {})
+        self.lookahead = lookahead
         self.thread_safe = thread_safe
         self.sparse_grad = sparse_grad
         self.num_threads: int = kwargs.pop("num_workers", 0)
@@ -175,6 +179,8 @@ class _ThreadedLoader:
             with suppress(AttributeError):  # Lightning tells the epoch to samplers that want to know
                 self.sampler.set_epoch = partial(setattr, self.sampler, "epoch")
         self._check_trained()
+        if not self._joins_features and any(isinstance(table, DiskFeatures) for table in self.tables.values()):
+            raise TypeError(f"{type(self).__name__}.filter_fn cuts features from data itself: it cannot read a disk's")
         if getattr(type(self), "collate_fn", None) not in (NodeLoader.collate_fn, LinkLoader.collate_fn):
             raise TypeError(
                 f"{type(self).__name__}.collate_fn would not be called: stages take its place here; give a sampler of "
@@ -392,8 +398,19 @@ class _ThreadedLoader:
             epoch: Its number.
             first: The number of the first mini-batch.
         """
-        ahead = self.num_threads * self.prefetch_factor_threads
-        return OrderedPipeline(self.tasks(epoch, first), self.prepare, self.num_threads, ahead)
+        ahead, tasks = self.num_threads * self.prefetch_factor_threads, self.tasks(epoch, first)
+        on_disk = {name: table for name, table in self.tables.items() if isinstance(table, DiskFeatures)}
+        if on_disk and self.looks_ahead and claimed(on_disk):
+            return LookAhead(self, tasks, on_disk, self.lookahead, self.num_threads, ahead)
+        return OrderedPipeline(tasks, self.prepare, self.num_threads, ahead)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether coming mini-batches are sampled so that their rows can be read in the best order.
+
+        A sampler of the user's own that may change as training goes on is not run ahead of it.
+        """
+        return self.lookahead != 0 and not self.in_training_thread
 
     def tasks(self, epoch: int, first: int, device: torch.device | None = None) -> Iterator[Task]:
         """Give the mini-batches of an epoch from ``first`` on; positions are on a device where that is possible."""
@@ -412,19 +429,36 @@ class _ThreadedLoader:
             task: Its epoch, its number and the positions of its seeds.
             stage_ends: Called before, between and after the stages.
         """
-        key, index = self.key_of(task), task[2]
         stage_ends()
-        start = time.perf_counter()
+        drawn = self.draw(task)
+        stage_ends()
+        prepared = self.join(drawn)
+        stage_ends()
+        return prepared
+
+    def draw(self, task: Task) -> Drawn:
+        """Sample a mini-batch, without its features.
+
+        Args:
+            task: Its epoch, its number and the positions of its seeds.
+        """
+        key, index, start = self.key_of(task), task[2], time.perf_counter()
         part = getattr(index, "part", 0)
         with deferred(self.defers_edges):
             out = self.sample(index, key, part, getattr(index, "first", 0))
-        sampled = time.perf_counter()
-        stage_ends()
-        prepared = self.load(out, key, part)
+        return Drawn(out, key, part, time.perf_counter() - start)
+
+    def join(self, drawn: Drawn) -> Prepared:
+        """Join what :meth:`draw` gave with its features.
+
+        Args:
+            drawn: What was sampled.
+        """
+        start = time.perf_counter()
+        prepared = self.load(drawn.out, drawn.key, drawn.part)
         if self.pin_memory and torch.accelerator.is_available():  # type: ignore[attr-defined]
             prepared.batch = prepared.batch.pin_memory()
-        stage_ends()
-        prepared.cost.sampling_s, prepared.cost.features_s = sampled - start, time.perf_counter() - sampled
+        prepared.cost.sampling_s, prepared.cost.features_s = drawn.seconds, time.perf_counter() - start
         return prepared
 
     def finish(self, prepared: Prepared) -> Data:
@@ -554,8 +588,10 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
         first_batch: Called when iteration starts; tells how many batches of the epoch to skip.
         epoch: Called before it, with the number of the pass; tells which epoch it is. The number is the one that has
             been set on the sampler since the last pass, as Lightning does, or else passes are counted.
-        tables: Where to gather some attributes from instead of ``data``, such as device memory; by attribute, or with
-            several types by (type, attribute).
+        tables: Where to gather some attributes from instead of ``data``, such as device memory or a disk; by attribute,
+            or with several types by (type, attribute).
+        lookahead: Mini-batches that are sampled before the first one of them is read from a disk, or how many at most
+            and how many bytes of them.
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
             and put back afterwards, so that what they draw does not depend on the number of workers.

@@ -12,6 +12,8 @@ from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
+from lightning_gnn.ops.hashing import batch_key
+
 
 class TrainingOrder(DistributedSampler[Any]):
     """Torch's ``DistributedSampler``, whose order can also be had as a tensor; with one process too.
@@ -25,6 +27,44 @@ class TrainingOrder(DistributedSampler[Any]):
         if order.numel() < self.total_size:
             order = order.repeat(-(-self.total_size // max(order.numel(), 1)))
         return order[self.rank : self.total_size : self.num_replicas]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.positions().tolist())
+
+
+class OwnSeedsOrder(DistributedSampler[Any]):
+    """Each process goes over seeds of its own, which none of the others has.
+
+    All have as many steps: where one has fewer seeds than another, its first ones come once more, as torch's
+    ``DistributedSampler`` does it.
+
+    Args:
+        owner: Which process has each seed, integer ``[num_seeds]``.
+        **options: Of torch's ``DistributedSampler``.
+
+    Raises:
+        ValueError: A process has no seeds.
+    """
+
+    def __init__(self, owner: Tensor, **options: Any) -> None:
+        super().__init__(range(owner.numel()), **options)  # type: ignore[arg-type]
+        counts = torch.bincount(owner.long(), minlength=self.num_replicas)
+        if without := (counts == 0).nonzero().view(-1).tolist():
+            raise ValueError(
+                f"rank {without[0]} of {self.num_replicas} has no training seeds in its part of the graph; use "
+                "order='global', fewer ranks, or partition the graph again with the seeds it is trained on"
+            )
+        self.owner = owner
+        self.num_samples = int(counts.min() if self.drop_last else counts.max())
+        self.total_size = self.num_samples * self.num_replicas
+
+    def positions(self) -> Tensor:
+        """Return this process's positions in the present epoch, int64 ``[num_samples]``."""
+        own = (self.owner == self.rank).nonzero().view(-1)
+        if self.shuffle:
+            key = batch_key(self.seed, self.rank, epoch=self.epoch) % 2**62
+            own = own[torch.randperm(own.numel(), generator=torch.Generator().manual_seed(key))]
+        return own.repeat(-(-self.num_samples // own.numel()))[: self.num_samples]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.positions().tolist())
@@ -91,7 +131,7 @@ def _whole_order(batch_sampler: Any) -> Tensor | None:
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
-    if type(sampler) in (TrainingOrder, EvaluationOrder):
+    if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder):
         order: Tensor = sampler.positions()  # type: ignore[union-attr]
         return order
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None

@@ -1,7 +1,7 @@
 """An NPU that is none: torch's Python backend for PrivateUse1 under the name "npu", every operator run on the CPU.
 
 ``install()`` renames the backend for the whole process, so give it a process of its own. As on a device, an operator
-that mixes NPU and CPU tensors is an error, a tensor has no address, and ``numpy()`` needs ``cpu()`` first.
+that mixes NPU and CPU tensors is an error, and ``numpy()`` needs ``cpu()`` first.
 
 What torch 2.13's mechanism does not carry:
 
@@ -12,7 +12,7 @@ What torch 2.13's mechanism does not carry:
 - ``torch.Generator("npu")``: random numbers come from the CPU's generator, so runs equal those on the CPU.
 - Inference tensors: a view of one made in Python trips over its version counter, so tensors made in inference mode are
   ordinary ones here.
-- Pinned memory, sparse tensors and ``data_ptr()``.
+- Pinned memory and sparse tensors.
 """
 
 import weakref
@@ -62,6 +62,9 @@ class NPUTensor(torch.Tensor):
 
     def __hash__(self):
         return id(self)
+
+    def data_ptr(self):
+        return self.raw.data_ptr()
 
     def tolist(self):
         return self.detach().cpu().tolist()

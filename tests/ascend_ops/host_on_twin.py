@@ -20,7 +20,10 @@ from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import aggregate, edge_softmax
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import graph_operators
+from lightning_gnn.ops.aggregate import npu as aggregate_npu
 from lightning_gnn.ops.aggregate.backends import chunk_tensors
+from lightning_gnn.ops.aggregate_update.ascend import Chip
+from lightning_gnn.ops.gather import npu as gather_npu
 
 NAMES = ("aggregate_chunks", "aggregate_vector", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -95,6 +98,32 @@ def compare(case):
     return found
 
 
+def mini_batch(launch):
+    """A layer and its gradient, in both orders, and gathered rows, by kernels that are launched in this way."""
+    torch.manual_seed(0)
+    chip, found = Chip(launch, 3), []
+    x, weight, own = torch.randn(300, 40), torch.randn(150, 40), torch.randn(150, 40)
+    edge_index = torch.stack([torch.randint(300, (900,)), torch.randint(200, (900,))])
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, 300, 200, torch.rand(900))
+    for first in (True, False):
+        out, kept = chip.update(edges, x, weight, own, torch.ones(150), True, first, True, None, 0)
+        grads = chip.backward(edges, torch.ones_like(out), x, weight, own, kept, True, first, [True] * 4, None, 0.0)
+        found += [out, *grads]
+    executor = SimpleNamespace(launch=launch), 3
+    with (
+        patch.object(gather_npu, "chip_executor", lambda *_: executor),
+        patch.object(gather_npu, "runs_on_chip", lambda *_: True),
+    ):
+        rows = torch.empty(4, 40)
+        gather_npu.gather_npu(x, torch.tensor([5, 299, 0, 7]), rows)
+    return [*found, rows, x[[5, 299, 0, 7]] - rows]
+
+
+def launched(*arguments):
+    with patch.object(torch.ops.lightning_gnn, "launch_kernel", on_npu("launch_kernel")):
+        aggregate_npu.launch(*arguments)
+
+
 def main():
     lines = []
     library = binding.load(lines.append)
@@ -112,6 +141,8 @@ def main():
             (4, 1, 300, torch.float64, "sum"),
         ]:
             differences += compare(case)
+        pairs = zip(mini_batch(launched), mini_batch(aggregate_ascend_twin.launch), strict=True)
+        differences += [f"mini-batch: result {place}" for place, pair in enumerate(pairs) if not torch.equal(*pair)]
     empty = [
         torch.zeros(n, dtype=torch.int32 if i in (0, 3, 4) else torch.int64) for i, n in enumerate((0, 1, 1, 0, 0, 1))
     ]
@@ -132,6 +163,11 @@ def main():
         try:
             on_npu("aggregate_chunks")(*arguments)
         except (NotImplementedError, ValueError) as error:
+            refusals.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    for kernel in ("scatter_rows", "update"):
+        try:
+            on_npu("launch_kernel")(kernel, 1, [torch.ones(1)], [torch.ones(1)], torch.ones(1))
+        except ValueError as error:
             refusals.append(f"{type(error).__name__}: {error}".splitlines()[0])
     found = {
         "library": str(library),

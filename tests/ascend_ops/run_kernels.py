@@ -117,8 +117,9 @@ def edge_products(chunks, a, b, heads, blocks, **options):
 def gather_rows(table, index, blocks, **options):
     out = np.zeros((index.size, *table.shape[1:]), table.dtype)
     row_bytes = table[0].nbytes
-    packed = tiling.gather_tiling(index.size, row_bytes)
-    launch("gather_rows", [given(table), given(index.astype(np.int32)), out, given(packed)], blocks, **options)
+    packed = tiling.gather_tiling(index.size, row_bytes, len(table))
+    inputs = map(given, (table, index.astype(np.int32), tiling.gather_missing(row_bytes)))
+    launch("gather_rows", [*inputs, out, given(packed)], blocks, **options)
     return out
 
 
@@ -152,3 +153,31 @@ def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpos
         launch("combine_parts", [given(out), given(nothing), y, given(combine)], blocks, seed=seed)
         out = y
     return out[:, :n].astype(np.float64)
+
+
+def aggregate_update(
+    x, indptr, indices, b, own=None, *, own_rows=0, weights=None, mean=False, transpose_b=False, blocks=1, seed=0
+):
+    """Sums and result; b and own are [k, n] as given, the flag says how they are stored for the kernel."""
+    rows, k, n = indptr.size - 1, x.shape[1], 0 if b is None else b.shape[1]
+    given_b = [] if b is None else [b] if own is None else [b, own]
+    stored = [padded(part.T if transpose_b else part) for part in given_b]
+    stored = np.concatenate(stored, 1) if stored else np.zeros((1, 16), np.float16)
+    packed = tiling.aggregate_update_tiling(
+        rows,
+        k,
+        n,
+        stored.shape[1],
+        own_rows=own_rows,
+        own_offset=stored.shape[1] // 2 if own is not None else 0,
+        weighted=weights is not None,
+        mean=mean,
+        transpose_b=transpose_b,
+    )
+    sums = np.full((rows, tiling.up(k)), np.nan, np.float16)
+    y = np.full((rows, max(tiling.up(n), 16)), np.nan, np.float32)
+    values = np.zeros(1, np.float32) if weights is None else weights.astype(np.float32)
+    inputs = (padded(x), indptr.astype(np.int32), indices.astype(np.int32), values, stored, tiling.update_constants())
+    args = [*map(given, inputs), Scratch(sums), Scratch(y), given(packed)]
+    launch("aggregate_update", args, blocks, seed=seed)
+    return sums[:, :k].astype(np.float64), y[:, :n].astype(np.float64)

@@ -281,6 +281,32 @@ def test_layers_end_to_end(layer):
         torch.testing.assert_close(got.double(), wanted, rtol=0.01, atol=2e-3 * wanted.abs().max().item())
 
 
+def test_a_compiler_looks_through_it():
+    graph = random_graph(12, 60, 400)
+    x, weight = torch.randn(60, 24, requires_grad=True), torch.rand(400)
+    compiled = torch.compile(lambda x: aggregate(graph, x, weight).relu(), backend="aot_eager", fullgraph=True)
+    with default_backend("ascend_twin"), record_launches() as launches:
+        expected = aggregate(graph, x, weight).relu()
+        found = compiled(x)
+        forward = len(launches)
+        found.sum().backward()
+    assert len(launches) > forward >= 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layer", [GCNConv, SAGEConv, GATConv])
+def test_layers_under_autocast(layer):
+    torch.manual_seed(0)
+    graph, x = random_graph(13, 90, 600), torch.randn(90, 24)
+    conv = layer(24, 16)
+    expected = conv(x, graph)
+    for dtype in (torch.bfloat16, torch.float16):
+        with record_launches() as launches, default_backend("ascend_twin"), torch.autocast("cpu", dtype):
+            found = conv(x, graph)
+        assert launches
+        torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
 def communities(nodes=240, classes=3):
     """A stand-in for a citation graph: vertices cite their own class, features hint at it."""
     draw = torch.Generator().manual_seed(0)
@@ -353,5 +379,14 @@ def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
 def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
     """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: nothing but the chip is missing."""
     command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "ascend_hybrid"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.campaign(parts=4, seldom=True)
+@pytest.mark.slow
+def test_sampled_batches_train_on_a_simulated_npu_with_the_twin_behind_it():
+    """``Trainer(accelerator="npu")`` with ``NeighborDataModule``: the losses of the CPU, in float32 and float16."""
+    command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "neighbours"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

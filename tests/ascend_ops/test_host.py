@@ -54,12 +54,15 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["differences"] == [], done.stderr[-4000:]
     assert found["kernels"] == [
         "aggregate_cube",
+        "aggregate_update",
         "aggregate_vector",
         "combine_parts",
         "edge_products",
         "edge_softmax",
         "edge_softmax_backward",
         "edge_sum",
+        "gather_rows",
+        "update",
     ]
     assert found["library"].startswith(str(tmp_path / "cache"))
     assert found["progress"][0].startswith("building the Ascend C kernels for Ascend910B3, once, into")
@@ -68,6 +71,8 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["empty"]
     assert found["refusals"][0] == "NotImplementedError: the NPU has no kernel for reduce=max"
     assert found["refusals"][1].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
+    assert found["refusals"][2] == "ValueError: there is no kernel scatter_rows"
+    assert found["refusals"][3] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
     assert len(found["warnings"]) == 1  # three of the cases are converted
 
 

@@ -265,6 +265,14 @@ def test_gathered_rows_are_the_rows(width, dtype):
     assert np.array_equal(run.gather_rows(table, index, 4), table[index])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8])
+def test_rows_that_a_table_does_not_have_are_all_ones(dtype):
+    table = np.ones((5, 20000 if dtype == np.uint8 else 7), dtype)
+    out = run.gather_rows(table, np.array([4, 5, -1, 2**31 - 1, 0]), 2)
+    assert np.array_equal(out[[0, 4]], table[:2])
+    assert (out[1:4].view(np.uint8) == 0xFF).all()
+
+
 def linear(a, b, bias=0):
     """The product and the sum of its terms' magnitudes."""
     return rounded(a) @ rounded(b) + bias, abs(rounded(a)) @ abs(rounded(b)) + abs(bias)

@@ -267,12 +267,30 @@ def test_batches_and_pieces_are_the_largest_that_fit(heads, columns):
         "piece": min(wide, 2048),
     }
     piece = min(tiling.up(columns, 32), 16384)
-    assert given_fields("GatherTiling", tiling.gather_tiling(7, columns, wide)) == {
+    assert given_fields("GatherTiling", tiling.gather_tiling(7, columns, 9, wide)) == {
         "numRows": 7,
+        "tableRows": 9,
         "rowBytes": columns,
         "tableStride": wide,
         "batch": largest(lambda batch: batch * piece <= 65536, 1024),
         "piece": piece,
+    }
+    together = tiling.aggregate_update_tiling(
+        7, columns, 33, 2 * wide, own_rows=9, own_offset=wide, mean=True, transpose_b=True
+    )
+    assert given_fields("AggregateUpdateTiling", together) == {
+        "rows": 7,
+        "k": columns,
+        "n": 48,
+        "storedN": 33,
+        "ldx": wide,
+        "ldb": 2 * wide,
+        "ownRows": 7,
+        "ownOffset": wide,
+        "mean": 1,
+        "transposeB": 1,
+        "batch": 256,
+        "panelColumns": min(wide, 2048),
     }
     parts = min(4, -(-columns // 128))
     update = tiling.update_tiling(heads, columns, 33, wide, wide, transpose_b=True, split_k=4)
@@ -299,10 +317,15 @@ def test_sizes_that_make_no_tiling_are_refused():
         (lambda: tiling.update_tiling(4, 40, 4, 40, 16), "lda must be a multiple of 16 and at least 40, but is 40"),
         (lambda: tiling.update_tiling(4, 16, 40, 16, 32), "ldb must be a multiple of 16 and at least 40, but is 32"),
         (lambda: tiling.update_tiling(4, 512, 4, 512, 16, relu=True, split_k=2), "bias and ReLU need the whole sum"),
+        (lambda: tiling.aggregate_update_tiling(0, 4, 4, 16), "rows=0 and k=4 must be at least 1"),
+        (
+            lambda: tiling.aggregate_update_tiling(4, 20, 4, 32, own_rows=4, own_offset=32, transpose_b=True),
+            "ldb=32 a multiple of 16 and at least 52",
+        ),
         (lambda: tiling.products_tiling(tables, 0, 4), "heads=0 and num_columns=4 must be at least 1"),
-        (lambda: tiling.gather_tiling(3, 0), "row_bytes must be at least 1"),
-        (lambda: tiling.gather_tiling(-1, 4), "must be from 0 to 2^32 - 1"),
-        (lambda: tiling.gather_tiling(2**32, 4), "must be from 0 to 2^32 - 1"),
+        (lambda: tiling.gather_tiling(3, 0, 1), "row_bytes must be at least 1"),
+        (lambda: tiling.gather_tiling(-1, 4, 1), "must be from 0 to 2^32 - 1"),
+        (lambda: tiling.gather_tiling(2**32, 4, 1), "must be from 0 to 2^32 - 1"),
         (lambda: tiling.row_tables(random_chunks(0, 20, 50, 2).tables, num_members=0), "num_members=0 must be at"),
         (lambda: tiling.cube_tables(random_chunks(0, 20, 50, 2).tables, [(0, 2)], 0, 16), "num_groups=0 must be at"),
     ):

@@ -10,6 +10,8 @@ import torch
 
 from lightning_gnn.cli import doctor
 from lightning_gnn.cli import main as cli
+from lightning_gnn.ops.aggregate import ascend_twin
+from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 from lightning_gnn.runtime.store import keep
 
 
@@ -96,6 +98,48 @@ def test_the_arguments_are_checked(arguments, capsys):
         doctor.main(arguments)
     assert stopped.value.code == (0 if arguments == ["--help"] else 2)
     capsys.readouterr()
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++")
+
+
+@needs_compiler
+def test_the_kernels_are_compared_with_torch(capsys):
+    with record_launches() as launches:
+        assert doctor.main(["--kernels"]) == 0
+    names = {launch.kernel for launch in launches}
+    assert names >= {"edge_softmax", "edge_softmax_backward", "edge_products", "aggregate_update", "gather_rows"}
+    assert names & {"aggregate_cube", "aggregate_vector"}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 15  # it goes into an issue
+    assert max(map(len, lines)) < 140
+    assert lines[0].startswith("lightning-gnn ")
+    assert lines[-1] == "all 4 are right"
+
+
+@needs_compiler
+def test_a_wrong_and_a_broken_kernel_are_named(monkeypatch, capsys):
+    launch = ascend_twin.launch
+
+    def broken(kernel, blocks, inputs, outputs, tiling):
+        if kernel == "gather_rows":
+            raise RuntimeError("aclrtlaunch failed\nwith a long story")
+        launch(kernel, blocks, inputs, outputs, tiling)
+        outputs[0].mul_(1.01)
+
+    monkeypatch.setattr(ascend_twin, "launch", broken)
+    assert doctor.main(["--kernels", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [check["right"] for check in found["checks"]] == [True, True, False, False]
+    assert "aggregate_update: WRONG, error " in found["report"][4]
+    assert found["report"][5] == "  gather_rows: failed: RuntimeError: aclrtlaunch failed"
+    assert found["report"][-1] == "2 of 4 are wrong: aggregate_update, gather_rows"
+
+
+def test_without_an_npu_and_a_compiler_it_says_what_to_get(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.main(["--kernels"]) == 1
+    assert "to simulate them, a C++ compiler (apt install g++)" in capsys.readouterr().out
 
 
 @pytest.mark.campaign(parts=2, seldom=True)

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, batch_key, sample_hetero_neighbors, sample_neighbors
+from lightning_gnn.ops.sample.eligible import count_eligible
 from tests.ops.test_sample import COPIES, hashing, picks_of, side_by_side
 from tests.strategies import fanouts, graphs, keys, seeds_of, typed_graphs, typed_seeds
 
@@ -141,6 +143,31 @@ def test_weights_of_long_lists(fanout, replace):
         assert_equal(sample_neighbors(graph, torch.arange(6), [fanout], key, replace=replace), expected)
         if not replace:
             assert all(part.unique().numel() == fanout for part in expected.edge.view(6, -1))
+
+
+@pytest.mark.parametrize("degrees", [[], [0, 3, 0, 1], [15, 16, 17, 1, 31, 0, 33], [5000, 1, 300, 257, 256, 40] * 20])
+@pytest.mark.parametrize("newest", [-1, 0, 7])
+def test_times_are_searched_in_lists_of_any_length(degrees, newest):
+    generator = np.random.default_rng(len(degrees))
+    extremes = np.iinfo(np.int64)
+    indptr = np.cumsum([0, *degrees])
+    values = generator.choice([extremes.min, -3, *range(200), extremes.max], size=indptr[-1])
+    lists = [np.sort(part) for part in np.split(values, indptr[1:-1])]
+    time = np.concatenate(lists)
+    node = generator.permutation(np.repeat(np.arange(len(degrees)), 3))
+    until = generator.choice([extremes.min, -3, 0, 57, 100, 199, extremes.max], size=node.size)
+    after = generator.choice([extremes.min, -4, 20, 150, extremes.max], size=node.size)
+    for window in (False, True):
+        first, count = np.full((2, node.size), -7)
+        count_eligible(
+            indptr, time, time[::16].copy(), node, np.arange(node.size), 0, node.size, until, after, window, newest,
+            first, count,
+        )  # fmt: skip
+        for t, v in enumerate(node):
+            end = np.searchsorted(lists[v], until[t], side="right")
+            begin = min(np.searchsorted(lists[v], after[t], side="right") if window else 0, end)
+            begin = max(begin, end - newest) if newest >= 0 else begin
+            assert (first[t] - indptr[v], count[t]) == (begin, end - begin)
 
 
 def test_forests_outgrow_their_hash_table():

@@ -1,7 +1,7 @@
 """One plan for a device's memory: within the budget, no worse with more of it, as good as any other plan."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from lightning_gnn.graph.cache import Cacheable
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule
 from lightning_gnn.persistent.access_counts import count_reads
-from lightning_gnn.persistent.budget import FOR_THE_MODEL, Part, place_parts
+from lightning_gnn.persistent.budget import FOR_THE_MODEL, LINK, Part, place_parts
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from tests.batching_data import small_data
 from tests.persistent.test_link_datamodule import options_of
@@ -33,7 +33,7 @@ def test_what_fits_alone_but_not_together_is_not_all_on_the_device():
 @st.composite
 def demands(draw):
     """Draw parts, and what else is on the device."""
-    parts = []
+    parts, gpus = [], draw(st.sampled_from([1, 1, 2, 4]))
     for name in draw(st.sets(st.sampled_from("abc"))):
         entries = draw(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 4, 7])), max_size=4))
         reads, sizes = (np.array([entry[i] for entry in entries], np.int64) for i in (0, 1))
@@ -43,14 +43,29 @@ def demands(draw):
             Part(
                 name,
                 int(sizes.sum()) + there,
-                draw(st.sampled_from(["auto", "auto", "pinned", "device"])),
+                draw(st.sampled_from(["auto", "auto", "auto", "pinned", "device", "shard"])),
                 hot.total,
                 there,
                 hot if draw(st.integers(0, 3)) else None,
                 draw(st.sampled_from([None, None, torch.arange(len(entries))[:1]])),
+                draw(st.sampled_from([None, (int(sizes.sum()) + there) // gpus + 1])),
+                gpus,
             )
         )
     return parts, {"buffers": draw(st.integers(0, 5)), "fixed": draw(st.integers(0, 5))}
+
+
+def ways(part):
+    """Where a part may be."""
+    if part.gpus == 1 and part.place == "shard":
+        return ("device",)
+    if part.place != "auto":
+        return (part.place,)
+    return ("device", "pinned", "shard") if part.gpus > 1 and part.shard_bytes is not None else ("device", "pinned")
+
+
+def bytes_at(part, place):
+    return {"device": part.nbytes, "pinned": part.pinned_bytes, "shard": part.shard_bytes}[place]
 
 
 def best_of_all(parts, limit, buffers, fixed, cache_bytes):
@@ -63,19 +78,17 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
         if size and reads
     ]
     best = 0.0
-    for places in range(2 ** len(parts)):
-        there = [bool(places >> number & 1) for number in range(len(parts))]
-        if any(part.place != "auto" and there[n] is not (part.place == "device") for n, part in enumerate(parts)):
-            continue
-        used = buffers + fixed
-        used += sum(p.nbytes if yes else p.pinned_bytes for p, yes in zip(parts, there, strict=True))
+    for places in product(*map(ways, parts)):
+        used = buffers + fixed + sum(bytes_at(part, place) for part, place in zip(parts, places, strict=True))
         if used > limit:
             continue
         saved = 0.0
-        for part, yes in zip(parts, there, strict=True):
-            kept = part.hot is not None and part.kept is not None
-            saved += part.reads if yes else part.hot.reads[part.kept].sum() * part.hot.cost if kept else 0
-        own, room = [entry for entry in entries if not there[entry[0]]], min(limit - used, cache_bytes)
+        for part, place in zip(parts, places, strict=True):
+            kept = part.hot is not None and part.kept is not None and place == "pinned"
+            others = part.reads * (part.gpus - 1) / part.gpus
+            saved += {"device": part.reads, "shard": part.reads - LINK * others}.get(place, 0)
+            saved += part.hot.reads[part.kept].sum() * part.hot.cost if kept else 0
+        own, room = [entry for entry in entries if places[entry[0]] == "pinned"], min(limit - used, cache_bytes)
         for count in range(len(own) + 1):
             for chosen in combinations(own, count):
                 lookups = sum(parts[number].hot.lookup_bytes for number in {number for number, *_ in chosen})
@@ -88,7 +101,12 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
 @given(demands(), st.integers(0, 120), st.sampled_from([None, 0, 6]))
 def test_plans_against_all_plans(demand, memory, cache_bytes):
     parts, rest = demand
-    least = sum(rest.values()) + sum(p.nbytes if p.place == "device" else p.pinned_bytes for p in parts)
+    if any(part.place == "shard" and part.gpus > 1 and part.shard_bytes is None for part in parts):
+        with pytest.raises(ValueError, match=r"cannot be dealt out to \d GPUs"):
+            place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
+        return
+    asked = [p.pinned_bytes if p.place == "auto" else bytes_at(p, ways(p)[0]) for p in parts]
+    least = sum(rest.values()) + sum(asked)
     if least > memory:
         with pytest.raises(ValueError, match=r"wanted on a device with"):
             place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
@@ -97,16 +115,38 @@ def test_plans_against_all_plans(demand, memory, cache_bytes):
     limit = max(least, memory - int(FOR_THE_MODEL * memory))
     assert plan.nbytes <= limit
     assert plan.nbytes <= memory
-    assert all(part.place in ("auto", placed.place) for part, placed in zip(parts, plan.parts, strict=True))
+    assert all(placed.place in ways(part) for part, placed in zip(parts, plan.parts, strict=True))
     if cache_bytes is not None:
         assert sum(part.cache_bytes for part in plan.parts) <= cache_bytes
     best, largest, sizes = best_of_all(parts, limit, **rest, cache_bytes=memory if cache_bytes is None else cache_bytes)
     saved = sum(placed.served(part) for placed, part in zip(plan.parts, parts, strict=True))
-    assert best - largest <= saved <= best
+    assert best - largest - 1e-9 <= saved <= best + 1e-9
     if sizes <= 1:
-        assert saved == best
+        assert saved == pytest.approx(best)
     more = place_parts(parts, memory + 5, **rest, cache_bytes=cache_bytes)
-    assert more.hit_rate >= plan.hit_rate
+    assert more.hit_rate >= plan.hit_rate - 1e-9
+
+
+def test_tables_are_copied_dealt_out_or_left_in_host_memory():
+    topology, features = Part("topology", 30 * GB, reads=9.0), Part("data.x", 60 * GB, reads=5.0)
+    several = {"gpus": 4}
+    parts = [replace(topology, shard_bytes=8 * GB, **several), replace(features, shard_bytes=15 * GB, **several)]
+    for memory, places, rate in (
+        (130, ["device", "device"], 1.0),
+        (80, ["device", "shard"], (9 + 5 * (1 - 0.075)) / 14),
+        (32, ["shard", "shard"], 1 - 0.075),
+        (24, ["shard", "pinned"], 9 * (1 - 0.075) / 14),
+    ):
+        plan = place_parts(parts, memory * GB)
+        assert [part.place for part in plan.parts] == places
+        assert plan.hit_rate == pytest.approx(rate)
+    assert "topology 8 GB of it on each of 4 GPUs; data.x 0 bytes of it, the rest in host memory" in str(plan)
+    assert plan.to_dict()["placement"]["topology"] == {"place": "shard", "device_bytes": 8 * GB, "cached": 0}
+    with pytest.raises(ValueError, match=r"15 GB are wanted on a device with 10 GB free: data.x 15 GB"):
+        place_parts([replace(parts[1], place="shard")], 10 * GB)
+    many = [Part(f"data[{n}].x", 100, "auto", 10.0 - n, shard_bytes=30, gpus=4) for n in range(8)]
+    assert [part.place for part in place_parts(many, 420).parts] == ["device"] + ["shard"] * 7
+    assert [part.place for part in place_parts(many, 300).parts] == ["shard"] * 7 + ["pinned"]
 
 
 def test_many_tables_share_the_budget_too():
@@ -133,6 +173,14 @@ def skewed():
     data.edge_index[0] = (torch.rand(12_000) ** 4 * 2000).long()
     data.x = torch.randn(2000, 32)
     return data
+
+
+def test_a_datamodule_is_planned_for_several_gpus():
+    alone, together = (placed(skewed(), 1_000_000, bulk=1, gpus=gpus)[1] for gpus in (1, 8))
+    assert "pinned" in [part.place for part in alone.parts]
+    assert "pinned" not in [part.place for part in together.parts]
+    assert together["data.x"].nbytes == 2000 // 8 * 32 * 4
+    assert together.hit_rate > alone.hit_rate
 
 
 def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():

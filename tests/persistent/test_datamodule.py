@@ -195,7 +195,7 @@ def test_without_a_gpu_it_says_so_once_and_gives_the_same_batches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"topology": "disk"}, "topology='disk' is unknown; use one of auto, device, pinned"),
+        ({"topology": "disk"}, "topology='disk' is unknown; use one of auto, device, shard, pinned"),
         ({"features": "disk"}, "features='disk' is unknown"),
         ({"cache_rows": -1}, "cache_rows must not be negative"),
         ({"cache_rows": 1, "cache_bytes": 1}, "not both"),

@@ -37,7 +37,7 @@ from lightning_gnn.runtime.one_copy import find_blocks, share_equal_arrays
 from lightning_gnn.runtime.store import checksum
 from tests.full_graph.launch import observe, run
 
-pytestmark = pytest.mark.skipif(one_copy._machine() is None, reason="for Linux with memory that is not reserved")
+pytestmark = pytest.mark.skipif(one_copy.which_machine() is None, reason="for Linux with memory that is not reserved")
 _THRESHOLD = -3
 """Of glibc's mallopt: from which size on a block is the system's own."""
 
@@ -215,7 +215,7 @@ def test_memory_that_malloc_may_use_again_is_left_alone():
 
 def on_two_machines(rank, machines):
     join(rank, len(machines))
-    one_copy._machine = lambda: machines[rank]
+    one_copy.which_machine = lambda: machines[rank]
     x = numbers(seed=int(machines[rank] == "other"))  # what other machines hold is of no concern
     before = x.clone()
     with warnings.catch_warnings():

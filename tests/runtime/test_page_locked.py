@@ -1,13 +1,19 @@
 """Pages are locked in place, with a runtime that only keeps accounts."""
 
+import ctypes
 import gc
+import mmap
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.runtime import page_locked as module
+from lightning_gnn.runtime.one_copy import share_equal_arrays, which_machine
 from lightning_gnn.runtime.page_locked import page_locked
+from tests.full_graph.launch import run
+from tests.runtime.test_one_copy import join, mapped_bytes, numbers, own_bytes
 
 MIB = 1 << 20
 
@@ -131,3 +137,66 @@ def test_tables_and_graphs_are_locked_in_place(runtime):
     assert there.indices.data_ptr() == graph.indices.data_ptr()
     assert locked(runtime, values)
     assert locked(runtime, graph.indices)
+
+
+class Driver(Runtime):
+    """Locks pages as a driver does: as one who may write to them."""
+
+    def cudaHostRegister(self, address, size, flags):
+        for page in range(address, address + size, mmap.PAGESIZE):
+            word = ctypes.c_char.from_address(page)
+            word.value = word.value
+        return super().cudaHostRegister(address, size, flags)
+
+
+def one_copy_locked(rank, num_ranks, shares):
+    """Lock what ranks hold alike; return the bytes that this rank then has for itself, and how many it locked."""
+    join(rank, num_ranks)
+    runtime = Driver()
+    module._cudart, module._forget_error = lambda: runtime, lambda: None
+    torch.Tensor.is_pinned = lambda tensor: False
+    x, indices = numbers(), torch.arange(3 << 18)
+    before = x.clone()
+    assert share_equal_arrays({"x": x, "indices": indices})
+    dist.barrier()
+    assert own_bytes() == 0
+    if not shares:  # as if nobody knew of the file
+        module.open_to_all = lambda tensor: None
+    there = [page_locked(x.view(-1, 8)), page_locked(indices), page_locked(indices[:-7])]
+    locked = sum(end - start for start, end in runtime.ranges.items())
+    assert torch.equal(there[0].view(-1), before)
+    assert torch.equal(there[1], indices)
+    assert torch.equal(there[2], indices[:-7])
+    dist.barrier()
+    own = own_bytes()
+    if shares:
+        assert mapped_bytes(there[0]) >= x.nbytes - 2 * mmap.PAGESIZE
+        x[9] = 3.0  # stays with the writer, and what is written to is not shared any more
+        assert torch.equal(there[0].view(-1), before)
+        again = page_locked(x)
+        assert torch.equal(again, x)
+        del again
+    dist.barrier()
+    del there
+    gc.collect()
+    assert runtime.ranges == {}
+    address = x.data_ptr()
+    del x, indices
+    gc.collect()
+    module._unlock()
+    from lightning_gnn.runtime import one_copy
+
+    assert one_copy._files == {}
+    assert address
+    return own, locked
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which_machine() is None, reason="for Linux with memory that is not reserved")
+def test_ranks_lock_the_one_copy_that_they_share():
+    size = numbers().nbytes + 8 * (3 << 18)
+    for own, locked in run(one_copy_locked, 2, 2, True):
+        assert own == 0
+        assert size <= locked <= 2 * size + 6 * mmap.PAGESIZE
+    for own, _ in run(one_copy_locked, 2, 2, False):
+        assert own >= size - 4 * mmap.PAGESIZE  # a copy for each, which is what the file is there for

@@ -102,6 +102,17 @@ def test_training_does_not_read_it(looked_up):
     assert looked_up == []
 
 
+def test_a_move_that_fails_leaves_it_as_it_was():
+    def full(tensor):
+        raise RuntimeError("out of memory")
+
+    full.__module__, full.__qualname__ = "torch_geometric.data.data", "BaseData.to.<locals>.<lambda>"
+    for batch, whole in zip(batches(graph()), eager(graph()), strict=True):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.apply(full)
+        assert torch.equal(batch.to("cpu").e_id, whole.e_id)
+
+
 def test_it_can_be_replaced_and_removed(looked_up):
     one, other = batches(graph())[:2]
     one.e_id = torch.arange(3)

@@ -14,6 +14,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
 from lightning_gnn.ops.aggregate_update.products import multiplies_bfloat16
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
@@ -23,6 +24,8 @@ FUSED_ON = ("cpu",)
 UNFUSED_UP_TO = 1 << 19
 """Edges times columns up to which PyG's path is faster all the same: its operators are few."""
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)
+"""Tensors that are no more than that."""
 AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
 """What a layer's tensors may be under autocast to bfloat16."""
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
@@ -44,6 +47,7 @@ class Fused:
         reduces: Which reductions.
         products: Returns PyG's ``Linear`` modules whose product is a part of it, by name.
         node_dim: The ``node_dim`` of PyG's class.
+        on_chip: Reductions that the Ascend C kernels have, too.
     """
 
     base: type[MessagePassing]
@@ -51,6 +55,7 @@ class Fused:
     reduces: tuple[str, ...]
     products: Callable[[Any], dict[str, Any]]
     node_dim: int = -2
+    on_chip: tuple[str, ...] = ()
 
 
 def obstacle(layer: MessagePassing) -> str | None:
@@ -86,19 +91,34 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
-def runs_here(tensors: Sequence[Any]) -> bool:
-    """Say whether fused operators may run on what a layer got, in the mode that torch is in."""
+def runs_here(tensors: Sequence[Any], on_chip: bool = False) -> bool:
+    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
+
+    Args:
+        tensors: What it got.
+        on_chip: Ascend C kernels would execute it: they are on other devices, and take float16.
+    """
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors):
+    if any(type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided for tensor in tensors):
         return False
     device = tensors[0].device.type
-    if device not in FUSED_ON or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if (device not in FUSED_ON and not on_chip) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in _autocast_dtypes(on_chip):
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _autocast_dtypes(on_chip: bool) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
+
+
+def _has_kernels(layer: Any, device: torch.device) -> bool:
+    """Say whether the Ascend C kernels, on an NPU or in simulation, compute a layer."""
+    reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
+    return reduce in layer.fused.on_chip and runs_on_chip(device, backend_name(None))
 
 
 def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: Any = None) -> bool:
@@ -112,16 +132,19 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         edge_weight: What it got as their weights.
     """
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
-    if not runs_here(tensors) or obstacle(layer) is not None:
+    # What is no tensor, runs_here refuses.
+    on_chip = isinstance(source, Tensor) and _has_kernels(layer, source.device)
+    if not runs_here(tensors, on_chip) or obstacle(layer) is not None:
         return False
     device, dtype = source.device, source.dtype
     autocast = torch.is_autocast_enabled(device.type)
-    dtypes = AUTOCAST_DTYPES if autocast else (dtype,)
+    dtypes = (torch.float32, torch.get_autocast_dtype(device.type)) if autocast else (dtype,)
+    known = (*_FUSED_DTYPES, torch.float16) if on_chip else _FUSED_DTYPES
     # Shapes and dtypes that do not fit are PyG's to complain about.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else _FUSED_DTYPES):
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else known):
         return False
     floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
     fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
@@ -132,7 +155,7 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
         and edge_index.dim() == 2
         and edge_index.size(0) == 2
         and edge_index.numel() > 0
-        and edge_index.size(1) * source.size(1) > UNFUSED_UP_TO
+        and (on_chip or edge_index.size(1) * source.size(1) > UNFUSED_UP_TO)
     )
 
 

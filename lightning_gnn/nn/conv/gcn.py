@@ -48,6 +48,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         "normalisation, once for all layers of a mini-batch; aggregation and product, with ReLU and dropout in a model",
         ("sum",),
         lambda layer: {"lin": layer.lin},
+        on_chip=("sum",),
     )
     _cached_weight: tuple[Graph, Tensor] | None = None
     _cached_edge_index: tuple[Tensor, Tensor] | None

@@ -246,6 +246,29 @@ def _launch(
         results.append(result)
 
 
+def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor], tiling: Array) -> None:
+    """Launch a kernel on tensors of any device; what it does not write of its outputs is NaN or 0.
+
+    Args:
+        kernel: Name of a kernel whose parameters are the inputs, the outputs and the tiling.
+        blocks: Blocks.
+        inputs: Contiguous.
+        outputs: Contiguous; their contents are replaced.
+        tiling: Words, as ``ascend_ops/tiling.py`` makes them.
+    """
+    dtypes = [_numpy(output[:0]).dtype for output in outputs]
+    arrays = [
+        np.full(tuple(output.shape), np.nan if dtype.kind == "f" else 0, dtype)
+        for output, dtype in zip(outputs, dtypes, strict=True)
+    ]
+    given = [ReadOnly(array if array.size else np.zeros(32, array.dtype)) for array in map(_numpy, inputs)]
+    result = default_twin().launch(kernel, [*given, *map(Scratch, arrays), ReadOnly(tiling)], max(blocks, 1))
+    for results in _recorded:
+        results.append(result)
+    for output, array in zip(outputs, arrays, strict=True):
+        output.copy_(torch.from_numpy(array))
+
+
 def _cube(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
 ) -> _Cube:
@@ -313,7 +336,7 @@ def _scaled(x: Tensor, exponent: int, rescale: bool) -> tuple[Tensor, int]:
     if x.dtype == torch.float16 and not rescale:
         return x.float(), 0
     if x.dtype != torch.float16:
-        _say_converted(x.dtype)
+        say_converted(x.dtype)
     largest = float(x.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if x.numel() else 0.0
     if largest == 0:
         return x.float(), 0
@@ -332,7 +355,8 @@ def _unscaled(out: Tensor, exponent: int, divisors: Tensor | None) -> Tensor:
 _said = False
 
 
-def _say_converted(dtype: torch.dtype) -> None:
+def say_converted(dtype: torch.dtype) -> None:
+    """Warn, once, that numbers of a dtype become float16 in the kernels."""
     global _said
     if not _said:
         _said = True

@@ -166,6 +166,12 @@ def runs_on_chip(device: torch.device, backend: str) -> bool:
     return backend == "ascend_twin" or (device.type == "npu" and backend == DEVICE and bool(_npu().available()))
 
 
+def chip_executor(device: torch.device, backend: str) -> tuple[Any, int]:
+    """Return the module whose ``launch`` runs Ascend C kernels where :func:`runs_on_chip`, and the AI cores there."""
+    module = importlib.import_module("lightning_gnn.ops.aggregate.ascend_twin") if backend == "ascend_twin" else _npu()
+    return module, _num_workers(device, backend)
+
+
 def _num_workers(device: torch.device, backend: str) -> int:
     on_npu = device.type == "npu" and backend == DEVICE
     return _npu().num_cores(device.index or 0) if on_npu else torch.get_num_threads()

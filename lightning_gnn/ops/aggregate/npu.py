@@ -9,13 +9,20 @@ from __future__ import annotations
 import ctypes
 import warnings
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.library import define
 
+define(
+    "launch_kernel(str kernel, int blocks, Tensor[] inputs, Tensor(a!)[] outputs, Tensor tiling) -> ()",
+    None,
+)
 aggregate_vector = torch.ops.lightning_gnn.aggregate_vector
 aggregate_max_backward = torch.ops.lightning_gnn.aggregate_max_backward
 edge_softmax = torch.ops.lightning_gnn.edge_softmax
@@ -47,6 +54,20 @@ def num_cores(index: int) -> int:
     if runtime.aclGetDeviceCapability(ctypes.c_uint32(index), ai_core_num, ctypes.byref(count)) or count.value < 1:
         raise RuntimeError(f"CANN does not say how many cores NPU {index} has; set PlanSettings(num_workers=…)")
     return count.value
+
+
+def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor], tiling: Any) -> None:
+    """Launch a kernel on an NPU's tensors, on the current stream; ``ascend_twin.launch`` does the same in simulation.
+
+    Args:
+        kernel: Name of a kernel whose parameters are the inputs, the outputs and the tiling.
+        blocks: Blocks.
+        inputs: Contiguous.
+        outputs: Contiguous; their contents are replaced.
+        tiling: Words, as ``ascend_ops/tiling.py`` makes them.
+    """
+    words = torch.from_numpy(tiling.view(np.int32)).to(outputs[0].device)
+    torch.ops.lightning_gnn.launch_kernel(kernel, max(blocks, 1), inputs, outputs, words)
 
 
 def aggregate_chunks(

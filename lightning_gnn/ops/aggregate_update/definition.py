@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
@@ -104,7 +107,11 @@ def update_by_edges(
     if transformed or edges[1].numel() == 0 or x.numel() == 0 or (edges[0].numel() - 1) * weight.size(0) == 0:
         out = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, True)[0]
         return reference.activated(out, then)
-    return _with_autograd(x, weight, self_weight, bias, edges, mean, then)
+    arguments = (x, weight, self_weight, bias, edges, mean, then)
+    if runs_on_chip(x.device, backend_name(None)):
+        computed: Tensor = _outside_compilers(torch.compiler.is_compiling(), *arguments)
+        return computed
+    return _with_autograd(*arguments)
 
 
 class _AggregateUpdate(torch.autograd.Function):
@@ -119,34 +126,74 @@ class _AggregateUpdate(torch.autograd.Function):
         mean: bool,
         then: ReluDropout | None,
     ) -> Tensor:
+        sizes = x.size(0), edges[0].numel() - 1, edges[1].numel()
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        first = aggregates_first(x.size(0), edges[0].numel() - 1, edges[1].numel(), weight, wants_x, wants_weight)
-        keep = first and wants_weight
         p, key = (None, 0) if then is None else (then.p, mixed_key(then.key))
-        out, aggregated = torch.ops.lightning_gnn.aggregate_update(
-            edges, x, weight, self_weight, bias, mean, first, keep, p, key
-        )
-        ctx.mean, ctx.first, ctx.then = mean, first, then
-        kept = (aggregated if keep else None, out if then is not None else None)
-        ctx.save_for_backward(x, weight, self_weight, bias, *kept, *edges)
+        ctx.chip = chip_of(x.device)
+        if ctx.chip is None:
+            first = aggregates_first(*sizes, weight, wants_x, wants_weight)
+            keep = first and wants_weight
+            out, aggregated = torch.ops.lightning_gnn.aggregate_update(
+                edges, x, weight, self_weight, bias, mean, first, keep, p, key
+            )
+            kept = [aggregated if keep else None]
+        else:
+            first = ctx.chip.plan(*sizes, weight, wants_x, wants_weight).aggregate_first
+            keep = first and wants_weight
+            out, kept = ctx.chip.update(edges, x, weight, self_weight, bias, mean, first, keep, p, key)
+        ctx.mean, ctx.first, ctx.then, ctx.num_edge_tensors = mean, first, then, len(edges)
+        ctx.save_for_backward(x, weight, self_weight, bias, None if then is None else out, *edges, *kept)
         result: Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, self_weight, bias, aggregated, activated, *edges = ctx.saved_tensors
+        x, weight, self_weight, bias, activated, *others = ctx.saved_tensors
+        edges, kept = others[: ctx.num_edge_tensors], others[ctx.num_edge_tensors :]
         wanted = list(ctx.needs_input_grad[:4])
         given = (x, weight, self_weight, bias)
         if torch.is_grad_enabled():  # create_graph=True
             return *_differentiable(edges, grad, given, ctx.mean, ctx.first, ctx.then, wanted), None, None, None
         p = 0.0 if ctx.then is None else ctx.then.p
-        grads = torch.ops.lightning_gnn.aggregate_update_backward(
-            edges, grad.contiguous(), x, weight, self_weight, aggregated, ctx.mean, ctx.first, wanted, activated, p
-        )
+        arguments = (edges, grad.contiguous(), x, weight, self_weight)
+        if ctx.chip is not None:
+            grads = ctx.chip.backward(*arguments, kept, ctx.mean, ctx.first, wanted, activated, p)
+        else:
+            grads = torch.ops.lightning_gnn.aggregate_update_backward(
+                *arguments, kept[0], ctx.mean, ctx.first, wanted, activated, p
+            )
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None, None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply
+
+
+@torch.compiler.disable(reason="its kernels are launched from Python")  # type: ignore[no-untyped-call]
+def _outside_compilers(compiling: bool, *arguments: Any) -> Tensor:
+    """Run on a chip; a compiler's graph ends before and goes on after, which is said once."""
+    if compiling:
+        _say_graph_break()
+    return _with_autograd(*arguments)
+
+
+@cache
+def _say_graph_break() -> None:
+    warnings.warn(
+        "torch.compile breaks the graph at aggregate_update on an NPU: its kernels are launched from Python. Results "
+        "are the same; only what is around it is compiled",
+        stacklevel=2,
+    )
+
+
+def chip_of(device: torch.device) -> Any:
+    """Return what executes the operator on an NPU or in its simulation, or None: then torch's dispatcher finds it."""
+    backend = backend_name(None)
+    if not runs_on_chip(device, backend):
+        return None
+    from lightning_gnn.ops.aggregate_update.ascend import Chip
+
+    executor, cores = chip_executor(device, backend)
+    return Chip(executor.launch, cores)
 
 
 def _differentiable(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import gather_torch
-from lightning_gnn.ops.library import library, triton_installed
+from lightning_gnn.ops.library import library, require_triton, triton_installed
 
 
 # A call with a pinned table and a CUDA index comes here too: among the devices of its tensors, the dispatcher takes the
@@ -55,6 +55,30 @@ def gather_cuda(
             None if slot is None else slot.contiguous(),
             None if cache is None else _as_matrix(cache),
         )
+
+
+def gather_from_shards(
+    local: Tensor, addresses: Tensor, num_rows: int, shift: int, index: Tensor, out: Tensor, scales: Tensor | None
+) -> None:
+    """Gather rows of a table that lies in parts in the memories of several GPUs.
+
+    Args:
+        local: One of the parts, ``[n, num_columns]``, all as large.
+        addresses: Of all, int64 ``[num_shards]``, as this device reads them.
+        num_rows: Of all.
+        shift: Logarithm of how many rows each has in turn.
+        index: int64 or int32 ``[m]``, on the device, not checked.
+        out: ``[m, num_columns]``, there too.
+        scales: float32 ``[num_rows]`` of an int8 table.
+
+    Raises:
+        ValueError: Triton is missing.
+    """
+    require_triton("reading the memory of other GPUs")
+    from lightning_gnn.triton_kernels.gather import gather
+
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        gather(local, index.contiguous(), out, scales, shards=(addresses, num_rows, shift))
 
 
 def _as_matrix(table: Tensor) -> Tensor:

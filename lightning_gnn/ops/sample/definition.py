@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.distant import DistantCSCGraph, DistantHeteroCSCGraph, Picker
 from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.ops.library import define
 from lightning_gnn.ops.sample.numba import sample_relations
@@ -133,7 +134,7 @@ def sample_neighbors(
     )
     check_backend(backend)
     times = limits_of([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
-    plain = times is None and labor is None and graph.weight is None
+    plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
     if not plain:
         check_place(backend, [graph])
     if backend == "reference" or not plain:
@@ -200,7 +201,14 @@ def run(
     times: Times | None,
     backend: str | None,
 ) -> Sampled:
-    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
+    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``.
+
+    Raises:
+        ValueError: The lists lie elsewhere, where another backend cannot read them.
+    """
+    picker = picker_of(graph)
+    if picker is not None and backend not in (None, "numba"):
+        raise ValueError(f"backend={backend!r} reads lists that are here, but those of a partitioned graph are not")
     if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
         return Sampled(*sample_relations_triton(graph, relations, num_nodes, seeds, starts, key, rule, times))
     if backend != "reference":
@@ -212,6 +220,7 @@ def run(
             key,
             rule,
             times,
+            None if picker is None else picker(relations, key, rule, times),
         )
         node, tree, edge_index, edge = (
             [torch.from_numpy(array) for array in arrays] for arrays in (out.node, out.tree, out.edge_index, out.edge)
@@ -232,6 +241,11 @@ def run(
         tensors(made.edge),
         made.num_sampled_edges,
     )
+
+
+def picker_of(graph: object) -> Picker | None:
+    """Return whom to ask for picks, where the lists of a graph lie elsewhere."""
+    return graph.picker if isinstance(graph, DistantCSCGraph | DistantHeteroCSCGraph) else None
 
 
 def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation:

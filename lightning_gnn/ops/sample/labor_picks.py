@@ -27,9 +27,9 @@ def _variate(key: Word, source: int, often: Word, batch: Word) -> Word:
 
 @numba.njit(nogil=True, cache=True)
 def pick_labor(
-    indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int,
-    high: int, fanout: int, disjoint: bool, key: Word, first_tree: Word, often: Word, batch: Word, times: Any,
-    edge: np.ndarray, ends: np.ndarray, m: int,
+    indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, place: np.ndarray, node: np.ndarray,
+    tree: np.ndarray, low: int, high: int, fanout: int, disjoint: bool, key: Word, first_tree: Word, often: Word,
+    batch: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
 ) -> int:  # fmt: skip
     """Write the edges that the nodes ``[low, high)`` pick, from position m on; return the position behind them.
 
@@ -37,6 +37,7 @@ def pick_labor(
         indptr: int64 ``[num_nodes + 1]``.
         indices: int32 or int64 ``[num_edges]``.
         parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``, or none.
+        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
         low: The first node.
@@ -58,12 +59,11 @@ def pick_labor(
     least, places = np.empty(most, np.uint64), np.empty(most, np.int64)
     for t in range(low, high):
         if t + 2 * _AHEAD < high:
-            prefetch(indptr, node[t + 2 * _AHEAD])
-        if t + _AHEAD < high and indptr[node[t + _AHEAD]] < indices.size:
-            prefetch(indices, indptr[node[t + _AHEAD]])
-        v = node[t]
-        begin = indptr[v]
-        degree = indptr[v + 1] - begin
+            prefetch(indptr, place[t + 2 * _AHEAD])
+        if t + _AHEAD < high and indptr[place[t + _AHEAD]] < indices.size:
+            prefetch(indices, indptr[place[t + _AHEAD]])
+        begin = indptr[place[t]]
+        degree = indptr[place[t] + 1] - begin
         if temporal:
             begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or degree <= fanout:

@@ -8,7 +8,7 @@ has one entry in one table, behind those of the types before its own.
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.hashing import Word
 from lightning_gnn.ops.library import library
+from lightning_gnn.ops.sample.eligible import count_eligible, no_times
 from lightning_gnn.ops.sample.labor_picks import pick_labor
-from lightning_gnn.ops.sample.picks import count_eligible, hop_size, lane_scratch, no_times, pick_edges
+from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
 from lightning_gnn.ops.sample.relabel import (
     FAR,
     FIRST_SLOTS,
@@ -30,6 +31,7 @@ from lightning_gnn.ops.sample.relabel import (
     enter_all,
     enter_forest,
     enter_hashed,
+    forest_with_room,
     relabel_by_hash,
     relabel_by_table,
     relabel_forest,
@@ -159,7 +161,18 @@ class _Found:
             slots.words, self.used = enter_hashed(slots.words, slots.stamp, 0, self.node, 0, self.count)
         elif self.how == _FOREST:
             slots.begin()
-            slots.words = enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
+            slots.words = forest_with_room(slots.words, slots.stamp, self.node, self.tree, self.count)
+            enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
+
+    @property
+    def new(self) -> np.ndarray:
+        """The nodes that the hop before has found."""
+        return self.node[self.low : self.high]
+
+    @property
+    def new_trees(self) -> np.ndarray:
+        """Their trees, if disjoint."""
+        return self.tree[self.low : self.high]
 
     def entries(self, scratch: _Scratch) -> np.ndarray:
         """Its part of the table."""
@@ -175,6 +188,24 @@ class _Found:
         if self.how >= _TREES:
             self.tree = _grown(self.tree, self.count, most + 1)
         return most
+
+
+class Picks(NamedTuple):
+    """What the new nodes of a hop have picked along one edge type.
+
+    Args:
+        counts: How many edges each of them, int64 ``[n]``.
+        source: Where these come from, int64 ``[m]``.
+        place: Where they are, int64 ``[m]``.
+    """
+
+    counts: np.ndarray
+    source: np.ndarray
+    place: np.ndarray
+
+
+Fetch = Callable[[int, list[tuple[np.ndarray, np.ndarray]]], list[Picks]]
+"""Is told the hop, and the new nodes and their trees of each node type; returns the picks along each edge type."""
 
 
 class Sampled(NamedTuple):
@@ -205,6 +236,7 @@ def sample_relations(
     key: int,
     rule: Rule,
     times: Times | None = None,
+    fetch: Fetch | None = None,
 ) -> Sampled:
     """Sample one mini-batch of a graph of any number of types.
 
@@ -216,6 +248,7 @@ def sample_relations(
         key: Of the mini-batch, 64-bit.
         rule: How edges are picked.
         times: What counts for each tree, or None: everything.
+        fetch: Brings the picks of a hop from where the lists are, if ``relations`` do not have them.
     """
     scratch, total = _scratch, sum(num_nodes)
     alone = len(relations) == len(num_nodes) == 1
@@ -238,24 +271,26 @@ def sample_relations(
         # The frontier of a type are its new nodes of the hop before.
         for nodes in found:
             nodes.low, nodes.high = nodes.high, nodes.count
+        brought = None if fetch is None else fetch(hop, [(nodes.new, nodes.new_trees) for nodes in found])
         for number, relation in enumerate(relations):
             source, target = found[relation.source], found[relation.target]
             own_key = stage_key(key, hop, number, relation.source, rule.labor)
             edges = picked[number]
             begin = edges.count
             if target.low < target.high:
-                bound = edges.make_room(target, hop, rule.replace)
+                here = None if brought is None else brought[number]
+                bound = edges.make_room(target, hop, rule.replace, None if here is None else here.source.size)
                 most = source.make_room(bound)
                 if how == _TABLE:
                     _widen(scratch, found, most + 1, True)
-                edges.expand(scratch, source, target, hop, np.uint64(own_key), rule, times, begins)
+                edges.expand(scratch, source, target, hop, np.uint64(own_key), rule, times, begins, here)
             edges.counts.append(edges.count - begin)
         for nodes in found:
             nodes.counts.append(nodes.count - nodes.high)
-    scratch.nodes.update((number, nodes.needed) for number, nodes in enumerate(found))
+    scratch.nodes.update((number, nodes.needed * 9 // 8) for number, nodes in enumerate(found))
     edge_index = []
     for edges, relation in zip(picked, relations, strict=True):
-        edges.kept.room = edges.count * 9 // 8
+        edges.kept.room = edges.needed * 9 // 8
         edge_index.append(edges.row[: 2 * edges.count].reshape(2, edges.count))
         write_targets(edges.kept.ends, found[relation.target].high if edges.counts else 0, edge_index[-1][1])
     return Sampled(
@@ -268,25 +303,85 @@ def sample_relations(
     )
 
 
+def pick_from_lists(
+    relation: Relation,
+    node: np.ndarray,
+    place: np.ndarray,
+    tree: np.ndarray,
+    fanout: int,
+    key: int,
+    rule: Rule,
+    times: Times | None,
+) -> Picks:
+    """Pick in-edges of some nodes, without relabelling: what whoever has their lists does for whoever samples.
+
+    Args:
+        relation: The edges; ``indptr`` need not have the lists of all nodes. Its ``fanouts`` are not looked at.
+        node: Ids, int64 ``[n]``.
+        place: Where in ``indptr`` their lists are, int64 ``[n]``.
+        tree: Their trees, int64 ``[n]`` if disjoint.
+        fanout: How many to pick.
+        key: Of the hop and the edge type (:func:`~lightning_gnn.ops.sample.relation.stage_key`).
+        rule: How edges are picked.
+        times: What counts for each tree, or None: everything.
+
+    Returns:
+        The picks; their places are those in ``relation.indices``.
+    """
+    size, limits = node.size, _NO_TIMES
+    indptr, own_key, first_tree = relation.indptr, np.uint64(key & (2**64 - 1)), np.uint64(rule.first_tree)
+    if relation.time is not None and times is not None:
+        eligible, counts = np.empty((2, size), np.int64)
+        count_eligible(
+            indptr, relation.time, relation.coarse_time, place, tree, 0, size, times.until,
+            _NONE if times.after is None else times.after, times.after is not None, fanout if rule.last else -1,
+            eligible, counts,
+        )  # fmt: skip
+        limits = True, 0, eligible, counts
+    edge = np.empty(hop_size(indptr, place, 0, size, fanout, rule.replace), np.int64)
+    ends = np.empty(size, np.int64)
+    frontier = place, node, tree, 0, size, fanout
+    if rule.labor is not None:
+        _, often, batch = rule.labor
+        parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
+        total = pick_labor(
+            indptr, relation.indices, parallel, *frontier, rule.disjoint, own_key, first_tree, np.uint64(often),
+            np.uint64(batch), limits, edge, ends, 0,
+        )  # fmt: skip
+    elif relation.weight is not None:
+        total = pick_weighted(
+            indptr, relation.weight, relation.prefix, *frontier, rule.replace, rule.disjoint, own_key, first_tree,
+            edge, ends, 0,
+        )  # fmt: skip
+    else:
+        _, total = pick_edges(
+            indptr, *frontier, rule.replace, rule.disjoint, own_key, first_tree, limits, edge, ends, 0,
+            edge.size + 1, _scratch.lanes,
+        )  # fmt: skip
+    edge = edge[:total]
+    return Picks(np.diff(ends, prepend=0), relation.indices[edge].astype(np.int64), edge)
+
+
 class _Picked:
     """The edges of one type that a mini-batch has so far."""
 
     def __init__(self, kept: _Edges, relation: Relation) -> None:
         self.kept, self.relation = kept, relation
         # Rows first: where the targets go, behind them, is known once the edges are counted.
-        self.room, self.count = kept.room, 0
+        self.room, self.count, self.needed = kept.room, 0, 0
         self.row, self.edge = _room(2 * self.room), _room(self.room)
         self.counts: list[int] = []
 
-    def make_room(self, target: _Found, hop: int, replace: bool) -> int:
-        """Make room for the edges of a hop; return how many there are at most."""
+    def make_room(self, target: _Found, hop: int, replace: bool, known: int | None) -> int:
+        """Make room for the edges of a hop, of which the number may be known; return how many there are at most."""
         # An upper bound is at hand; edges are counted only where that bound does not fit, or there is none.
         fanout, m = self.relation.fanouts[hop], self.count
-        size = (target.high - target.low) * fanout
-        if fanout < 0 or m + size > self.room:
+        size = (target.high - target.low) * fanout if known is None else known
+        if known is None and (fanout < 0 or m + size > self.room):
             size = hop_size(self.relation.indptr, target.node, target.low, target.high, fanout, replace)
-        if m + size > self.room:
-            self.room = (m + size) * 9 // 8
+        self.needed = m + size
+        if self.needed > self.room:
+            self.room = self.needed * 9 // 8
             self.row, self.edge = _grown(self.row, m, 2 * self.room), _grown(self.edge, m, self.room)
         if self.kept.ends.size < target.high:
             room = np.empty(2 * target.high - target.low, np.int64)
@@ -303,12 +398,18 @@ class _Picked:
         rule: Rule,
         times: Times | None,
         begins: np.ndarray,
+        brought: Picks | None,
     ) -> None:
         """Sample one hop."""
         relation, kept = self.relation, self.kept
         fanout, first_tree, first, m = relation.fanouts[hop], np.uint64(rule.first_tree), target.low, self.count
-        limits = _NO_TIMES
-        if relation.time is not None and times is not None:
+        limits, indices = _NO_TIMES, relation.indices
+        if brought is not None:
+            first, indices, start = target.high, brought.source, m
+            m += indices.size
+            kept.ends[target.low : target.high] = start + np.cumsum(brought.counts)
+            self.edge[start:m] = np.arange(indices.size)  # for the time being, places among what was brought
+        elif relation.time is not None and times is not None:
             eligible, counts = np.empty((2, target.high - target.low), np.int64)
             count_eligible(
                 relation.indptr, relation.time, relation.coarse_time, target.node, target.tree, target.low,
@@ -316,8 +417,10 @@ class _Picked:
                 fanout if rule.last else -1, eligible, counts,
             )  # fmt: skip
             limits = True, target.low, eligible, counts
-        frontier = target.node, target.tree, target.low, target.high, fanout
-        if rule.labor is not None:
+        frontier = target.node, target.node, target.tree, target.low, target.high, fanout
+        if brought is not None:
+            pass
+        elif rule.labor is not None:
             _, often, batch = rule.labor
             parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
             first = target.high
@@ -334,12 +437,14 @@ class _Picked:
         number = relation.source
         slots = scratch.slots[number]
         slots.words, slots.stamp, source.used, source.count, self.count = _expand(
-            relation.indptr, relation.indices, target.node, target.tree, target.low, target.high, source.node,
+            relation.indptr, indices, target.node, target.tree, target.low, target.high, source.node,
             source.tree, source.count, hop, fanout, rule.replace, rule.disjoint, key, first_tree, limits, self.row,
             self.edge, kept.ends, self.count, first, m, source.how,
             source.entries(scratch) if source.how == _TABLE else scratch.table, scratch.own, scratch.bits,
             slots.words, slots.stamp, source.used, begins, scratch.lanes,
         )  # fmt: skip
+        if brought is not None:
+            self.edge[start:m] = brought.place
 
 
 def _widen(scratch: _Scratch, found: Sequence[_Found], count: int, entered: bool) -> None:
@@ -416,8 +521,8 @@ def _expand(
     while t < high or done < picked:
         if t < high:
             t, picked = pick_edges(
-                indptr, node, tree, t, high, fanout, replace, disjoint, key, first_tree, times, edge, ends, picked,
-                _BLOCK, lanes,
+                indptr, node, node, tree, t, high, fanout, replace, disjoint, key, first_tree, times, edge, ends,
+                picked, _BLOCK, lanes,
             )  # fmt: skip
         if done == m:
             if t < high and picked - m < FAR:
@@ -429,16 +534,18 @@ def _expand(
             first = t0
             while t0 < t and ends[t0] <= limit:
                 t0 += 1
+            end = ends[t0 - 1] if t0 > low else m
             if how == _TREES:
                 slots, tree_slots, stamp, used, current, k = relabel_trees(
                     slots, tree_slots, stamp, used, current, found, found_tree, k, indices, edge, row, ends, first, t0,
                     done, picked, hop, begins, fanout,
                 )  # fmt: skip
             else:
-                slots, k = relabel_forest(
+                slots = forest_with_room(slots, stamp, found, found_tree, k + end - done)
+                k = relabel_forest(
                     slots, stamp, found, found_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
                 )
-            done = ends[t0 - 1] if t0 > low else m
+            done = end
         elif how == _HASH:
             slots, used, k = relabel_by_hash(slots, stamp, used, found, k, indices, edge, row, done, limit, picked)
             done = limit

@@ -34,94 +34,6 @@ def hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: 
     return total
 
 
-def no_times() -> tuple[Any, ...]:
-    """Return what says that all in-edges count: whether times matter; of which node the first numbers are; for each
-    node from there on, the first in-edge that counts, and how many do.
-    """
-    none = np.empty(0, np.int64)
-    return False, 0, none, none
-
-
-@numba.njit(nogil=True, cache=True)
-def count_eligible(
-    indptr: np.ndarray, time: np.ndarray, coarse: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
-    until: np.ndarray, after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
-) -> None:  # fmt: skip
-    """Write which in-edges of the nodes ``[low, high)`` the times of their trees allow.
-
-    Sixteen nodes are searched side by side, so that none waits for what another reads.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        time: Of the edges, ascending in each list, int64.
-        coarse: Every sixteenth of them.
-        node: Global ids, int64, up to ``high``.
-        tree: Their trees, int64.
-        low: The first node.
-        high: One past the last node.
-        until: The latest time that counts, for each tree.
-        after: The latest time that no longer counts, for each tree.
-        window: Whether there is one.
-        newest: How many of them count at most, the newest; below zero means all.
-        first: Where to write the first edges, int64 ``[high - low]``.
-        count: Where to write how many count, int64 ``[high - low]``.
-    """
-    limit, left, places = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    for t in range(low, high, LANES):
-        lanes = min(LANES, high - t)
-        begins, ends = first[t - low : t - low + lanes], count[t - low : t - low + lanes]
-        for lane in range(lanes):
-            if t + lane + LANES < high:
-                prefetch(indptr, node[t + lane + LANES])
-            begins[lane] = indptr[node[t + lane]]
-            limit[lane] = until[tree[t + lane]]
-        _first_above(time, coarse, begins, indptr, node[t : t + lanes], limit, left, places)
-        ends[:] = places[:lanes]
-        if window:
-            for lane in range(lanes):
-                limit[lane] = after[tree[t + lane]]
-            _first_above(time, coarse, begins, indptr, node[t : t + lanes], limit, left, places)
-            begins[:] = places[:lanes]
-        for lane in range(lanes):
-            end = ends[lane]
-            begins[lane] = max(min(begins[lane], end), end - newest if newest >= 0 else 0)
-            ends[lane] = end - begins[lane]
-
-
-@numba.njit(nogil=True, cache=True)
-def _first_above(
-    time: np.ndarray, coarse: np.ndarray, begins: np.ndarray, indptr: np.ndarray, node: np.ndarray, limit: np.ndarray,
-    left: np.ndarray, out: np.ndarray,
-) -> None:  # fmt: skip
-    """Write the place of the first time in each list, from its begin on, that is later than its limit."""
-    # The place is among the sixteen before the first time in `coarse`, of those in the list, that is later.
-    for lane in range(node.size):
-        out[lane] = (begins[lane] + 15) >> 4
-        left[lane] = ((indptr[node[lane] + 1] + 15) >> 4) - out[lane]
-    _search(coarse, limit, left, out, node.size)
-    for lane in range(node.size):
-        begin, end = begins[lane], indptr[node[lane] + 1]
-        start = max(begin, ((out[lane] - 1) << 4) + 1)
-        left[lane] = min(end, out[lane] << 4) - start
-        out[lane] = start
-    _search(time, limit, left, out, node.size)
-
-
-@numba.njit(nogil=True, cache=True)
-def _search(times: np.ndarray, limit: np.ndarray, left: np.ndarray, out: np.ndarray, lanes: int) -> None:
-    """Move each place on to the first of the next ``left`` times that is later than the limit."""
-    more = True
-    while more:
-        more = False
-        for lane in range(lanes):
-            size = left[lane]
-            if size > 0:
-                more, half, at = True, size >> 1, out[lane]
-                early = np.int64(times[at + half] <= limit[lane])
-                out[lane] = at + early * (half + 1)
-                left[lane] = half - early * (1 - (size & 1))
-
-
 def lane_scratch() -> tuple[np.ndarray, ...]:
     """Return memory for what :func:`pick_edges` keeps of rows until there are enough of them."""
     return (
@@ -135,7 +47,7 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 
 @numba.njit(nogil=True, cache=True)
 def pick_edges(
-    indptr: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
+    indptr: np.ndarray, place: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
     replace: bool, disjoint: bool, key: Word, first_tree: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
     room: int, scratch: Any,
 ) -> tuple[int, int]:  # fmt: skip
@@ -143,6 +55,7 @@ def pick_edges(
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
+        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
         t: The first node.
@@ -162,15 +75,15 @@ def pick_edges(
     Returns:
         The node and the position to go on with.
     """
-    state, degrees, begins, places, _ = scratch
+    state, degrees, begins, starts, _ = scratch
     temporal, base, eligible, counts = times
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:
-            prefetch(indptr, node[t + _AHEAD])
-        v = node[t]
-        begin = indptr[v]
-        degree = indptr[v + 1] - begin
+            prefetch(indptr, place[t + _AHEAD])
+        v, own = node[t], place[t]
+        begin = indptr[own]
+        degree = indptr[own + 1] - begin
         if temporal:
             begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or (degree <= fanout and not replace):
@@ -187,7 +100,7 @@ def pick_edges(
                 state[lane] = own_key ^ (np.uint64(v) * _STEP)
                 degrees[lane] = degree
                 begins[lane] = begin
-                places[lane] = m
+                starts[lane] = m
                 lane += 1
                 if lane == LANES:
                     _draw(scratch, lane, fanout, replace, edge)

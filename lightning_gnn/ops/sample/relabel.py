@@ -118,7 +118,7 @@ def _word(stamp: int, u: int, local: int) -> int:
     return (((stamp << 16) | (((u * _FIBONACCI) >> 16) & 0xFFFF)) << 32) | local
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _probe(slots: np.ndarray, stamp: int, node: np.ndarray, u: int) -> int:
     """Find the slot of a node, or the empty one where it belongs; one with another stamp is empty."""
     mask = slots.size - 1
@@ -130,9 +130,14 @@ def _probe(slots: np.ndarray, stamp: int, node: np.ndarray, u: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def _grown(slots: np.ndarray, stamp: int, node: np.ndarray) -> np.ndarray:
-    """Return a hash table twice as large with the same nodes."""
-    larger = np.zeros(2 * slots.size, np.int64)
+def _with_room(slots: np.ndarray, stamp: int, node: np.ndarray, count: int) -> np.ndarray:
+    """Return a hash table of which ``count`` nodes use at most half: the same, or a larger one with the same nodes."""
+    size = slots.size
+    while size < 2 * count:
+        size *= 2
+    if size == slots.size:
+        return slots
+    larger = np.zeros(size, np.int64)
     for word in slots:
         if (word >> 48) == stamp:
             larger[_probe(larger, stamp, node, node[word & _LOCAL])] = word
@@ -148,14 +153,19 @@ def enter_hashed(
     Returns:
         The hash table, larger if need be, and how many nodes it holds.
     """
+    slots = _with_room(slots, stamp, node, used + end - begin)
+    return slots, used + _enter(slots, stamp, node, begin, end)
+
+
+@numba.njit(nogil=True, cache=True)
+def _enter(slots: np.ndarray, stamp: int, node: np.ndarray, begin: int, end: int) -> int:
+    new = 0
     for t in range(begin, end):
         at = _probe(slots, stamp, node, node[t])
         if (slots[at] >> 48) != stamp:
             slots[at] = _word(stamp, node[t], t)
-            used += 1
-            if 2 * used > slots.size:
-                slots = _grown(slots, stamp, node)
-    return slots, used
+            new += 1
+    return new
 
 
 @numba.njit(nogil=True, cache=True)
@@ -181,6 +191,17 @@ def relabel_by_hash(
     Returns:
         The hash table, larger if need be, how many nodes it holds, and how many nodes there are.
     """
+    slots = _with_room(slots, stamp, node, used + end - begin)
+    most = _relabel_hashed(slots, stamp, node, k, indices, edge, row, begin, end, stop)
+    return slots, used + most - k, most
+
+
+# In a loop over edges a table is never replaced: Numba would count references at each edge.
+@numba.njit(nogil=True, cache=True)
+def _relabel_hashed(
+    slots: np.ndarray, stamp: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray, row: np.ndarray,
+    begin: int, end: int, stop: int,
+) -> int:  # fmt: skip
     for q in range(begin, end):
         if q + FAR < stop:
             prefetch(indices, edge[q + FAR])
@@ -197,10 +218,7 @@ def relabel_by_hash(
             node[k] = u
             row[q] = k
             k += 1
-            used += 1
-            if 2 * used > slots.size:
-                slots = _grown(slots, stamp, node)
-    return slots, used, k
+    return k
 
 
 @numba.njit(nogil=True, cache=True)
@@ -236,8 +254,11 @@ def relabel_trees(
         Both hash tables, the stamp, how many nodes of the last tree are entered, that tree, and how many nodes there
         are.
     """
-    for t in range(low, high):
+    t = low
+    while t < high:
         root = tree[t]
+        while t + 1 < high and tree[t + 1] == root:
+            t += 1
         if root != current:
             begins[hop + 1, current + 1 : root + 1] = k
             current = root
@@ -261,6 +282,7 @@ def relabel_trees(
         slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, begin, ends[t], stop)
         tree[before:k] = root
         begin = ends[t]
+        t += 1
         if slots.size > table.size:
             table = slots
     return table, slots, stamp, used, current, k
@@ -271,7 +293,7 @@ def _in_tree(u: int, root: int) -> int:
     return u + root * _TREE_STEP
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _probe_tree(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, u: int, root: int) -> int:
     """Do what :func:`_probe` does for a node of one tree."""
     mask = slots.size - 1
@@ -285,8 +307,14 @@ def _probe_tree(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarra
 
 
 @numba.njit(nogil=True, cache=True)
-def _grown_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray) -> np.ndarray:
-    larger = np.zeros(2 * slots.size, np.int64)
+def forest_with_room(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, count: int) -> np.ndarray:
+    """Return a hash table of all trees that has room for ``count`` nodes, the same or a larger one."""
+    size = slots.size
+    while size < 2 * count:
+        size *= 2
+    if size == slots.size:
+        return slots
+    larger = np.zeros(size, np.int64)
     for word in slots:
         if (word >> 48) == stamp:
             local = word & _LOCAL
@@ -295,25 +323,21 @@ def _grown_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndar
 
 
 @numba.njit(nogil=True, cache=True)
-def enter_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, count: int) -> np.ndarray:
-    """Enter the first nodes of a disjoint sample, which are roots, into a hash table; return it, larger if need be."""
+def enter_forest(slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, count: int) -> None:
+    """Enter the first nodes of a disjoint sample, which are roots, into a hash table."""
     for t in range(count):
-        if 2 * (t + 1) > slots.size:
-            slots = _grown_forest(slots, stamp, node, tree)
-        at = _probe_tree(slots, stamp, node, tree, node[t], tree[t])
-        slots[at] = _word(stamp, _in_tree(node[t], tree[t]), t)
-    return slots
+        slots[_probe_tree(slots, stamp, node, tree, node[t], tree[t])] = _word(stamp, _in_tree(node[t], tree[t]), t)
 
 
 @numba.njit(nogil=True, cache=True)
 def relabel_forest(
     slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
     row: np.ndarray, roots: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int, stop: int,
-) -> tuple[np.ndarray, int]:  # fmt: skip
+) -> int:  # fmt: skip
     """Do what :func:`relabel_by_hash` does for the edges of the targets ``[low, high)`` of a disjoint sample.
 
     Args:
-        slots: As there; it holds as many nodes as there are.
+        slots: As there; it holds as many nodes as there are, and has room for one more per edge.
         stamp: As there.
         node: As there.
         tree: The tree of each node, int64, with as much room.
@@ -329,7 +353,7 @@ def relabel_forest(
         stop: One past the last edge that is picked.
 
     Returns:
-        The hash table, larger if need be, and how many nodes there are.
+        How many nodes there are then.
     """
     ahead = low  # the target of the edge whose slot is asked for
     for t in range(low, high):
@@ -353,7 +377,5 @@ def relabel_forest(
                 tree[k] = root
                 row[q] = k
                 k += 1
-                if 2 * k > slots.size:
-                    slots = _grown_forest(slots, stamp, node, tree)
         begin = ends[t]
-    return slots, k
+    return k

@@ -21,8 +21,9 @@ _most_draws: Any = numba.njit(most_draws)
 
 @numba.njit(nogil=True, cache=True)
 def pick_weighted(
-    indptr: np.ndarray, weight: np.ndarray, prefix: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
-    fanout: int, replace: bool, disjoint: bool, key: Word, first_tree: Word, edge: np.ndarray, ends: np.ndarray, m: int,
+    indptr: np.ndarray, weight: np.ndarray, prefix: np.ndarray, place: np.ndarray, node: np.ndarray,
+    tree: np.ndarray, low: int, high: int, fanout: int, replace: bool, disjoint: bool, key: Word, first_tree: Word,
+    edge: np.ndarray, ends: np.ndarray, m: int,
 ) -> int:  # fmt: skip
     """Write the edges that the nodes ``[low, high)`` pick, from position m on; return the position behind them.
 
@@ -30,6 +31,7 @@ def pick_weighted(
         indptr: int64 ``[num_nodes + 1]``.
         weight: Of the edges, float64, all positive.
         prefix: Sums of each list's weights, float64.
+        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
         low: The first node.
@@ -46,9 +48,9 @@ def pick_weighted(
     drawn, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.float64)
     for t in range(low, high):
         if t + 2 * _AHEAD < high:
-            prefetch(indptr, node[t + 2 * _AHEAD])
+            prefetch(indptr, place[t + 2 * _AHEAD])
         if t + _AHEAD < high:
-            begin, end = indptr[node[t + _AHEAD]], indptr[node[t + _AHEAD] + 1]
+            begin, end = indptr[place[t + _AHEAD]], indptr[place[t + _AHEAD] + 1]
             if end - begin > fanout or replace:
                 # The draws of a node fall all over a short list; of a long one the last sum and the middle are read
                 # first, and what follows is in the cache more often than not, as hubs are met often.
@@ -56,16 +58,15 @@ def pick_weighted(
                 for at in range(begin, end, step):
                     prefetch(prefix, at)
                 prefetch(prefix, end - 1)
-        v = node[t]
-        begin = indptr[v]
-        degree = indptr[v + 1] - begin
+        begin = indptr[place[t]]
+        degree = indptr[place[t] + 1] - begin
         if fanout < 0 or (degree <= fanout and not replace):
             for j in range(degree):
                 edge[m + j] = begin + j
             m += degree
         elif degree > 0 and fanout > 0:
             own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
-            stream = node_key_compiled(own_key, v)
+            stream = node_key_compiled(own_key, node[t])
             picks = edge[m : m + fanout]
             if replace:
                 for j in range(0, fanout, _CHUNK):

@@ -1,0 +1,105 @@
+"""``lgnn partition``: cut a graph into parts, one for each machine, and tell what training will ask between them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from lightning_gnn.cli.assemble import build_data
+from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.partitioned.partition import Summary, partition_graph
+from lightning_gnn.report.console import say
+
+_SETTINGS = """settings:
+  data=NAME, data.KEY=VALUE  the graph, as for a run: data=custom data.root=FOLDER
+  parts=8                    how many parts
+  out=FOLDER                 the folder to make: one folder per part, and a small one that all machines need
+  method=metis               metis (fewest edges between parts; in memory), ldg (a stream, for any size) or random
+  seed=0                     of what is random
+  num_neighbors=[10,10]      of the mini-batches that are sampled to count the rows that ranks ask of each other
+  batch_size=1024            their seeds
+  batches=20                 how many; 0 counts nothing
+  check_features=true        look for NaN and infinity first
+Copy common/ and its own part-…/ to each machine, or all to a file system that they share. Train on it with
+PartitionedDataModule(FOLDER, …)"""
+
+
+@dataclass
+class _Settings:
+    parts: int = MISSING
+    out: str = MISSING
+    method: str = "metis"
+    seed: int = 0
+    num_neighbors: list[int] = field(default_factory=lambda: [10, 10])
+    batch_size: int = 1024
+    batches: int = 20
+    check_features: bool = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Partition; returns 2 where something about the graph or the settings is wrong."""
+    parser = argparse.ArgumentParser(
+        "lgnn partition",
+        description="Cut a graph into parts that are even in nodes, edges and training seeds.",
+        epilog=_SETTINGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    try:
+        with explained():
+            settings = parser.parse_args(arguments).settings
+            of_data = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] == "data"]
+            chosen = _parse([item for item in settings if item not in of_data])
+            with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+                data = build_data(compose("train", overrides=of_data))
+            start = time.perf_counter()
+
+            def tell(message: str) -> None:
+                console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
+
+            summary = partition_graph(
+                data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.num_neighbors, chosen.batch_size,
+                chosen.batches, chosen.check_features, tell,
+            )  # fmt: skip
+    except UserError as error:
+        say(f"error: {error}", "red")
+        return 2
+    print("\n".join(_lines(summary)))
+    size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
+    print(f"{size / 1e9:.3g} GB in {chosen.out}: PartitionedDataModule({chosen.out!r}, …) trains on it")
+    return 0
+
+
+def _lines(summary: Summary) -> list[str]:
+    lines = [
+        f"{what:>6} per part: {min(counts):,} to {max(counts):,}"
+        for what, counts in (("nodes", summary.nodes), ("edges", summary.edges), ("seeds", summary.seeds))
+    ]
+    lines.append(f"{summary.cut:.1%} of the edges go from one part to another")
+    for name, rows in (("global", summary.elsewhere), ("local", summary.elsewhere_local)):
+        if rows is not None and summary.rows:
+            lines.append(f"order={name}: {rows:,.0f} rows of a mini-batch are of other parts")
+    if summary.rows is not None:
+        lines.append(f"a mini-batch has {summary.rows:,.0f} nodes on average")
+    return lines
+
+
+def _parse(settings: Sequence[str]) -> Any:
+    try:
+        found = OmegaConf.merge(OmegaConf.structured(_Settings), OmegaConf.from_dotlist(list(settings)))
+        missing = sorted(map(str, OmegaConf.missing_keys(found)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{str(error).splitlines()[0]}; see lgnn partition --help") from None
+    if missing:
+        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn partition --help")
+    return OmegaConf.to_object(found)

@@ -1,0 +1,302 @@
+"""Aggregate and update on an Ascend chip, or on its twin: sums on the vector cores while the cube core multiplies.
+
+Numbers are float16 inside, sums and products float32. Numbers of other dtypes are brought into the range of float16 by
+a power of two per tensor, found and taken off on the device, so that the host never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ascend_ops.tiling import aggregate_update_tiling, combine_tiling, up, update_constants, update_tiling
+from lightning_gnn.ops.aggregate.ascend_twin import say_converted
+from lightning_gnn.ops.aggregate_update import reference
+from lightning_gnn.ops.aggregate_update.chip_plan import UpdatePlan, plan_update
+from lightning_gnn.ops.dropout import row_dropout_torch
+
+HALF_EXPONENT = 15
+"""2^15 is the last power of two that float16 has."""
+MAX_EXPONENT = 60
+"""Two factors and their product stay finite in float32."""
+TILE = 128
+"""Rows and columns of a tile of a product."""
+
+Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]
+"""Kernel, blocks, inputs, outputs and tiling."""
+Kept = list[Tensor | None]
+"""What the gradient needs: sums and their scale, weights as the kernels read them and theirs."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Rows in float16, filled up with zeros to a multiple of 16 columns, and what they were multiplied with.
+
+    Args:
+        values: float16 ``[n, up(columns)]``.
+        scale: A power of two, 0-dimensional on the device, or None for 1.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The operators of ``reference.py``, executed by the kernels; ``launch`` runs them.
+
+    Args:
+        launch: Runs a kernel, on the device of its tensors or in simulation.
+        cores: AI cores.
+    """
+
+    launch: Launch
+    cores: int
+
+    def plan(
+        self, num_sources: int, num_targets: int, num_edges: int, weight: Tensor, wants_x: bool, wants_weight: bool
+    ) -> UpdatePlan:
+        """Return in which order a layer is computed, as :func:`~chip_plan.plan_update` does."""
+        num_out, num_in = weight.shape
+        return plan_update(num_sources, num_targets, num_edges, num_in, num_out, self.cores, wants_x, wants_weight)
+
+    def update(
+        self,
+        edges: list[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        self_weight: Tensor | None,
+        bias: Tensor | None,
+        mean: bool,
+        aggregate_first: bool,
+        keep: bool,
+        p: float | None,
+        key: int,
+    ) -> tuple[Tensor, Kept]:
+        """Return what ``reference.update`` does, and what :meth:`backward` needs."""
+        num_targets, num_out, num_in = edges[0].numel() - 1, *weight.shape
+        laid = _laid_out(weight, self_weight)
+        sums = scale = None
+        if aggregate_first:
+            own = 0 if self_weight is None else num_targets
+            table, values = _prepared(edges, x, mean, own > 0)
+            sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, mean, transpose_b=True)
+            scale = _times(table.scale, values.scale)
+            out = _unscaled(y, _times(scale, laid.scale))
+        else:
+            rows = half_rows(x)
+            columns = laid.values.size(1) // (1 if self_weight is None else 2)
+            products = self._product(rows.values, laid.values[:, :columns], num_in, num_out)
+            out = self.sums(edges, _unscaled(products, _times(rows.scale, laid.scale)), mean)
+            if self_weight is not None:
+                own_term = self._product(rows.values[:num_targets], laid.values[:, columns:], num_in, num_out)
+                out = out + _unscaled(own_term, _times(rows.scale, laid.scale))
+        out = (out if bias is None else out + bias).to(x.dtype)
+        if p is not None:
+            out = row_dropout_torch(out.relu(), p, key, None)
+        return out, [sums if keep else None, scale, laid.values, laid.scale]
+
+    def backward(
+        self,
+        edges: list[Tensor],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        self_weight: Tensor | None,
+        kept: Kept,
+        mean: bool,
+        aggregate_first: bool,
+        wanted: list[bool],
+        activated: Tensor | None,
+        p: float,
+    ) -> list[Tensor]:
+        """Return what ``reference.update_backward`` does."""
+        if activated is not None:
+            grad = reference.through_relu_dropout(grad, activated, p)
+        wants_x, wants_weight, wants_self, wants_bias = wanted
+        num_targets, (num_out, num_in) = grad.size(0), weight.shape
+        none = x.new_empty(0)
+        grad_x = grad_weight = grad_self = none
+        sums, sums_scale, stored, stored_scale = kept
+        assert stored is not None
+        rows = half_rows(grad)
+        if wants_x or (wants_weight and not aggregate_first):
+            back = _backward_edges(edges, x.size(0), mean)
+            own = 0 if self_weight is None or not wants_x else num_targets
+            table, values = _prepared(back, grad, False, own > 0)
+            layout = Half(stored, stored_scale)
+            sizes = (num_out, num_in if wants_x else 0)
+            received, y = self._fused(back, table, values.values, layout, sizes, own, False, transpose_b=False)
+            scale = _times(table.scale, values.scale)
+            if wants_x:
+                grad_x = _unscaled(y, _times(scale, stored_scale)).to(x.dtype)
+            if wants_weight and not aggregate_first:
+                features = half_rows(x)
+                product = self._product_of_rows(received, features.values, num_out, num_in)
+                grad_weight = _unscaled(product, _times(scale, features.scale)).to(x.dtype)
+        if wants_weight and aggregate_first:
+            assert sums is not None
+            product = self._product_of_rows(rows.values, sums, num_out, num_in)
+            grad_weight = _unscaled(product, _times(rows.scale, sums_scale)).to(x.dtype)
+        if wants_self:
+            features = half_rows(x[:num_targets])
+            product = self._product_of_rows(rows.values, features.values, num_out, num_in)
+            grad_self = _unscaled(product, _times(rows.scale, features.scale)).to(x.dtype)
+        return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
+
+    def sums(self, edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
+        """Add up rows as ``reference.sums`` does, in float32, without autograd."""
+        table, values = _prepared(edges, x, mean, False)
+        sums, _ = self._fused(edges, table, values.values, None, (x.size(1), 0), 0, mean, transpose_b=True)
+        return _unscaled(sums[:, : x.size(1)].float(), _times(table.scale, values.scale))
+
+    def _fused(
+        self,
+        edges: list[Tensor],
+        table: Half,
+        values: Tensor | None,
+        laid: Half | None,
+        sizes: tuple[int, int],
+        own_rows: int,
+        mean: bool,
+        transpose_b: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch aggregate_update; return the sums, float16 and filled up, and the result, float32 ``[rows, n]``."""
+        indptr, indices = edges[0].to(torch.int32), edges[1]
+        (k, n), num_rows = sizes, edges[0].numel() - 1
+        x = table.values
+        sums = x.new_empty(num_rows, x.size(1))
+        y = x.new_empty(num_rows if n else 1, up(max(n, 1)), dtype=torch.float32)
+        stored = x.new_zeros(1, 16) if laid is None else laid.values
+        tiling = aggregate_update_tiling(
+            num_rows,
+            k,
+            n,
+            stored.size(1),
+            own_rows=own_rows,
+            own_offset=stored.size(1) // 2 if own_rows else 0,
+            weighted=values is not None,
+            mean=mean,
+            transpose_b=transpose_b,
+        )
+        weights = x.new_zeros(1, dtype=torch.float32) if values is None else values
+        inputs = [x, indptr, indices, weights, stored, _constants(x.device)]
+        self.launch("aggregate_update", min(self.cores, -(-num_rows // TILE)), inputs, [sums, y], tiling)
+        return sums, y[:, :n]
+
+    def _product(self, a: Tensor, stored: Tensor, k: int, n: int) -> Tensor:
+        """Multiply rows with weights stored ``[n, k]``; float32 ``[m, n]``."""
+        m = a.size(0)
+        y = a.new_empty(m, up(n), dtype=torch.float32)
+        b = stored.contiguous()
+        tiling = update_tiling(m, k, n, a.size(1), b.size(1), transpose_b=True, float_out=True)
+        no_bias = a.new_zeros(1)
+        self.launch("update", min(self.cores, -(-m // TILE)), [a, b, no_bias, _constants(a.device)], [y], tiling)
+        return y[:, :n]
+
+    def _product_of_rows(self, a: Tensor, b: Tensor, m: int, n: int) -> Tensor:
+        """Multiply the transpose of a with b, float32 ``[m, n]``; k, their rows, is cut so that all cores have some."""
+        k = a.size(0)
+        tiles = -(-m // TILE) * -(-n // TILE)
+        parts = min(max(self.cores // tiles, 1), -(-k // TILE))
+        tiling = update_tiling(m, k, n, a.size(1), b.size(1), transpose_a=True, float_out=True, split_k=parts)
+        y = a.new_empty(m * parts, up(n), dtype=torch.float32)
+        inputs = [a.contiguous(), b.contiguous(), a.new_zeros(1), _constants(a.device)]
+        self.launch("update", min(self.cores, tiles * parts), inputs, [y], tiling)
+        if parts > 1:
+            added = y.new_empty(m, up(n))
+            combine = combine_tiling(m, up(n), parts_per_row=parts, float_out=True)
+            nothing = torch.zeros(4, dtype=torch.int32, device=y.device)
+            self.launch("combine_parts", min(2 * self.cores, m), [y, nothing], [added], combine)
+            y = added
+        return y[:, :n]
+
+
+def half_rows(x: Tensor, exponent: Tensor | int = HALF_EXPONENT) -> Half:
+    """Return rows in float16; those that are float16 stay as they are, the others' largest ends near ``2^exponent``."""
+    scale, source = None, x.detach()
+    if x.dtype != torch.float16:
+        say_converted(x.dtype)
+        source = source.float() if x.dtype == torch.bfloat16 else source
+        largest = source.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+        power = torch.where(largest > 0, exponent - largest.log2().ceil(), torch.zeros_like(largest))
+        scale = power.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
+        source, scale = source * scale, scale.float()
+    columns = up(x.size(1))
+    if columns == x.size(1):
+        return Half(source.to(torch.float16).contiguous(), scale)
+    values = source.new_zeros(x.size(0), columns, dtype=torch.float16)
+    values[:, : x.size(1)] = source
+    return Half(values, scale)
+
+
+@dataclass(frozen=True)
+class _Values:
+    values: Tensor | None
+    scale: Tensor | None
+
+
+def _prepared(edges: list[Tensor], x: Tensor, mean: bool, own: bool) -> tuple[Half, _Values]:
+    """Return features and weights of edges in ranges in which no sum overflows float16, nor vanishes needlessly.
+
+    With terms of their own, rows of x enter the result unsummed as well, so that all sums keep the scale of x.
+    """
+    indptr, indices, *weight = edges
+    if not weight:
+        if mean or x.dtype == torch.float16:
+            return half_rows(x), _Values(None, None)
+        most = indptr.diff().amax().clamp(min=1).to(torch.float32).log2().ceil()
+        return half_rows(x, HALF_EXPONENT - most), _Values(None, None)
+    values, degrees = weight[0].detach().float(), indptr.diff()
+    rows = torch.repeat_interleave(degrees, output_size=indices.numel())
+    largest = values.new_zeros(degrees.numel()).index_add(0, rows, values.abs())
+    largest = (largest / degrees.clamp(min=1) if mean else largest).amax()
+    known = (largest > 0) & largest.isfinite()
+    power = torch.where(known, largest.log2().ceil(), torch.zeros_like(largest)).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    scale = None
+    if not own:
+        scale = (-power.clamp(max=0)).exp2()
+        values = values * scale
+    return half_rows(x, HALF_EXPONENT - power.clamp(min=0)), _Values(values.contiguous(), scale)
+
+
+def _backward_edges(edges: list[Tensor], num_sources: int, mean: bool) -> list[Tensor]:
+    """Return edges by source, whose weights are divided by the number of edges of their target if ``mean``."""
+    back: list[Tensor] = torch.ops.lightning_gnn.edges_by_source(edges, num_sources, False)
+    if not mean:
+        return back
+    indptr, indices, *weight = back
+    degrees = edges[0].diff().clamp(min=1).to(torch.float32)
+    share = degrees.reciprocal().index_select(0, indices)
+    return [indptr, indices, weight[0].float() * share if weight else share]
+
+
+def _laid_out(weight: Tensor, self_weight: Tensor | None) -> Half:
+    """Return W, and S beside it, as the kernels of forward and backward read them."""
+    if self_weight is None:
+        return half_rows(weight)
+    columns, width = weight.size(1), up(weight.size(1))
+    both = weight.new_zeros(weight.size(0), 2 * width)
+    both[:, :columns] = weight.detach()
+    both[:, width : width + columns] = self_weight.detach()
+    return half_rows(both)
+
+
+@cache
+def _constants(device: torch.device) -> Tensor:
+    return torch.from_numpy(update_constants()).to(device)
+
+
+def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a * b
+
+
+def _unscaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows if scale is None else rows / scale

@@ -1,0 +1,55 @@
+"""Gathering rows on an NPU: an Ascend C kernel where rows are copied as they are, else torch's own operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.ascend_ops.tiling import gather_missing, gather_tiling
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
+from lightning_gnn.ops.gather.definition import check_arguments, check_index
+from lightning_gnn.ops.gather.reference import gather_torch
+from lightning_gnn.ops.library import library
+
+_BITS = 32
+"""Sizes of the kernel are counted so."""
+
+
+@torch.library.impl(library, "gather_rows", "PrivateUse1")
+def gather_npu(
+    table: Tensor,
+    index: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    slot: Tensor | None = None,
+    cache: Tensor | None = None,
+    check: bool = False,
+) -> None:
+    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on an NPU.
+
+    Raises:
+        IndexError: ``check`` is set, and an index is out of range.
+        TypeError: A wrong dtype.
+        ValueError: A wrong shape, or a tensor is on another device.
+    """
+    check_arguments(table, index, out, scales, slot, cache)
+    for name, tensor in (("table", table), ("index", index), ("scales", scales), ("slot", slot), ("cache", cache)):
+        if tensor is not None and tensor.device != out.device:
+            raise ValueError(f"rows are wanted on {out.device}, but the {name} is on {tensor.device}; move it there")
+    if out.numel() == 0:
+        return
+    if check:
+        check_index(index, table.size(0))
+    backend, row_bytes = backend_name(None), table.shape[1:].numel() * table.element_size()
+    whole = scales is None and slot is None and out.dtype == table.dtype and table.is_contiguous()
+    small = max(table.size(0), index.numel(), row_bytes) < 1 << (_BITS - 1)
+    if not (whole and small and runs_on_chip(out.device, backend)):
+        gather_torch(table, index, out, scales, slot, cache)
+        return
+    executor, cores = chip_executor(out.device, backend)
+    given, rows = (tensor.view(tensor.size(0), -1).view(torch.uint8) for tensor in (table.detach(), out))
+    missing = torch.from_numpy(gather_missing(row_bytes)).to(out.device)
+    # An index of 64 bits that 32 do not hold must not come out as that of another row.
+    places = index if index.dtype == torch.int32 else index.clamp(-1, table.size(0)).to(torch.int32)
+    tiling = gather_tiling(index.numel(), row_bytes, table.size(0))
+    executor.launch("gather_rows", 2 * cores, [given, places.contiguous(), missing], [rows], tiling)

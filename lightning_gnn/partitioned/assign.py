@@ -1,0 +1,226 @@
+"""Which part each node goes to: by METIS, by a stream that fits any graph, or by chance.
+
+Of all types at once, and even in three things: nodes, the edges that go to them, and training seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numba
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from torch_geometric.typing import NodeType
+
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+
+METHODS = ("metis", "ldg", "random")
+MOST_PARTS = 1 << 15
+SLACK = 0.05
+"""By how much more than its share of nodes, of edges and of seeds a part may have."""
+_PASSES = 8
+"""How often the stream goes by: the first time most neighbours have no part yet."""
+_METIS_BYTES = 120
+"""What METIS needs at its peak, per edge in both directions, with what it is given: measured, rounded up."""
+
+
+def assign_nodes(
+    graph: CSCGraph | HeteroCSCGraph,
+    parts: int,
+    method: str = "metis",
+    seeds: Mapping[NodeType | None, Tensor] | None = None,
+    seed: int = 0,
+) -> dict[NodeType | None, Tensor]:
+    """Share out the nodes of a graph.
+
+    Args:
+        graph: The topology.
+        parts: How many parts, from 1 to the number of nodes.
+        method: ``"metis"`` cuts few edges and has the whole graph in memory several times; ``"ldg"`` goes over the
+            lists eight times, in order, and needs 18 bytes per node (for several types 8 per edge as well);
+            ``"random"`` cuts all it can.
+        seeds: Ids of the training seeds, by node type; that of a graph of one type is None.
+        seed: Of what is random.
+
+    Returns:
+        The part of each node, int16 ``[num_nodes]``, by node type; that of a graph of one type is None. No part has
+        more than 5 % above its share of nodes, of edges into them or of seeds, as far as single nodes allow that.
+
+    Raises:
+        MemoryError: METIS would need more memory than there is.
+        ModuleNotFoundError: METIS is not installed.
+        ValueError: An unknown method, or a number of parts that cannot be.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+    sizes: dict[Any, int] = graph.sizes if isinstance(graph, HeteroCSCGraph) else {None: graph.num_nodes}
+    total = sum(sizes.values())
+    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= min(max(total, 1), MOST_PARTS):
+        raise ValueError(f"parts={parts!r} must be a whole number from 1 to {min(max(total, 1), MOST_PARTS)}")
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    weights = np.zeros((total, 2), np.int64)
+    indptr, indices = _together(graph, starts, total)
+    weights[:, 0] = np.diff(indptr)
+    for name, ids in (seeds or {}).items():
+        weights[starts[name] + ids.numpy(), 1] = 1
+    shares = np.array([total, indices.size, weights[:, 1].sum()], np.float64) / parts
+    limits = np.maximum(np.maximum(np.ceil(shares), np.floor(shares * (1 + SLACK))), 1)
+    if method == "metis":
+        part = _metis(indptr, indices, weights, parts, seed)
+        _stream(indptr, indices, weights, part, limits, parts, 2, True)
+    elif method == "ldg":
+        part = np.full(total, -1, np.int16)
+        # Room for seeds that is tight from the start keeps the first ones where chance has put them.
+        for number in range(_PASSES):
+            roomy = limits + np.floor(shares * [0, 0, 1] * max(0.0, 1 - number / (_PASSES - 3)))
+            _stream(indptr, indices, weights, part, roomy, parts, 1, False)
+    else:
+        # Each kind of node, seeds apart, in turns: even by construction.
+        part = np.empty(total, np.int16)
+        order = np.random.default_rng(seed).permutation(total)
+        order = order[np.argsort(-weights[order, 1], kind="stable")]
+        part[order] = np.arange(total) % parts
+    return {name: torch.from_numpy(part[start : start + sizes[name]]) for name, start in starts.items()}
+
+
+def _together(graph: CSCGraph | HeteroCSCGraph, starts: Mapping[Any, int], total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lists of all types in one numbering."""
+    if isinstance(graph, CSCGraph):
+        return graph.indptr.numpy(), graph.indices.numpy()
+    degrees = np.zeros(total, np.int64)
+    for (_, _, target), part in graph.relations.items():
+        degrees[starts[target] : starts[target] + part.num_nodes] += part.in_degrees.numpy()
+    indptr = np.zeros(total + 1, np.int64)
+    np.cumsum(degrees, out=indptr[1:])
+    indices, filled = np.empty(int(indptr[-1]), np.int64), indptr[:-1].copy()
+    for (source, _, target), part in graph.relations.items():
+        _copy_lists(part.indptr.numpy(), part.indices.numpy(), filled[starts[target] :], starts[source], indices)
+    return indptr, indices
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_lists(indptr: np.ndarray, indices: np.ndarray, filled: np.ndarray, first: int, out: np.ndarray) -> None:
+    for v in range(indptr.size - 1):
+        for e in range(indptr[v], indptr[v + 1]):
+            out[filled[v]] = first + indices[e]
+            filled[v] += 1
+
+
+def _metis(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, parts: int, seed: int) -> np.ndarray:
+    try:
+        import pymetis
+    except ImportError:
+        raise ModuleNotFoundError(
+            "method=metis needs a package: pip install 'lightning-gnn[partition]'; or use method=ldg"
+        ) from None
+    need, free = 2 * _METIS_BYTES * indices.size, psutil.virtual_memory().available
+    if need > free:
+        raise MemoryError(
+            f"METIS needs about {need / 1e9:.0f} GB for {indices.size} edges, but {free / 1e9:.0f} GB are free; use "
+            "method=ldg"
+        )
+    total = indptr.size - 1
+    col = np.repeat(np.arange(total), np.diff(indptr))
+    ends = np.concatenate([col * total + indices, indices.astype(np.int64) * total + col])
+    ends = ends[ends // total != ends % total]
+    ends, often = np.unique(ends, return_counts=True)
+    offsets = np.searchsorted(ends, np.arange(total + 1) * total)
+    # The wheel takes one number per node, so the three things are added up, each on average 100.
+    shares = np.column_stack([np.ones(total), weights]).astype(np.float64)
+    node = np.maximum((shares * (100 / np.maximum(shares.mean(0), 1e-9))).sum(1), 1).astype(np.int64)
+    adjacency = pymetis.CSRAdjacency(offsets, ends % total)
+    options = pymetis.Options(seed=seed % 2**31)
+    found = pymetis.part_graph(
+        parts, adjacency, vweights=node, eweights=often, recursive=False, options=options
+    ).vertex_part
+    return np.array(found, np.int16)
+
+
+@numba.njit(nogil=True, cache=True)
+def _fits(loads: np.ndarray, limits: np.ndarray, p: int, edges: int, seeds: int) -> bool:
+    """Whether a part has room for a node."""
+    return (
+        loads[p, 0] + 1 <= limits[0]
+        and (loads[p, 1] + edges <= limits[1] or edges == 0 or loads[p, 1] == 0)
+        and (loads[p, 2] + seeds <= limits[2] or seeds == 0)
+    )
+
+
+@numba.njit(nogil=True, cache=True)
+def _fullness(loads: np.ndarray, limits: np.ndarray, p: int) -> float:
+    return float(max(loads[p, 0] / limits[0], max(loads[p, 1] / limits[1], loads[p, 2] / limits[2])))
+
+
+@numba.njit(nogil=True, cache=True)
+def _best(
+    indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray,
+    loads: np.ndarray, shared: np.ndarray, touched: np.ndarray, v: int,
+) -> int:  # fmt: skip
+    """Return the part with room that has most of a node's neighbours, times the room that it has left."""
+    edges, seeds, count = weights[v, 0], weights[v, 1], 0
+    for e in range(indptr[v], indptr[v + 1]):
+        p = part[indices[e]]
+        if p >= 0 and indices[e] != v:
+            if shared[p] == 0:
+                touched[count] = p
+                count += 1
+            shared[p] += 1
+    best, most = -1, 0.0
+    for i in range(count):
+        p = touched[i]
+        if _fits(loads, limits, p, edges, seeds):
+            score = shared[p] * (1.0 - _fullness(loads, limits, p)) + 1e-9 * shared[p]
+            if score > most or (score == most and p < best):
+                best, most = p, score
+    for i in range(count):
+        shared[touched[i]] = 0
+    if best >= 0:
+        return best
+    # None of them: the emptiest that has room, or the emptiest.
+    least, room = 0.0, False
+    for p in range(loads.shape[0]):
+        fits, full = _fits(loads, limits, p, edges, seeds), _fullness(loads, limits, p)
+        if best < 0 or (fits and not room) or (fits == room and full < least):
+            best, least, room = p, full, fits
+    return best
+
+
+@numba.njit(nogil=True, cache=True)
+def _stream(
+    indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray, parts: int,
+    passes: int, relieve: bool,
+) -> None:  # fmt: skip
+    """Place one node after the other (Stanton and Kliot: Streaming Graph Partitioning, KDD 2012), several times over.
+
+    A pass takes each node out and places it anew (Nishimura and Ugander: Restreaming Graph Partitioning, KDD 2013), or
+    only those of parts that have too much of what the node adds to.
+    """
+    loads = np.zeros((parts, 3), np.int64)
+    for v in range(part.size):
+        if part[v] >= 0:
+            loads[part[v], 0] += 1
+            loads[part[v], 1] += weights[v, 0]
+            loads[part[v], 2] += weights[v, 1]
+    shared, touched = np.zeros(parts, np.int64), np.empty(parts, np.int64)
+    for _ in range(passes):
+        for v in range(part.size):
+            p, edges, seeds = part[v], weights[v, 0], weights[v, 1]
+            if relieve and not (
+                loads[p, 0] > limits[0]
+                or (edges > 0 and loads[p, 1] > limits[1])
+                or (seeds > 0 and loads[p, 2] > limits[2])
+            ):
+                continue
+            if p >= 0:
+                loads[p, 0] -= 1
+                loads[p, 1] -= edges
+                loads[p, 2] -= seeds
+            p = _best(indptr, indices, weights, part, limits, loads, shared, touched, v)
+            part[v] = p
+            loads[p, 0] += 1
+            loads[p, 1] += edges
+            loads[p, 2] += seeds

@@ -1,0 +1,337 @@
+"""Training on a graph of which each rank has a part: the mini-batches are those of one machine with all of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.partitioned.folder import SPLITS, Partition
+from lightning_gnn.partitioned.future import keep_hottest
+from lightning_gnn.partitioned.remote import Remote
+from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
+from lightning_gnn.partitioned.shard import Shard, holders
+from lightning_gnn.partitioned.whole import with_topology, without_rows
+from lightning_gnn.runtime.byte_sizes import memory_bytes
+from lightning_gnn.runtime.heartbeat import Heartbeats
+from lightning_gnn.runtime.ranks import WatchedRanks
+from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
+from lightning_gnn.sampling.link_datamodule import LinkDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.sampling.seed_order import OwnSeedsOrder
+
+ORDERS = ("global", "local")
+TOPOLOGIES = ("parts", "whole")
+_ELSEWHERE = {
+    "inference": ("sampled", "goes over the whole graph"),
+    "precompute": (None, "goes over the whole graph"),
+    "feature_dtype": (None, "is chosen when the graph is partitioned"),
+    "memory": (None, "reads one file, and a part's rows are mapped into memory by themselves"),
+    "node_sampler": (None, "would have to reach all parts"),
+    "link_sampler": (None, "would have to reach all parts"),
+}
+_RUNS = itertools.count()
+
+
+class _OnParts(MiniBatchDataModule):
+    """What both DataModules do about parts; goes before the one that does the rest."""
+
+    _classes: ClassVar[str] = "PartitionedDataModule"
+
+    def __init__(
+        self,
+        partition: str | Path,
+        *args: Any,
+        topology: str = "parts",
+        order: str = "global",
+        cache: int | str = 0,
+        count_batches: int = 100,
+        silence: float = 60.0,
+        seed: int | None = None,
+        num_workers: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        for name, value, choices in (("topology", topology, TOPOLOGIES), ("order", order, ORDERS)):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+        for name, (without, why) in _ELSEWHERE.items():
+            if kwargs.get(name, without) != without:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} does not go with a partitioned graph: it {why}; leave it out"
+                )
+        self.partition = Partition(partition)
+        self.topology, self.order = topology, order
+        self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
+        self.connection = Connection()
+        self.rows_read: Counter[str] = Counter()
+        """Rows of nodes that were read here, asked of other ranks, or kept, in the runs so far."""
+        self._own_seed = seed is not None
+        self._heartbeats: Heartbeats | None = None
+        time_attr = kwargs.get("time_attr")
+        whole = topology == "whole"
+        data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
+        kwargs.update(check_features=False, share_memory=False, num_workers=num_workers)
+        super().__init__(data, *args, seed=seed, **self._with_splits(args, kwargs))  # type: ignore[misc]
+        self.tables = self._tables(time_attr if whole else None)
+
+    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs
+
+    def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
+        if self.topology == "whole":
+            return super()._own_sampler(data, num_neighbors, replace, disjoint, **options)
+        return PartitionedSampler(
+            self.partition, self.connection, num_neighbors, replace, disjoint, self.seed, **options
+        )
+
+    def _tables(self, here: str | None) -> dict[Any, Any]:
+        """Return where loaders gather what lies in parts, by attribute."""
+        tables: dict[Any, Any] = {}
+        for number, kind in enumerate(self.partition.nodes):
+            memo, beside = threading.local(), [key for key in kind.attributes if key != here]
+            for key in beside:
+                rows = NodeRows(self.connection, number, key, beside, memo)
+                tables[key if kind.name is None else (kind.name, key)] = rows
+        if self.topology == "parts":
+            for number, kind in enumerate(self.partition.edges):
+                for key in kind.attributes:
+                    name = key if kind.name is None else (kind.name, key)
+                    tables[name] = EdgeRows(lambda: self.graph_sampler, number, key)
+        return tables
+
+    def setup(self, stage: str) -> None:
+        """Join the ranks, open this rank's parts, and fill the cache; all ranks must call it.
+
+        Raises:
+            FileNotFoundError: A part is not on this machine.
+            RuntimeError: A rank did not come.
+            ValueError: A part is damaged, or ranks have different partitions or options.
+        """
+        super().setup(stage)
+        if self.connection.remote is not None:
+            return
+        self._watch_ranks()
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        mine = [part for part, held in enumerate(holders(self.partition.parts, ranks)) if rank in held]
+        # A rank whose part is damaged must say so to the others, who would wait for it.
+        try:
+            shard, trouble = Shard(self.partition, mine, self.topology == "parts"), None
+        except (OSError, ValueError) as error:
+            trouble = error
+        exchange = Exchange({} if trouble is not None else {
+            name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")
+        })  # fmt: skip
+        self._exchange = exchange
+        about = {
+            "partition": self.partition.id, "topology": self.topology, "order": self.order,
+            "num_neighbors": str(self.num_neighbors), "batch_size": self.batch_size,
+            **({"seed": self.seed} if self._own_seed else {}),
+        }  # fmt: skip
+        told = exchange.gather((None if trouble is None else f"{type(trouble).__name__}: {trouble}", about, self.seed))
+        try:
+            if trouble is not None:
+                raise trouble
+            for other, (wrong, theirs, _) in enumerate(told):
+                if wrong is not None:
+                    raise RuntimeError(f"rank {other} cannot open its part of the graph: {wrong}")
+                for name, value in about.items():
+                    if theirs.get(name) != value:
+                        raise ValueError(
+                            f"rank {rank} has {name}={value}, but rank {other} has {name}={theirs.get(name)}: all "
+                            "ranks need the same"
+                            + (", so copy all parts of one partition" if name == "partition" else "")
+                        )
+        except (OSError, ValueError, RuntimeError):
+            exchange.close()
+            raise
+        self.seed = told[0][2]  # that of rank 0, where nobody gave one
+        self.connection.remote = Remote(self.partition, shard, exchange)
+        if isinstance(self.graph_sampler, PartitionedSampler):
+            self.graph_sampler.prepare()
+        exchange.gather(None)  # from here on lists are asked for
+        if stage == "fit" and self.cache:
+            remote = self.connection.remote
+            epoch = self._passes if self.trainer is None else self.trainer.current_epoch
+            remote.keep(keep_hottest(self._loader("train"), remote, epoch, self.cache, self.count_batches))
+            rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
+
+    def teardown(self, stage: str) -> None:
+        """Leave the other ranks when all are through."""
+        super().teardown(stage)
+        if self.connection.remote is not None:
+            self.connection.remote.exchange.close()
+            self.rows_read += self.connection.remote.rows_read
+            self.connection.remote = None
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+            self._heartbeats = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say in the message which rank was lost, or tell the others that it is this one."""
+        if self._heartbeats is not None:
+            self._heartbeats.answer(exception)
+
+    def _watch_ranks(self) -> None:
+        """Notice within seconds that a rank is lost, unless the strategy does."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        if self._world_size == 1 or isinstance(strategy, WatchedRanks) or not dist.is_initialized():
+            return
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"partitioned {next(_RUNS)}", dist.distributed_c10d._get_default_store()
+        )
+        self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence)
+        self._heartbeats.start()
+
+    def _sampled_loader(self, stage: str, data: Any, sampler: Any, *args: Any, **options: Any) -> Any:
+        _ = self.connection.open
+        return super()._sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
+
+    def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
+        if stage != "train" or self.order == "global":
+            return super()._order(stage, num_seeds, drop_last)
+        replicas, rank = self._replica
+        return OwnSeedsOrder(
+            self.owners_of_seeds(replicas), num_replicas=replicas, rank=rank, shuffle=self.shuffle,
+            seed=self.seed % 2**62, drop_last=drop_last,
+        )  # fmt: skip
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        if self.trainer is None and self.connection.remote is not None:
+            return self.connection.remote.exchange.ranks, self.connection.remote.exchange.rank
+        return super()._replica
+
+    def owners_of_seeds(self, ranks: int) -> Tensor:
+        """Return which of some ranks has each training seed (or the target of each training edge) in its part.
+
+        Args:
+            ranks: How many there are; those that share a part take its seeds in turns.
+        """
+        node_type, ids = self._places_of_seeds()
+        part = self.partition.owner[self.partition.number.get(node_type, 0)].numpy()[ids.numpy()]
+        owners = np.empty(part.size, np.int64)
+        for number, held in enumerate(holders(self.partition.parts, ranks)):
+            where = np.flatnonzero(part == number)
+            owners[where] = np.array(held)[np.arange(where.size) % len(held)]
+        return torch.from_numpy(owners)
+
+    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+        raise NotImplementedError
+
+
+class PartitionedDataModule(_OnParts, NeighborDataModule):
+    """A :class:`~lightning_gnn.NeighborDataModule` over a graph that ``lgnn partition`` has cut into parts.
+
+    Each rank reads its own part, and asks the others for the rest. For given seeds and key the mini-batches are those
+    of one machine with the whole graph, bit for bit, for any number of parts and ranks. With more parts than ranks a
+    rank has several; with more ranks than parts, several have the same.
+
+    Args:
+        partition: The folder.
+        *args: Seeds for training, validation, testing and prediction, as for
+            :class:`~lightning_gnn.NeighborDataModule`, by the ids of the whole graph; by default those of its masks.
+        topology: ``"parts"``: each rank has the in-edges of its nodes, and hops ask the others; ``"whole"``: each has
+            all edges and their attributes in memory, only the nodes' attributes are asked for.
+        order: Of the training seeds. ``"global"``: that of one machine; ``"local"``: each rank draws from its own part,
+            so that far fewer rows are asked for; where it has fewer seeds than others, some come twice. Evaluation
+            always takes that of one machine.
+        cache: Bytes for rows of other parts, such as ``"2GB"``: those that the coming mini-batches read most often.
+        count_batches: Mini-batches of the coming epoch to count that by.
+        silence: Seconds without a sign of life after which a rank counts as lost.
+        seed: Start of the random streams; by default that of rank 0.
+        num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks, while others are trained on.
+        **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, of which those that go over the whole
+            graph are refused.
+
+    Raises:
+        FileNotFoundError: There is no partitioned graph.
+        ValueError: A damaged file, an option that is unknown or cannot work, or as for ``NeighborDataModule``.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import PartitionedDataModule
+        >>> from lightning_gnn.partitioned import partition_graph
+        >>> path = Data(x=torch.eye(5), y=torch.arange(5) % 2, edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> folder = tempfile.mkdtemp()
+        >>> summary = partition_graph(path, folder, parts=2, method="ldg")
+        >>> datamodule = PartitionedDataModule(
+        ...     folder, torch.tensor([4, 1]), num_neighbors=[1], batch_size=2, shuffle=False
+        ... )
+        >>> datamodule.setup("fit")  # a Trainer does it
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.n_id, batch.edge_index
+        (tensor([4, 1, 3, 0]), tensor([[2, 3],
+                [0, 1]]))
+        >>> datamodule.teardown("fit")
+    """
+
+    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        for place, stage in enumerate(SPLITS):  # each has its times behind it
+            found = self.partition.split(stage)
+            if found is not None and len(given) <= 2 * place:
+                name, mask = found
+                kwargs.setdefault(f"input_{stage}_nodes", mask if name is None else (name, mask))
+        return kwargs
+
+    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+        nodes = self._nodes["train"]
+        return self._types["train"], nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+
+
+class PartitionedLinkDataModule(_OnParts, LinkDataModule):
+    """A :class:`~lightning_gnn.LinkDataModule` over a graph that ``lgnn partition`` has cut into parts.
+
+    Args:
+        partition: As for :class:`PartitionedDataModule`, as what is not named here.
+        *args: Edges to train on, validate, test and score, by the ids of the whole graph; training edges must be given.
+        order: ``"local"``: each rank trains on the edges into the nodes of its part.
+        **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
+
+    Raises:
+        FileNotFoundError: There is no partitioned graph.
+        ValueError: Training edges are missing, or as for :class:`PartitionedDataModule`.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import PartitionedLinkDataModule
+        >>> from lightning_gnn.partitioned import partition_graph
+        >>> edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+        >>> folder = tempfile.mkdtemp()
+        >>> summary = partition_graph(Data(x=torch.eye(5), edge_index=edge_index), folder, parts=2, method="ldg")
+        >>> datamodule = PartitionedLinkDataModule(folder, edge_index, num_neighbors=[1], batch_size=4, shuffle=False)
+        >>> datamodule.setup("fit")
+        >>> next(iter(datamodule.train_dataloader())).edge_label_index
+        tensor([[0, 1, 2, 3],
+                [1, 2, 3, 4]])
+        >>> datamodule.teardown("fit")
+    """
+
+    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        edges = [*given[::3], *(value for name, value in kwargs.items() if re.fullmatch("input_.*_edges", name))]
+        if any(isinstance(value, tuple) and all(isinstance(part, str) for part in value) for value in edges):
+            raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
+        if not given and kwargs.get("input_train_edges") is None:
+            raise ValueError(
+                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on"
+            )
+        return kwargs
+
+    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+        edges, name = self._edges["train"][0], self._types["train"]
+        assert edges is not None
+        return None if name is None else name[2], edges[1]

@@ -1,0 +1,386 @@
+"""A partitioned graph on disk: a folder for each part, and a small one that every machine has.
+
+``common`` says which node belongs to which part, what attributes there are, which nodes are seeds; ``part-00003`` holds
+the rows of its nodes and the in-edges of its nodes, all with the ids of the whole graph, and in its order.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.graph.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
+from lightning_gnn.graph.csc import CSCGraph, index_dtype
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.runtime.files import read_json, read_text, write_whole
+from lightning_gnn.runtime.manifest import DamagedEntry, Manifest
+from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
+from lightning_gnn.sampling.neighbor import topology_of
+
+FORMAT = 1
+SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred": ("pred",)}
+"""Names of the masks of each stage."""
+_BLOCK = 1 << 16
+_TOPOLOGY = ("edge_index", "adj_t", "graph", "num_nodes")
+
+
+@dataclass
+class Kind:
+    """A type of nodes or of edges.
+
+    Args:
+        name: Of a node type, or the triple of an edge type; None in a graph of one type.
+        count: How many there are.
+        attributes: Dtype and shape of each attribute that is split by rows.
+        per_part: How many each part has.
+    """
+
+    name: Any
+    count: int
+    attributes: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    per_part: list[int] = field(default_factory=list)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of an attribute."""
+        found = getattr(torch, self.attributes[key][0])
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def shape(self, key: str) -> list[int]:
+        """Return the shape of an attribute of all nodes or edges."""
+        return self.attributes[key][1]
+
+
+def write_partition(
+    data: Data | HeteroData,
+    folder: str | Path,
+    assignment: Mapping[Any, Tensor],
+    parts: int,
+    method: str = "given",
+    tell: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Write a graph as a folder of parts.
+
+    Args:
+        data: The graph.
+        folder: Where to; made, and must be empty.
+        assignment: The part of each node, by node type (None where there is one), integer ``[num_nodes]``.
+        parts: How many.
+        method: How nodes were shared out, for the record.
+        tell: Called with what is being done.
+
+    Raises:
+        FileExistsError: There is something in the folder.
+        OSError: The disk has no room.
+        TypeError: An attribute cannot be split: it is no array of numbers, or is trained.
+        ValueError: A node without a part.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
+    graph = topology_of(data)
+    typed = isinstance(graph, HeteroCSCGraph)
+    sizes: dict[Any, int] = graph.sizes if typed else {None: graph.num_nodes}
+    relations: dict[Any, CSCGraph] = graph.relations if typed else {None: graph}
+    number = {name: place for place, name in enumerate(sizes)}
+    owners = []
+    for name, size in sizes.items():
+        owner = assignment[name].numpy().astype(np.int64)
+        if owner.shape != (size,) or (size and not 0 <= owner.min() <= owner.max() < parts):
+            raise ValueError(
+                f"the assignment must give a part below {parts} to each of the {size} nodes"
+                + ("" if name is None else f" of {name!r}")
+            )
+        owners.append(owner.astype(np.int16 if parts > 128 else np.int8))
+    rows, rest = _attributes(data)
+    described = {
+        "nodes": [Kind(name, size, *_described(rows.get(name, {}), "node")) for name, size in sizes.items()],
+        "edges": [
+            Kind(name, part.num_edges, *_described(rows.get(name, {}), "edge")) for name, part in relations.items()
+        ],
+    }
+    identity = uuid.uuid4().hex
+    try:
+        for part in range(parts):
+            tell(f"part {part + 1} of {parts}")
+            own = [np.flatnonzero(owner == part) for owner in owners]
+            root = folder / f"part-{part:05d}"
+            for place, (name, ids) in enumerate(zip(sizes, own, strict=True)):
+                described["nodes"][place].per_part.append(ids.size)
+                save_arrays(root, {f"node{place}.ids": ids})
+                _write_rows(root, f"node{place}", rows.get(name, {}).get("node", {}), ids)
+            for place, (name, relation) in enumerate(relations.items()):
+                targets = own[0 if name is None else number[name[2]]]
+                count = _write_lists(root, place, relation, targets, rows.get(name, {}).get("edge", {}))
+                described["edges"][place].per_part.append(count)
+            write_whole(root / "part.json", json.dumps({"format": FORMAT, "id": identity, "part": part}))
+            _seal(root, f"part {part} of {parts}")
+        common = folder / "common"
+        save_arrays(common, {f"node{place}.part": owner for place, owner in enumerate(owners)})
+        seeds: dict[str, list[Any]] = {}
+        for name, store in stores_of(data):
+            for stage in SPLITS:
+                if not isinstance(name, tuple) and (chosen := _split(store, stage)) is not None:
+                    seeds.setdefault(stage, []).append(name)
+                    save_arrays(common, {f"{stage}.{number[name]}": chosen})
+        torch.save(rest, common / "rest.pt")
+        torch.load(common / "rest.pt", weights_only=True)  # as it will be read
+        stores = [name for name, _ in stores_of(data)]
+        about = {
+            "stores": stores,
+            "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": typed, "seeds": seeds,
+            **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
+        }  # fmt: skip
+        write_whole(common / "partition.json", json.dumps(about))
+        _seal(common, f"{parts} parts")
+    except BaseException:
+        for path in folder.glob("*"):  # what is half written would only be refused later
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _attributes(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[Any, dict[str, Any]]]:
+    """Return what has rows, by type and by whether of nodes or of edges, and what has none."""
+    rows: dict[Any, dict[str, dict[str, Tensor]]] = {}
+    rest: dict[Any, dict[str, Any]] = {}
+    for name, store in stores_of(data):
+        for key in store:
+            value = store[key]
+            where = f"data.{key}" if name is None else f"data[{name!r}].{key}"
+            if key in _TOPOLOGY:
+                continue
+            kind = "node" if of_nodes(store, key) else "edge" if of_edges(store, key) else None
+            if kind is None:
+                rest.setdefault(name, {})[key] = value
+                continue
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                value = torch.from_numpy(value)
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                raise TypeError(f"{where} has a row per {kind}, but is {type(value).__name__}: only arrays are split")
+            if value.requires_grad:
+                raise TypeError(f"{where} is trained, but rows of parts are read alone; make it part of the model")
+            if data.__cat_dim__(key, value, store) != 0:
+                raise TypeError(f"{where} has its {kind}s in another dimension than the first; transpose it")
+            rows.setdefault(name, {}).setdefault(kind, {})[key] = value
+    if isinstance(data, HeteroData):
+        rest[""] = dict(data._global_store)
+    return rows, rest
+
+
+def _described(rows: Mapping[str, Mapping[str, Tensor]], kind: str) -> tuple[dict[str, tuple[str, list[int]]]]:
+    found = rows.get(kind, {})
+    return ({key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in found.items()},)
+
+
+def _split(store: Any, stage: str) -> Tensor | None:
+    """Return the seeds of a stage as ids, if a mask gives them."""
+    for prefix in SPLITS[stage]:
+        if isinstance(mask := store.get(f"{prefix}_mask"), Tensor) and mask.dim() == 1:
+            return mask.nonzero().view(-1)
+    return None
+
+
+def _write_rows(root: Path, prefix: str, rows: Mapping[str, Tensor], ids: np.ndarray) -> None:
+    for key, value in rows.items():
+
+        def blocks(value: Tensor = value) -> Iterator[np.ndarray]:
+            for start in range(0, ids.size, _BLOCK):
+                yield as_numpy(value[torch.from_numpy(ids[start : start + _BLOCK]).to(value.device)].detach().cpu())
+
+        dtype = as_numpy(torch.empty(0, dtype=value.dtype)).dtype
+        write_blocks(root / _file(prefix, key), dtype, (ids.size, *value.shape[1:]), blocks())
+
+
+def _write_lists(root: Path, place: int, graph: CSCGraph, targets: np.ndarray, rows: Mapping[str, Tensor]) -> int:
+    """Write the in-edges of some nodes; return how many there are."""
+    begins, ends = graph.indptr.numpy()[:-1][targets], graph.indptr.numpy()[1:][targets]
+    indptr = np.zeros(targets.size + 1, np.int64)
+    np.cumsum(ends - begins, out=indptr[1:])
+    count = int(indptr[-1])
+    edges = np.repeat(begins - indptr[:-1], ends - begins) + np.arange(count)
+    ids = edges if graph.edge_ids is None else graph.edge_ids.numpy()[edges].astype(np.int64)
+    save_arrays(root, {
+        f"edge{place}.indptr": indptr,
+        f"edge{place}.indices": graph.indices.numpy()[edges],
+        f"edge{place}.ids": ids.astype(index_dtype(graph.num_edges)),
+    })  # fmt: skip
+    _write_rows(root, f"edge{place}", rows, ids)
+    return count
+
+
+def _file(prefix: str, key: str) -> str:
+    return f"{prefix}.{quote(key, safe='')}.rows.npy"
+
+
+def _seal(root: Path, title: str) -> None:
+    manifest = Manifest(title, 0.0)
+    manifest.add_files(root)
+    manifest.save(root)
+
+
+class Partition:
+    """A partitioned graph, of which what all machines have is open.
+
+    Args:
+        folder: What :func:`write_partition` (``lgnn partition``) made.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: A file was damaged or exchanged, or another release wrote it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        common = self.folder / "common"
+        if not common.is_dir():
+            raise FileNotFoundError(f"{self.folder} holds no partitioned graph; make one with lgnn partition")
+        _verify(common, "every machine needs it: copy it again")
+        about = read_json(read_text(common / "partition.json", 1 << 26))
+        if about.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.folder} was written in format {about.get('format')}, but this release reads format {FORMAT}; "
+                "partition the graph again"
+            )
+        self.id: str = about["id"]
+        self.parts: int = about["parts"]
+        self.method: str = about["method"]
+        self.typed: bool = about["typed"]
+        self.seeds: dict[str, list[Any]] = about["seeds"]
+        self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
+        """Names of the types in the order in which the graph had them."""
+        self.nodes, self.edges = (
+            [Kind(tuple(kind["name"]) if isinstance(kind["name"], list) else kind["name"],
+                  kind["count"], kind["attributes"], kind["per_part"]) for kind in about[key]]
+            for key in ("nodes", "edges")
+        )  # fmt: skip
+        self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]
+        self.rest: dict[Any, dict[str, Any]] = torch.load(common / "rest.pt", weights_only=True)
+
+    @cached_property
+    def number(self) -> dict[Any, int]:
+        """The numbers of the node types and of the edge types, by name."""
+        return {kind.name: place for kinds in (self.nodes, self.edges) for place, kind in enumerate(kinds)}
+
+    def ends(self, edge_type: int) -> tuple[int, int]:
+        """Return the numbers of the node types that edges come from and go to."""
+        name = self.edges[edge_type].name
+        return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
+
+    def split(self, stage: str) -> tuple[Any, Tensor] | None:
+        """Return the type of the seeds and the mask that the graph had of them, None where there are none or several.
+
+        Args:
+            stage: ``"train"``, ``"val"``, ``"test"`` or ``"pred"``.
+        """
+        names = self.seeds.get(stage, [])
+        if len(names) != 1:
+            return None
+        name = tuple(names[0]) if isinstance(names[0], list) else names[0]
+        number = self.number.get(name, 0)
+        mask = torch.zeros(self.nodes[number].count, dtype=torch.bool)
+        mask[load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)] = True
+        return name, mask
+
+    def first_edges(self, edge_type: int) -> np.ndarray:
+        """Return the place of each part's first edge among all edges of a type, part by part, int64 ``[parts + 1]``."""
+        return np.cumsum([0, *self.edges[edge_type].per_part])
+
+    def open(self, part: int) -> Part:
+        """Open one part.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            ValueError: It was damaged, or belongs to another partition.
+        """
+        root = self.folder / f"part-{part:05d}"
+        if not root.is_dir():
+            raise FileNotFoundError(f"{root} is not on this machine, whose rank needs it; copy it here")
+        _verify(root, "copy it again, or partition the graph again")
+        about = read_json(read_text(root / "part.json"))
+        if about != {"format": FORMAT, "id": self.id, "part": part}:
+            raise ValueError(
+                f"{root} is part {about.get('part')} of the partition {about.get('id')}, but "
+                f"{self.folder / 'common'} belongs to {self.id}: parts of different partitions do not go together; "
+                "copy all of one"
+            )
+        return Part(self, part, root)
+
+
+def _verify(root: Path, fix: str) -> None:
+    try:
+        manifest = Manifest.load(root)
+        if manifest.verify(root):
+            with suppress(OSError):  # read-only: it is read through once more next time
+                manifest.save(root)
+    except (DamagedEntry, FileNotFoundError) as error:
+        raise ValueError(f"{root} is damaged ({error}); {fix}") from None
+
+
+class Part:
+    """One part of a graph, memory-mapped.
+
+    Args:
+        partition: The whole.
+        number: Which part.
+        root: Its folder.
+    """
+
+    def __init__(self, partition: Partition, number: int, root: Path) -> None:
+        self.number = number
+        self._partition, self._root = partition, root
+        self.ids = [load_array(root / f"node{place}.ids.npy").numpy() for place in range(len(partition.nodes))]
+
+    @cached_property
+    def node_rows(self) -> list[dict[str, Tensor]]:
+        """The attributes of its nodes, by node type."""
+        return self._rows("node", self._partition.nodes)
+
+    @cached_property
+    def edge_rows(self) -> list[dict[str, Tensor]]:
+        """The attributes of the edges into its nodes, by edge type, in the order of its lists."""
+        return self._rows("edge", self._partition.edges)
+
+    @cached_property
+    def edge_ids(self) -> list[Tensor]:
+        """The places of these edges in the user's ``edge_index``, by edge type."""
+        return [load_array(self._root / f"edge{place}.ids.npy") for place in range(len(self._partition.edges))]
+
+    def lists(self, edge_type: int) -> CSCGraph:
+        """Return the in-edges of its nodes; ``edge_ids`` are left out."""
+        source, _ = self._partition.ends(edge_type)
+        indptr, indices = (load_array(self._root / f"edge{edge_type}.{name}.npy") for name in ("indptr", "indices"))
+        return CSCGraph(indptr, indices, source_count=self._partition.nodes[source].count)
+
+    def places(self, node_type: int, nodes: np.ndarray) -> np.ndarray:
+        """Return where nodes are among those of the part, int64 ``[n]``.
+
+        Raises:
+            IndexError: One is not among them.
+        """
+        ids = self.ids[node_type]
+        places = np.searchsorted(ids, nodes)
+        if nodes.size and (not ids.size or (ids[np.minimum(places, ids.size - 1)] != nodes).any()):
+            raise IndexError(f"part {self.number} was asked for nodes that it does not have")
+        return places
+
+    def _rows(self, prefix: str, kinds: list[Kind]) -> list[dict[str, Tensor]]:
+        return [
+            {
+                key: expect_scattered_reads(load_array(self._root / _file(f"{prefix}{place}", key)))
+                for key in kind.attributes
+            }
+            for place, kind in enumerate(kinds)
+        ]

@@ -1,0 +1,58 @@
+"""Which rows of other parts the coming mini-batches read: known before they are read, as their keys are."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch_geometric.sampler import HeteroSamplerOutput
+
+from lightning_gnn.partitioned.remote import Remote
+from lightning_gnn.sampling.seed_order import mini_batches
+
+
+def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
+
+    Args:
+        loader: Of :mod:`lightning_gnn.sampling.loader`.
+        remote: Reads the graph.
+        epoch: Which.
+        batches: How many mini-batches at most.
+
+    Returns:
+        The nodes and how often each is read, int64 ``[n]``, by node type.
+    """
+    if callable(set_epoch := getattr(loader.sampler, "set_epoch", None)):
+        set_epoch(epoch)
+    partition, mine = remote.partition, np.flatnonzero(remote.server == remote.exchange.rank)
+    seen: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in partition.nodes]
+    for number, index in islice(enumerate(mini_batches(loader.batch_sampler)), batches):
+        out = loader.sample(index, loader.key_of((epoch, number, index)))
+        nodes = out.node if isinstance(out, HeteroSamplerOutput) else {None: out.node}
+        for name, ids in nodes.items():
+            node_type = partition.number.get(name, 0)
+            owner = partition.owner[node_type].numpy()[ids.numpy()]
+            seen[node_type].append(np.unique(ids.numpy()[~np.isin(owner, mine)]))
+    return [np.unique(np.concatenate(ids), return_counts=True) for ids in seen]
+
+
+def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
+    """Return the nodes whose rows are worth most to keep, ascending, by node type.
+
+    Args:
+        loader: Of the training set.
+        remote: Reads the graph.
+        epoch: That begins.
+        budget: Bytes for their rows.
+        batches: Mini-batches to count.
+    """
+    counts = count_future(loader, remote, epoch, batches)
+    node, often = (np.concatenate(both) for both in zip(*counts, strict=True))
+    node_type = np.repeat(np.arange(len(counts)), [ids.size for ids, _ in counts])
+    sizes = np.array([remote.row_bytes(number) for number in range(len(counts))])[node_type]
+    # A row saves its bytes each time that it is read, and takes them once: what counts is how often.
+    order = np.lexsort((node, node_type, -often))
+    kept = order[np.cumsum(sizes[order]) <= budget]
+    return [np.sort(node[kept[node_type[kept] == number]]) for number in range(len(counts))]

@@ -1,0 +1,173 @@
+"""Which features of a DataModule stay on disk, and how one number of bytes is shared out for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.graph.row_file import RowFile
+from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
+from lightning_gnn.runtime.messages import whole_number
+
+_WINDOW_SHARE = 8
+"""Of the memory, what mini-batches that wait for their features take by default: an eighth."""
+_MARGIN = 1.25
+"""How much larger than the one that was measured mini-batches are taken to be."""
+
+_USUAL_BATCH = 1024
+
+
+class OnDisk:
+    """Where ``x`` of a graph is read from, with how much memory.
+
+    Args:
+        data: The graph.
+        memory: Bytes for everything together, such as ``"8GB"``: what is kept of the features, mini-batches that were
+            sampled ahead, and those that are ready.
+        lookahead: Mini-batches that are sampled ahead, or bytes of them (``"500MB"``); by default an eighth of the
+            memory.
+        store: Files of :func:`~lightning_gnn.graph.write_rows` or ``.npy`` files, one or by type; by default those
+            from which ``x`` is memory-mapped.
+        verify: Compare what is read with checksums.
+
+    Raises:
+        TypeError, ValueError: An option that is none.
+        FileNotFoundError: There is no such file.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        memory: int | str,
+        lookahead: int | str | None = None,
+        store: str | Path | Mapping[str, str | Path] | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.memory, self.verify = memory_bytes(memory, "memory"), verify
+        if lookahead is None:
+            self.window: tuple[int, int | None] = MOST_READS - 1, self.memory // _WINDOW_SHARE
+        elif isinstance(lookahead, str):
+            self.window = MOST_READS - 1, memory_bytes(lookahead, "lookahead")
+        else:
+            self.window = min(whole_number(lookahead, "lookahead", 0), MOST_READS - 1), None
+        self.files = _files(data, store)
+        self._tables: dict[Any, DiskFeatures] | None = None
+        self._shares = 0, 0
+
+    def added_to(self, data: Any) -> Any:
+        """Return the graph with ``x`` for each table, NaN where it lies on disk alone."""
+        parts = {name: data if name == "x" else data[name[0]] for name in self.files}
+        if all(part.get("x") is not None for part in parts.values()):
+            return data
+        data = copy.copy(data)
+        for name, file in self.files.items():
+            part = data if name == "x" else data[name[0]]
+            if part.get("x") is None:
+                nothing = torch.full((1, 1), float("nan"), dtype=file.read_dtype)
+                part.x = nothing.expand(file.num_rows, file.num_columns)
+        return data
+
+    @property
+    def lookahead(self) -> int | tuple[int, int]:
+        """What a loader takes so that it looks ahead."""
+        most, size = self.window
+        return most if size is None else (most, size)
+
+    def tables(self, loader: Callable[[], Any]) -> dict[Any, DiskFeatures]:
+        """Return the tables, which share the memory in proportion to their sizes on disk; made once.
+
+        Args:
+            loader: Makes one that goes over the graph, by which mini-batches are measured.
+
+        Raises:
+            ValueError: The memory does not suffice; the message says for what.
+        """
+        if self._tables is None:
+            measured = loader()
+            rows, waiting = _measured(measured, self.files)
+            ready = max(measured.num_threads * measured.prefetch_factor_threads, 1) + 2
+            most, size = self.window
+            window = min(most * waiting, self.memory) if size is None else size
+            batches = int(_MARGIN * ready * sum(rows[name] * _read_bytes(file) for name, file in self.files.items()))
+            least = {name: DiskFeatures.least_bytes(file, verify=self.verify) for name, file in self.files.items()}
+            if (left := self.memory - window - batches - sum(least.values())) < 0:
+                raise ValueError(
+                    f"memory={shown(self.memory)} does not suffice: {ready} mini-batches that are ready or trained on "
+                    f"take {shown(batches)}, those sampled ahead {shown(window)}, and reading from disk at least "
+                    f"{shown(sum(least.values()))}; give more memory, a smaller lookahead, fewer num_workers, or "
+                    "smaller mini-batches"
+                )
+            sizes = {name: file.num_rows * DiskFeatures.slot_bytes(file) for name, file in self.files.items()}
+            self._shares = window, batches
+            self._tables = {
+                name: DiskFeatures(file, least[name] + left * sizes[name] // sum(sizes.values()), verify=self.verify)
+                for name, file in self.files.items()
+            }
+        return self._tables
+
+    def __str__(self) -> str:
+        files = "; ".join(
+            f"{Path(file.path).name}, {shown(file.num_rows * file.row_bytes)}" for file in self.files.values()
+        )
+        if self._tables is None:
+            return f"features on disk ({files}), read with {shown(self.memory)} of memory"
+        kept = sum(table.cache_rows * table.row_bytes for table in self._tables.values())
+        share = kept / sum(file.num_rows * file.row_bytes for file in self.files.values())
+        window, batches = self._shares
+        return (
+            f"features on disk ({files}); of {shown(self.memory)} of memory {shown(kept)} hold {share:.0%} of them, "
+            f"{shown(window)} are for mini-batches sampled ahead, {shown(batches)} for those that are ready"
+        )
+
+
+def _files(data: Any, store: Any) -> dict[Any, RowFile]:
+    """Return where ``x`` lies, by the name of the attribute as loaders have it."""
+    typed = isinstance(data, HeteroData)
+    if store is not None:
+        if typed != isinstance(store, Mapping):
+            wanted = "one file for each type, by its name" if typed else "one file"
+            raise TypeError(f"store={store!r}: a graph {'with' if typed else 'without'} types needs {wanted}")
+        if typed and (unknown := [kind for kind in store if kind not in data.node_types]):
+            raise ValueError(f"store: there is no node type {unknown[0]!r}, only {', '.join(data.node_types)}")
+        given: dict[Any, Any] = {(kind, "x"): path for kind, path in store.items()} if typed else {"x": store}
+        found = {name: RowFile.open(path) for name, path in given.items()}
+    else:
+        parts = {(kind, "x"): data[kind] for kind in data.node_types} if typed else {"x": data}
+        there = {name: part.get("x") for name, part in parts.items()}
+        mapped = {name: RowFile.behind(x) for name, x in there.items() if isinstance(x, Tensor) and not x.requires_grad}
+        found = {name: file for name, file in mapped.items() if file is not None}
+        if not found:
+            raise ValueError(
+                "memory= reads features from disk, but data.x is not mapped from a file of a megabyte or more: load "
+                "the folder with load_folder, or give store=, a file of write_rows"
+            )
+    for name, file in found.items():
+        part, where = (data, "data") if name == "x" else (data[name[0]], f"data[{name[0]!r}]")
+        if part.num_nodes != file.num_rows:
+            raise ValueError(f"{file.path} has {file.num_rows} rows, but {where} has {part.num_nodes} nodes")
+        x = part.get("x")
+        if isinstance(x, Tensor) and (x.requires_grad or x.size(-1) != file.num_columns):
+            why = "is trained" if x.requires_grad else f"has {x.size(-1)} features and the file {file.num_columns}"
+            raise ValueError(f"{where}.x {why}, so {file.path} cannot stand for it")
+    return found
+
+
+def _measured(loader: Any, files: Mapping[Any, RowFile]) -> tuple[dict[Any, int], int]:
+    """Sample a mini-batch; return how many rows of each table it needs, and what it takes without them."""
+    if loader.in_training_thread:  # one's own sampler is not run for this
+        return dict.fromkeys(files, 0), 0
+    size = getattr(loader.batch_sampler, "batch_size", None) or _USUAL_BATCH
+    drawn = loader.draw((0, 0, torch.arange(min(size, len(loader.dataset)))))
+    kinds = {name: name[0] if isinstance(name, tuple) else None for name in files}
+    return {name: drawn.nodes(kind).numel() for name, kind in kinds.items()}, drawn.num_bytes
+
+
+def _read_bytes(file: RowFile) -> int:
+    return file.num_columns * file.read_dtype.itemsize

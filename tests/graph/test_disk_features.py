@@ -1,0 +1,322 @@
+"""Features on disk: equal to memory's whatever is announced, kept by Belady's rule, within their memory."""
+
+import errno
+import gc
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_gnn.ops  # noqa: F401  registers the operators
+from lightning_gnn.graph import DiskFeatures, FeatureTable, RowFile, disk_reads, write_rows
+from lightning_gnn.graph import arrays as arrays_module
+from lightning_gnn.graph.disk_cache import NEVER, RowLocations
+from lightning_gnn.graph.features import FEATURE_DTYPES
+from lightning_gnn.graph.row_file import BLOCK_BYTES
+
+
+def table_on_disk(path, slots, **options):
+    """Return a table with room for so many rows."""
+    file = RowFile.open(path)
+    least = DiskFeatures.least_bytes(file, 2, **options)
+    return DiskFeatures(file, least + max(0, slots - 64) * DiskFeatures.slot_bytes(file), 2, **options)
+
+
+def allocated(table):
+    """Return the sizes of all arrays that hang on a table."""
+    seen, found, left = set(), [], [table]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | str):
+            continue
+        seen.add(id(one))
+        if isinstance(one, np.ndarray):
+            found.append(one.nbytes)
+        elif hasattr(one, "__dict__"):
+            left += vars(one).values()
+        elif isinstance(one, list | tuple):
+            left += one
+    return found
+
+
+def numbers(rows, columns, dtype=torch.float32, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".rows"])
+@given(data=st.data())
+def test_reads_equal_memory_whatever_is_announced(suffix, data):
+    rows, columns = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([1, 3, 50, 600, 1025, 2500]))
+    dtype = data.draw(st.sampled_from(FEATURE_DTYPES))
+    x = numbers(rows, columns, dtype)
+    some = st.lists(st.integers(0, rows - 1), max_size=40)
+    reads = data.draw(st.lists(some, max_size=12))
+    announced = data.draw(st.integers(0, 12))
+    wrong = data.draw(some)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, f"x{suffix}")
+        if suffix == ".npy":
+            FeatureTable(x).save(path)
+        else:
+            write_rows(x, path)
+        table = table_on_disk(path, data.draw(st.integers(64, 128)), verify=suffix == ".rows")
+        assert table.claim()
+        assert not table.claim()
+        for read in reads[:announced]:
+            table.announce(torch.tensor(read, dtype=torch.int32))
+        for number, read in enumerate(reads):
+            if number < announced:
+                table.advance()
+            elif number == announced:
+                table.release()
+            n_id = torch.tensor(read, dtype=torch.int64)
+            assert torch.equal(table.gather(n_id), x[n_id])
+            unannounced = torch.tensor(wrong, dtype=torch.int64)
+            assert torch.equal(table.gather(unannounced), x[unannounced])
+        table.close()
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".rows"])
+def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path, suffix):
+    x = numbers(5000, 200)
+    path = FeatureTable(x).save(tmp_path / "x.npy") if suffix == ".npy" else write_rows(x, tmp_path / "x.rows").path
+    table = table_on_disk(path, 64)
+    file = table.file
+    n_id = torch.tensor([4999, 7, 0, 7, 2500, 8])
+    table.gather(n_id)
+    begin = [file.offset + v // file.rows_per_group * file.group_bytes + v % file.rows_per_group * 800 for v in n_id]
+    blocks = {block for at in begin for block in range(at // BLOCK_BYTES, (at + 799) // BLOCK_BYTES + 1)}
+    assert table.counts.blocks == len(blocks)
+    assert table.counts.rows == 6
+    if suffix == ".rows":
+        assert len(blocks) == len({v // 5 for v in n_id.tolist()}), "no row lies across blocks"
+
+
+def plain_belady(reads, slots):
+    """Count what is not in memory, by the rule in plain words: of all at hand, keep those that are needed soonest."""
+    kept, misses = set(), 0
+    for number, read in enumerate(reads):
+        misses += len(set(read) - kept)
+
+        def soonest(row, number=number):
+            return next((at for at, later in enumerate(reads[number + 1 :]) if row in later), NEVER)
+
+        kept = set(sorted(kept | set(read), key=soonest)[:slots])
+    return misses
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=25), st.integers(1, 20), st.integers(1, 40))
+def test_what_is_kept_follows_beladys_rule(reads, slots, known):
+    where = RowLocations(31, slots, 64)
+    misses, announced = 0, 0
+    for number, read in enumerate(reads):
+        while announced < min(len(reads), number + known):
+            where.announce(np.array(reads[announced], np.int64))
+            announced += 1
+        where.advance()
+        missing = np.array(sorted({row for row in read if where.slot[row] < 0}), np.int64)
+        misses += missing.size
+        where.keep(missing)
+        there = np.flatnonzero(where.slot >= 0)
+        assert len({*where.slot[there].tolist()}) == there.size == where.rows_kept <= slots
+        for row in range(31):
+            coming = [at for at in range(number + 1, announced) if row in reads[at]]
+            assert where.next_read[row] == (coming[0] if coming else NEVER)
+    if known >= len(reads):
+        assert misses == plain_belady(reads, slots)
+
+
+def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
+    x = numbers(4000, 300)
+    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 1000)
+    reads = [torch.randint(0, 4000, (50,), generator=torch.Generator().manual_seed(i % 7)) for i in range(14)]
+    table.claim()
+    for read in reads:
+        table.announce(read)
+    for read in reads:
+        table.advance()
+        assert torch.equal(table.gather(read), x[read])
+    blocks = torch.cat(reads).unique() // table.file.rows_per_group
+    assert table.counts.blocks == blocks.unique().numel(), "what lies beside others is kept for its own turn"
+
+
+def test_int8_keeps_a_scale_with_each_row(tmp_path):
+    x = numbers(300, 33)
+    quantised = FeatureTable(x).quantized()
+    n_id = torch.tensor([299, 0, 5, 5])
+    for number, values in enumerate((x, quantised)):
+        file = write_rows(values, tmp_path / f"{number}.rows", "int8")
+        table = table_on_disk(file.path, 300, verify=True)
+        assert table.dtype == torch.float32
+        for _ in range(2):  # from the disk, and from memory
+            assert torch.equal(table.gather(n_id), quantised.gather(n_id))
+    assert RowFile.open(tmp_path / "0.rows") == replace(file, path=str(tmp_path / "0.rows"))
+    with pytest.raises(ValueError, match="NaN"):
+        write_rows(torch.tensor([[1.0, float("nan")]]), tmp_path / "bad.rows", "int8")
+    assert not (tmp_path / "bad.rows").exists()
+
+
+def test_a_gather_into_memory_that_is_given(tmp_path):
+    x = numbers(100, 8)
+    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 64)
+    out = torch.empty(2, 8)
+    assert table.gather(torch.tensor([1, 99]), out=out) is out
+    assert torch.equal(out, x[[1, 99]])
+    assert table.gather(torch.tensor([], dtype=torch.int64)).shape == (0, 8)
+    with pytest.raises(ValueError, match="out must be"):
+        table.gather(torch.tensor([1]), out=out)
+    for wrong in (-1, 100):
+        with pytest.raises(IndexError, match=f"node {wrong} is out of range"):
+            table.gather(torch.tensor([3, wrong]))
+    with pytest.raises(TypeError, match="int64 or int32"):
+        table.gather(torch.tensor([1.0]))
+
+
+def test_memory_is_what_was_given(tmp_path):
+    x = numbers(20_000, 100)
+    path = write_rows(x, tmp_path / "x.rows").path
+    for memory in ("3MB", "4MB", "6MB"):
+        table = DiskFeatures(path, memory, verify=True)
+        assert table.num_bytes == sum(allocated(table)) <= table.memory
+        assert table.memory - table.num_bytes < 2 * DiskFeatures.slot_bytes(table.file)
+        assert 0 < table.cache_rows < 20_000
+    with pytest.raises(ValueError, match=r"memory=1 MB does not suffice to read .*x\.rows.*at least 2\.\d+ MB"):
+        DiskFeatures(path, "1MB")
+    assert DiskFeatures(path, "1GB").cache_rows == 20_000
+
+
+def test_several_threads_read_at_once(tmp_path):
+    x = numbers(3000, 64)
+    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 200)
+    reads = [torch.randint(0, 3000, (200,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
+    with ThreadPoolExecutor(6) as threads:
+        for read, rows in zip(reads, threads.map(table.gather, reads), strict=True):
+            assert torch.equal(rows, x[read])
+
+
+def test_without_direct_reads_it_says_so_and_goes_on(tmp_path, monkeypatch, caplog):
+    x = numbers(500, 100)
+    path = write_rows(x, tmp_path / "x.rows").path
+    real = os.open
+
+    def refusing(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with caplog.at_level("INFO"):
+        table = table_on_disk(path, 100)
+    assert not table.direct
+    assert "through the page cache" in caplog.text
+    assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
+
+
+def test_a_damaged_block_is_named(tmp_path):
+    path = Path(write_rows(numbers(100, 200), tmp_path / "x.rows").path)
+    content = bytearray(path.read_bytes())
+    content[BLOCK_BYTES * 3 + 17] ^= 4
+    path.write_bytes(content)
+    table = table_on_disk(path, 64, verify=True)
+    table.gather(torch.tensor([0, 9, 15]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"x\.rows is damaged: the block at byte 12288, with row 10 "):
+            table.gather(torch.tensor([0, 10, 99]))
+        assert table.gather(torch.tensor([0])).isfinite().all(), "what was kept is not taken for read"
+    with pytest.raises(ValueError, match="no checksums"):
+        table_on_disk(write_rows(numbers(9, 9), tmp_path / "y.rows", checksums=False).path, 64, verify=True)
+
+
+def test_a_file_that_was_cut_off(tmp_path):
+    path = Path(write_rows(numbers(5000, 200), tmp_path / "x.rows").path)
+    table = table_on_disk(path, 64)
+    size = path.stat().st_size
+    os.truncate(path, BLOCK_BYTES * 500)
+    with pytest.raises(ValueError, match=r"x\.rows was cut off while it was in use: \d+ bytes came at byte"):
+        table.gather(torch.arange(0, 5000, 7))
+    assert table.gather(torch.tensor([3])).shape == (1, 200)
+    with pytest.raises(ValueError, match=f"has {BLOCK_BYTES * 500} bytes, but its head tells of {size}"):
+        RowFile.open(path)
+
+
+def test_another_version_and_other_files_are_refused(tmp_path):
+    path = Path(write_rows(numbers(50, 20), tmp_path / "x.rows").path)
+    content = path.read_bytes()
+    for changed, said in (
+        (content.replace(b'"version": 1', b'"version": 9'), "has version 9 of the format, but 1 is read here"),
+        (content.replace(b'"float32"', b'"float99"'), "its head is damaged"),
+        (content.replace(b'"rows": 50', b'"rows": -5'), "its head is damaged"),
+        (b"\x00" * 5000, "no file of write_rows"),
+        (b"", "no file of write_rows"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=said):
+            DiskFeatures(path, "10MB")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        DiskFeatures(tmp_path / "none.rows", "10MB")
+    np.save(tmp_path / "ids.npy", np.arange(10))
+    with pytest.raises(TypeError, match="must be float32"):
+        DiskFeatures(tmp_path / "ids.npy", "10MB")
+    np.save(tmp_path / "columns.npy", np.asfortranarray(np.ones((5, 4), np.float32)))
+    with pytest.raises(ValueError, match="by column"):
+        DiskFeatures(tmp_path / "columns.npy", "10MB")
+    with pytest.raises(TypeError, match="use one of float32"):
+        write_rows(numbers(2, 2), tmp_path / "z.rows", "float64")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    x = numbers(100, 20)
+    path = Path(write_rows(x, tmp_path / "x.rows").path)
+    before = path.read_bytes()
+    usage = arrays_module.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(arrays_module.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    with pytest.raises(OSError, match="bytes left; make room"):
+        write_rows(x + 1, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["x.rows"]
+
+
+def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
+    table = table_on_disk(write_rows(numbers(2000, 200), tmp_path / "x.rows").path, 100)
+    monkeypatch.setattr(disk_reads, "_read_share", lambda *_: (_ for _ in ()).throw(MemoryError("of a thread")))
+    with pytest.raises(MemoryError, match="of a thread"):
+        table.gather(torch.arange(0, 2000, 3))
+    monkeypatch.undo()
+    assert torch.equal(table.gather(torch.arange(5)), numbers(2000, 200)[:5])
+
+
+def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
+    path = write_rows(numbers(200, 20), tmp_path / "x.rows").path
+    gc.collect()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else 0
+    table = table_on_disk(path, 100)
+    rows = table.gather(torch.arange(200))
+    other = pickle.loads(pickle.dumps(table))
+    assert torch.equal(other.gather(torch.arange(200)), rows)
+    other.close()
+    other.close()
+    del table, other
+    gc.collect()
+    assert threading.active_count() == threads
+    assert not files or len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_mapped_table_tells_its_file(tmp_path):
+    x = numbers(6000, 100)
+    path = FeatureTable(x).save(tmp_path / "x.npy")
+    mapped = FeatureTable.load(path).values
+    assert RowFile.behind(mapped) == RowFile.open(path)
+    part = RowFile.behind(mapped[100:])
+    n_id = torch.tensor([0, 5899])
+    assert torch.equal(DiskFeatures(part, "4MB").gather(n_id), x[100:][n_id])
+    assert RowFile.behind(x) is None
+    assert RowFile.behind(mapped[:, :50]) is None

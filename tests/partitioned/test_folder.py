@@ -1,0 +1,260 @@
+"""What parts hold, and that damaged, mixed and missing ones are refused by name."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn.cli import partition_command as command
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.partitioned import partition_graph
+from lightning_gnn.partitioned.assign import assign_nodes
+from lightning_gnn.partitioned.folder import FORMAT, Partition, write_partition
+from lightning_gnn.runtime.manifest import Manifest
+from tests.full_graph.launch import observe
+from tests.partitioned.graphs import plain_graph, typed_graph
+
+OPTIONS = {"num_neighbors": [2], "batch_size": 8, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    partition_graph(plain_graph(), folder / "parts", 3, "ldg", batches=0)
+    return folder / "parts"
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    shutil.copytree(original, tmp_path / "parts")
+    return tmp_path / "parts"
+
+
+def communities(num_nodes=600, groups=6, seed=0):
+    """A graph of groups that know each other, whose ids say nothing about the group."""
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.randperm(num_nodes, generator=generator) % groups
+    row = torch.arange(num_nodes).repeat(12)
+    members = group.argsort().view(groups, -1)
+    inside = members[group[row], torch.randint(num_nodes // groups, row.shape, generator=generator)]
+    anyone = torch.randint(num_nodes, row.shape, generator=generator)
+    col = torch.where(torch.rand(row.shape, generator=generator) < 0.9, inside, anyone)
+    both = torch.cat([torch.stack([row, col]), torch.stack([col, row])], dim=1)
+    return CSCGraph.from_edge_index(both, num_nodes)
+
+
+@pytest.mark.parametrize("method", ["metis", "ldg", "random"])
+def test_parts_are_even_and_cut_few_edges(method):
+    graph, seeds = communities(), torch.arange(0, 600, 5)
+    part = assign_nodes(graph, 6, method, {None: seeds})[None].long()
+    for counts in (part, part[seeds]):
+        assert torch.bincount(counts, minlength=6).max() <= -(-counts.numel() * 21 // (6 * 20))
+    degrees = torch.bincount(part, weights=graph.in_degrees.double(), minlength=6)
+    assert degrees.max() <= 1.05 * graph.num_edges / 6 + graph.in_degrees.max()
+    row, col = graph.to_edge_index()
+    cut = (part[row] != part[col]).double().mean()
+    assert (cut > 0.7) if method == "random" else (cut < 0.3)
+
+
+def test_types_are_shared_out_together():
+    data = typed_graph()
+    parts = assign_nodes(partition_topology(data), 3, "ldg", {"paper": data["paper"].train_mask.nonzero().view(-1)})
+    assert {name: part.numel() for name, part in parts.items()} == {"author": 30, "paper": 40, "venue": 0}
+    everyone = torch.cat(list(parts.values())).long()
+    assert torch.bincount(everyone, minlength=3).max() <= 25
+
+
+def partition_topology(data):
+    from lightning_gnn.sampling.neighbor import topology_of
+
+    return topology_of(data)
+
+
+def test_more_parts_than_anything_else():
+    graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 1]]), 3)
+    for method in ("metis", "ldg", "random"):
+        assert sorted(assign_nodes(graph, 3, method)[None].tolist()) == [0, 1, 2]
+
+
+def test_each_part_holds_its_own_and_nothing_else(original):
+    data, partition = plain_graph(), Partition(original)
+    owner = partition.owner[0].long()
+    ids, edges = [], []
+    for number in range(3):
+        part = partition.open(number)
+        own = torch.from_numpy(part.ids[0])
+        assert torch.equal(own, (owner == number).nonzero().view(-1))
+        assert torch.equal(part.node_rows[0]["x"], data.x[own])
+        assert torch.equal(part.node_rows[0]["half"], data.half[own])
+        e_id = part.edge_ids[0].long()
+        assert (owner[data.edge_index[1, e_id]] == number).all()
+        assert torch.equal(part.lists(0).indices.long(), data.edge_index[0, e_id])
+        assert torch.equal(part.edge_rows[0]["edge_attr"], data.edge_attr[e_id])
+        ids.append(own)
+        edges.append(e_id)
+    assert torch.equal(torch.cat(ids).sort().values, torch.arange(60))
+    assert torch.equal(torch.cat(edges).sort().values, torch.arange(400))
+
+
+def test_the_summary_counts_what_is_sampled(tmp_path):
+    summary = partition_graph(plain_graph(), tmp_path / "one", 1, "ldg", batch_size=8)
+    assert (summary.nodes, summary.edges, summary.cut, summary.elsewhere) == ([60], [400], 0.0, 0.0)
+    summary = partition_graph(plain_graph(), tmp_path / "four", 4, "random", batch_size=8)
+    assert 0.6 < summary.cut < 0.9
+    assert 0 < summary.elsewhere < summary.rows
+
+
+DAMAGES = {
+    "a byte": ("part-00001/node0.x.rows.npy", "part-00001 is damaged .*node0.x.rows.npy holds something else"),
+    "the end": ("part-00001/edge0.indices.npy", "part-00001 is damaged .*edge0.indices.npy has"),
+    "the map": ("common/node0.part.npy", "common is damaged .*node0.part.npy"),
+    "nothing left": ("part-00001/edge0.indptr.npy", "part-00001 is damaged .*edge0.indptr.npy is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_parts_are_refused(folder, damage):
+    name, said = DAMAGES[damage]
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    if damage == "the end":
+        del content[-1]
+    path.write_bytes(bytes(content))
+    if damage == "nothing left":
+        path.unlink()
+    with pytest.raises(ValueError, match=said):
+        PartitionedDataModule(folder, **OPTIONS).setup("fit")
+
+
+def test_parts_of_two_partitions_are_refused(folder, tmp_path):
+    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg", batches=0)
+    shutil.rmtree(folder / "part-00002")
+    shutil.copytree(tmp_path / "other" / "part-00002", folder / "part-00002")
+    with pytest.raises(ValueError, match=r"part-00002 is part 2 of the partition \w+, but .* different partitions"):
+        PartitionedDataModule(folder, **OPTIONS).setup("fit")
+
+
+def test_parts_of_another_release_are_refused(folder):
+    path = folder / "common" / "partition.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
+    manifest = Manifest("parts", 0.0)
+    manifest.add_files(path.parent)
+    manifest.save(path.parent)
+    with pytest.raises(ValueError, match=f"format {FORMAT + 1}, but this release reads format {FORMAT}"):
+        PartitionedDataModule(folder, **OPTIONS)
+
+
+def test_a_missing_part_is_named(folder, tmp_path):
+    shutil.rmtree(folder / "part-00000")
+    with pytest.raises(FileNotFoundError, match="part-00000 is not on this machine"):
+        PartitionedDataModule(folder, **OPTIONS).setup("fit")
+    with pytest.raises(FileNotFoundError, match="holds no partitioned graph"):
+        PartitionedDataModule(tmp_path / "nowhere", **OPTIONS)
+
+
+def _join(rank, ranks, folders):
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    datamodule = PartitionedDataModule(folders[rank], **OPTIONS)
+    datamodule.setup("fit")
+    datamodule.teardown("fit")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_on_one_rank_is_said_on_all(folder, original, tmp_path):
+    (folder / "part-00001" / "edge0.ids.npy").write_bytes(b"")
+    errors = observe(_join, 2, 2, [str(original), str(folder)]).errors
+    assert errors == ["", ""]  # the middle one of three parts is rank 0's, and rank 1 reads its own alone
+    errors = observe(_join, 2, 2, [str(folder), str(original)]).errors
+    assert "part-00001 is damaged" in errors[0]
+    assert "rank 0 cannot open its part of the graph" in errors[1]
+    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg", batches=0)
+    errors = observe(_join, 2, 2, [str(original), str(tmp_path / "other")]).errors
+    assert all("copy all parts of one partition" in error for error in errors)
+
+
+def test_what_cannot_be_split_is_refused(tmp_path):
+    edge_index = torch.tensor([[0, 1], [1, 0]])
+    for wrong, said in (
+        (Data(x=torch.eye(2).requires_grad_(), edge_index=edge_index), "data.x is trained"),
+        (Data(x=torch.eye(2), names=["a", "b"], edge_index=edge_index), "data.names has a row per node, but is list"),
+        (Data(x=torch.full((2, 1), torch.nan), edge_index=edge_index), "data.x holds NaN"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            partition_graph(wrong, tmp_path / "parts", 2, "ldg", batches=0)
+        assert not list(tmp_path.glob("parts/*"))
+    data = plain_graph()
+    with pytest.raises(ValueError, match="parts=61 must be a whole number from 1 to 60"):
+        partition_graph(data, tmp_path / "parts", 61, "ldg")
+    with pytest.raises(ValueError, match="method='spectral' is unknown; use one of metis, ldg, random"):
+        partition_graph(data, tmp_path / "parts", 2, "spectral")
+    with pytest.raises(ValueError, match="a part below 2 to each of the 60 nodes"):
+        write_partition(data, tmp_path / "parts", {None: torch.full((60,), 2)}, 2)
+    (tmp_path / "parts").mkdir(exist_ok=True)
+    (tmp_path / "parts" / "mine").touch()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        partition_graph(data, tmp_path / "parts", 2, "ldg", batches=0)
+    assert (tmp_path / "parts" / "mine").exists()
+
+
+def test_options_that_cannot_work_are_refused(original):
+    for options, said in (
+        ({"order": "mine"}, "order='mine' is unknown; use one of 'global', 'local'"),
+        ({"topology": "half"}, "topology='half' is unknown"),
+        ({"inference": "full"}, "inference='full' does not go with a partitioned graph"),
+        ({"precompute": "mean"}, "precompute='mean' does not go with"),
+        ({"memory": "8GB"}, "memory='8GB' does not go with"),
+        ({"cache": "a lot"}, "cache must be a number of bytes"),
+        ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
+        ({"weight_attr": "x"}, "no edges have weights called 'x'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            PartitionedDataModule(original, **OPTIONS, **options)
+    with pytest.raises(ValueError, match="input_train_edges is missing"):
+        PartitionedLinkDataModule(original, **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"not joined: a Trainer does it, or datamodule.setup"):
+        PartitionedDataModule(original, **OPTIONS).train_dataloader()
+
+
+def test_seeds_of_a_rank_without_any(original):
+    owner = Partition(original).owner[0]
+    datamodule = PartitionedDataModule(original, (owner == 0).nonzero().view(-1), order="local", **OPTIONS)
+    type(datamodule)._replica = property(lambda self: (3, 0))
+    try:
+        datamodule.setup("fit")
+        with pytest.raises(ValueError, match="rank 1 of 3 has no training seeds in its part"):
+            datamodule.train_dataloader()
+    finally:
+        del type(datamodule)._replica
+
+
+def test_rows_are_read_once_however_often_they_are_asked_for(original):
+    datamodule = PartitionedDataModule(original, **OPTIONS)
+    datamodule.setup("fit")
+    remote = datamodule.connection.remote
+    asked = np.array([5, 7, 5, 5, 59])
+    assert torch.equal(remote.node_rows(0, asked, ["x"])["x"], plain_graph().x[torch.from_numpy(asked)])
+    with pytest.raises(IndexError, match=r"node ids must be in \[0, 60\)"):
+        remote.node_rows(0, np.array([60]), ["x"])
+
+
+def test_the_command(tmp_path, capsys):
+    arguments = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "parts=3", "method=ldg", "batches=6"]
+    out = tmp_path / "parts"
+    assert command.main([*arguments, f"out={out}", "batch_size=20"]) == 0
+    said = capsys.readouterr().out
+    for line in ("nodes per part: ", "of the edges go from one part to another", "order=local: "):
+        assert line in said
+    assert Partition(out).parts == 3
+    for wrong, told in (
+        (["data=synthetic", "parts=3"], "give out="),
+        ([*arguments, f"out={out}"], "is not empty"),
+        ([*arguments, "out=x", "sort=true"], "lgnn partition --help"),
+    ):
+        assert command.main(wrong) == 2
+        assert told in " ".join(capsys.readouterr().err.split())

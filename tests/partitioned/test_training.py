@@ -1,0 +1,127 @@
+"""A plain Trainer trains on a graph in parts as on the whole one; ranks that differ, fail or vanish hang nobody."""
+
+import os
+import signal
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn import NeighborDataModule, PartitionedDataModule
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.partitioned import partition_graph
+from tests.full_graph.launch import observe, run
+from tests.partitioned.graphs import plain_graph
+
+OPTIONS = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 7}
+
+
+def trainer_of(ranks, **options):
+    return pl.Trainer(
+        accelerator="cpu", devices=1, num_nodes=ranks, strategy="ddp", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def module_of():
+    pl.seed_everything(1, verbose=False)
+    return NodeClassifier(GraphSAGE(3, 8, 2, 3), num_classes=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    partition_graph(plain_graph(), folder / "parts", 4, "ldg", batches=0)
+    return str(folder / "parts")
+
+
+def _train(rank, ranks, folder):
+    weights = []
+    for make in (
+        lambda: NeighborDataModule(plain_graph(), **OPTIONS),
+        lambda: PartitionedDataModule(folder, **OPTIONS),
+    ):
+        module, datamodule = module_of(), make()
+        trainer = trainer_of(ranks)
+        trainer.fit(module, datamodule=datamodule)
+        scores = trainer.validate(module, datamodule=datamodule, verbose=False)
+        weights.append((module.state_dict(), scores))
+    torch.distributed.destroy_process_group()
+    return weights
+
+
+@pytest.mark.slow
+def test_ddp_trains_as_on_the_whole_graph(folder):
+    for (whole, scores), (in_parts, others) in run(_train, 2, 2, folder, nodes=2):
+        assert scores == others
+        for name, value in whole.items():
+            assert torch.equal(value, in_parts[name]), name
+
+
+def _own_seeds(rank, ranks, folder):
+    # Rank 0 has seeds of one part, the others far fewer.
+    chosen = torch.arange(60)[:50]
+    datamodule = PartitionedDataModule(folder, chosen, order="local", **OPTIONS)
+    owners = datamodule.owners_of_seeds(ranks)
+    trainer = trainer_of(ranks, limit_val_batches=0)
+    trainer.fit(module_of(), datamodule=datamodule)
+    torch.distributed.destroy_process_group()
+    return trainer.global_step, torch.bincount(owners, minlength=ranks).tolist(), dict(datamodule.rows_read)
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_seeds(folder):
+    results = run(_own_seeds, 3, 3, folder, nodes=3)
+    counts = results[0][1]
+    assert len(set(counts)) > 1
+    assert {step for step, _, _ in results} == {2 * -(-max(counts) // 8)}
+
+
+def _stops_early(rank, ranks, folder):
+    datamodule = PartitionedDataModule(folder, **OPTIONS, num_workers=2)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    datamodule.setup("fit")
+    taken = 0
+    for _ in range(1 + 2 * rank):  # without a Trainer ranks may read as they like
+        for number, _ in enumerate(datamodule.train_dataloader()):
+            taken += 1
+            if number == rank:
+                break
+    datamodule.teardown("fit")
+    torch.distributed.destroy_process_group()
+    return taken
+
+
+@pytest.mark.slow
+def test_ranks_that_read_different_numbers_of_batches(folder):
+    assert run(_stops_early, 3, 3, folder) == [1, 6, 10]
+
+
+class _Vanish(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Fail(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            raise ValueError("too cold")
+
+
+def _with(rank, ranks, folder, callback):
+    trainer_of(ranks, callbacks=[callback()]).fit(
+        module_of(), datamodule=PartitionedDataModule(folder, **OPTIONS, silence=20)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("callback", "said"), [(_Vanish, "died"), (_Fail, "too cold")])
+def test_a_lost_rank_ends_the_others_by_name(folder, callback, said):
+    began = time.monotonic()
+    outcome = observe(_with, 3, 3, folder, callback, nodes=3)
+    assert all(code != 0 for code in outcome.exit_codes) or all(outcome.errors)
+    named = [error for rank, error in enumerate(outcome.errors) if rank != 1 and "rank 1" in error and said in error]
+    assert named, outcome.errors
+    assert time.monotonic() - began < 120  # and not the timeout of a collective

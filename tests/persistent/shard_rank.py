@@ -1,0 +1,121 @@
+"""What each process of a test of dealt-out tables does."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import itertools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule, shards
+from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
+from tests.batching_data import small_data
+from tests.sampling.test_typed import contents, typed_data
+
+ALL = {"topology": "shard", "features": "shard"}
+KINDS = {
+    "features": {"topology": "device", "features": "shard"},
+    "topology": {"topology": "shard", "features": "pinned", "disjoint": True},
+    "both": ALL,
+    "all neighbours": {**ALL, "num_neighbors": [-1], "prefetch": 0},
+    "quantised": {**ALL, "quantize": True},
+    "types": {"topology": "device", "features": "shard"},
+    "links": ALL,
+}
+
+
+def graph_of(kind, rank):
+    """A graph, the same for all ranks but for what they train and evaluate on."""
+    if kind == "types":
+        graph = typed_data()
+        graph["paper"].train_mask = torch.arange(300) // 7 == rank + 1
+        graph["paper"].val_mask = torch.arange(300) > 297 - 3 * rank
+        return graph
+    graph = small_data(num_nodes=61, num_edges=300)
+    graph.train_mask, graph.val_mask = torch.arange(61) // 7 == rank + 1, torch.arange(61) > 59 - 3 * rank
+    return graph
+
+
+def join(rank, folder):
+    size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+
+
+def datamodules(kind, rank, options):
+    """Return what is tested, and what it is compared with."""
+    graph, options = graph_of(kind, rank), dict(options)
+    common = {"batch_size": 2, "seed": 3, "num_neighbors": options.pop("num_neighbors", [3, 2])}
+    common |= {name: options.pop(name) for name in ("disjoint",) if name in options}
+    if kind == "links":
+        edges = {"input_train_edges": graph.edge_index[:, : 3 + rank], "neg_sampling_ratio": 1}
+        ours = PersistentLinkDataModule(graph, **common, **edges, **options, device="cpu")
+        return ours, LinkDataModule(graph, **common, **edges)
+    ours = PersistentSamplerDataModule(graph, **common, **options, device="cpu")
+    return ours, NeighborDataModule(graph, **common)
+
+
+def batches_of(rank, folder, kinds):
+    """Return, by kind, how many mini-batches of each stage were right, and where the tables were; raise for others."""
+    join(rank, folder)
+    found = {}
+    for kind in kinds:
+        ours, theirs = datamodules(kind, rank, KINDS[kind])
+        counts = []
+        for stage in ("train",) if kind == "links" else ("train", "val"):
+            loaders = [getattr(made, f"{stage}_dataloader")() for made in (ours, theirs)]
+            counts.append(0)
+            for a, b in itertools.zip_longest(*loaders):
+                if kind == "quantised":
+                    step = b.x.abs().amax(dim=1, keepdim=True) / 127
+                    assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
+                    a.x = b.x
+                assert contents(a) == contents(b), (kind, stage, counts)
+                counts[-1] += 1
+        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}
+    dist.barrier()
+    return found
+
+
+_numbers = itertools.count()
+
+
+def mapped(shape, dtype, device, group):
+    """Stand in for symmetric memory: files that all processes map, each elsewhere."""
+    number = next(_numbers)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    length = shape[0] * shape[1] * dtype.itemsize
+    files = [Path(os.environ["RANK_FOLDER"]) / f"{number}-{other}" for other in range(size)]
+    files[rank].write_bytes(bytes(length))
+    dist.barrier(group)
+    parts = [torch.from_file(str(file), shared=True, size=length, dtype=torch.uint8) for file in files]
+    return parts[rank].view(dtype).view(shape), [part.data_ptr() for part in parts], lambda: dist.barrier(group), parts
+
+
+def peers_of(rank, folder, kinds):
+    """Do :func:`batches_of` where processes read each other's memory."""
+    from lightning_gnn.persistent import placement
+
+    def met(device):
+        return shards.Node(shards.meet_on_node(device).group, device, True)
+
+    shards.symmetric, placement.meet_on_node = mapped, met
+    return batches_of(rank, folder, kinds)
+
+
+def out_of_step(rank, folder):
+    """Leave a loader where the others do not begin it; return what is said."""
+    join(rank, folder)
+    ours, _ = datamodules("features", rank, KINDS["features"])
+    train, val = ours.train_dataloader(), ours.val_dataloader()
+    try:
+        list(train)
+        if rank == 0:
+            next(iter(train))
+        list(val)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,324 @@
+"""DataModules whose features stay on disk: the mini-batches of memory, whatever is read when, and nothing left."""
+
+import gc
+import threading
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
+from lightning_gnn.graph.folder import load_folder, save_folder
+from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.sampling import look_ahead
+
+NODES = 6000
+MEMORY = "4MB"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    random = torch.Generator().manual_seed(0)
+    places = torch.randint(0, NODES, (2, 30_000), generator=random)
+    data = Data(
+        x=torch.randn(NODES, 60, generator=random),
+        y=torch.randint(0, 4, (NODES,), generator=random),
+        edge_index=places * places.flip(0) // NODES,
+        train_mask=torch.rand(NODES, generator=random) < 0.1,
+        val_mask=torch.rand(NODES, generator=random) < 0.05,
+    )
+    root = tmp_path_factory.mktemp("graph") / "graph"
+    save_folder(data, root)
+    write_rows(data.x, root / "x.rows")
+    return root
+
+
+def datamodule(data, kind=NeighborDataModule, **options):
+    more = {"num_neighbors": [4, 3], "batch_size": 50, "seed": 7}
+    return kind(data, **{**more, **options})
+
+
+def assert_same(batch, expected):
+    """Compare two mini-batches attribute by attribute, in the order of these."""
+    for store, other in zip(batch.stores, expected.stores, strict=True):
+        assert list(store) == list(other)
+        for name, value in store.items():
+            same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+            assert same, name
+
+
+def table_of(loader):
+    (table,) = loader.tables.values()
+    return table
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 0}, {"lookahead": 2}, {"lookahead": "20kB"}, {"store": True}])
+def test_mini_batches_equal_those_from_memory(folder, workers, options):
+    data = load_folder(folder)
+    options = {**options, **({"store": folder / "x.rows", "verify_store": True} if "store" in options else {})}
+    plain = datamodule(data, num_workers=workers).train_dataloader()
+    disk = datamodule(data, num_workers=workers, memory=MEMORY, **options).train_dataloader()
+    for _ in range(2):
+        for batch, expected in zip(disk, plain, strict=True):
+            assert_same(batch, expected)
+    counts = table_of(disk).counts
+    assert 0 < counts.hits < counts.rows
+    assert table_of(disk).num_bytes < 4_000_000
+
+
+def test_looking_ahead_reads_less_and_the_same_each_time(folder):
+    data, blocks = load_folder(folder), {}
+    for lookahead, workers in ((0, 0), (3, 0), (11, 0), (11, 2), (11, 3)):
+        loader = datamodule(data, num_workers=workers, memory="6MB", lookahead=lookahead).train_dataloader()
+        table = DiskFeatures(
+            table_of(loader).file, DiskFeatures.least_bytes(table_of(loader).file) + 256 * 400
+        )  # as much for each of them
+        loader.tables["x"] = table
+        for _ in loader:
+            pass
+        blocks[lookahead, workers] = table.counts.blocks
+    assert blocks[11, 0] == blocks[11, 2] == blocks[11, 3], (
+        "what is read follows from the mini-batches, never from time"
+    )
+    assert blocks[11, 0] < blocks[3, 0] < blocks[0, 0]
+
+
+def test_links_and_their_negatives(folder):
+    data = load_folder(folder)
+    edges = data.graph.to_edge_index()[:, :500]
+    loaders = [
+        datamodule(data, LinkDataModule, input_train_edges=edges, neg_sampling="triplet", num_workers=2, **options)
+        for options in ({}, {"memory": MEMORY})
+    ]
+    for batch, expected in zip(loaders[1].train_dataloader(), loaders[0].train_dataloader(), strict=True):
+        assert_same(batch, expected)
+
+
+def test_types_share_one_memory(tmp_path):
+    random = torch.Generator().manual_seed(1)
+    data = HeteroData()
+    for kind, count, width in (("paper", 3000, 40), ("author", 2000, 9), ("venue", 10, 3)):
+        data[kind].x = torch.randn(count, width, generator=random)
+    data["paper"].y = torch.randint(0, 3, (3000,), generator=random)
+    for source, target in (("author", "paper"), ("paper", "author"), ("venue", "paper"), ("paper", "paper")):
+        ends = [torch.randint(0, data[kind].num_nodes, (9000,), generator=random) for kind in (source, target)]
+        data[source, "to", target].edge_index = torch.stack(ends)
+    store = {kind: write_rows(data[kind].x, tmp_path / f"{kind}.rows").path for kind in ("paper", "author")}
+    seeds = {"input_train_nodes": ("paper", torch.arange(0, 3000, 9)), "num_workers": 2}
+    plain, disk = datamodule(data, **seeds), datamodule(data, memory="8MB", store=store, **seeds)
+    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
+        assert_same(batch, expected)
+    tables = disk.train_dataloader().tables
+    assert {*tables} == {("paper", "x"), ("author", "x")}
+    assert all(table.counts.rows for table in tables.values())
+    with pytest.raises(ValueError, match="no node type 'editor', only paper, author, venue"):
+        datamodule(data, memory="8MB", store={"editor": store["paper"]}, **seeds)
+    with pytest.raises(TypeError, match="with types needs one file for each type"):
+        datamodule(data, memory="8MB", store=store["paper"], **seeds)
+
+
+def test_features_may_lie_in_the_store_alone(folder):
+    data = load_folder(folder)
+    expected = next(iter(datamodule(data).train_dataloader()))
+    x, data.x = data.x, None
+    del data.x
+    data.num_nodes = NODES
+    module = datamodule(data, memory=MEMORY, store=folder / "x.rows")
+    batch = next(iter(module.train_dataloader()))
+    assert torch.equal(batch.x, expected.x)
+    assert module.batch_data.x.shape == x.shape
+    assert module.batch_data.x[0].isnan().all(), "nobody takes it for features"
+
+
+class OwnSampler(NeighborSampler):
+    """One that says nothing about keys, and counts how often it was asked."""
+
+    calls = 0
+
+    def sample_from_nodes(self, inputs):
+        self.calls += 1
+        return super().sample_from_nodes(inputs)
+
+
+def test_a_sampler_of_the_users_own_is_not_run_ahead(folder):
+    data = load_folder(folder)
+    own = OwnSampler(data, [4, 3])
+    loader = datamodule(data, node_sampler=own, num_neighbors=None, memory=MEMORY).train_dataloader()
+    assert own.calls == 0
+    for number, batch in enumerate(loader, 1):
+        assert own.calls == number
+        assert torch.equal(batch.x, data.x[batch.n_id])
+
+
+def test_transforms_and_samplers_with_random_numbers(folder):
+    data = load_folder(folder)
+
+    def noisy(batch):
+        batch.x = batch.x + torch.randn_like(batch.x)
+        return batch
+
+    plain, disk = (
+        datamodule(data, num_workers=2, transform=noisy, **options).train_dataloader()
+        for options in ({}, {"memory": MEMORY})
+    )
+    for batch, expected in zip(disk, plain, strict=True):
+        assert_same(batch, expected)
+
+
+def trained(data, epochs=2, resume=None, root=None, **options):
+    pl.seed_everything(5)
+    module = NodeClassifier(GraphSAGE(60, 8, 2, out_channels=4), num_classes=4)
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        val_check_interval=4,
+        default_root_dir=root,
+    )
+    trainer.fit(module, datamodule(data, num_workers=2, **options), ckpt_path=resume)
+    return module, trainer
+
+
+def test_training_validation_between_and_resuming(folder, tmp_path):
+    data = load_folder(folder)
+    expected, _ = trained(data)
+    _, trainer = trained(data, epochs=1, memory=MEMORY)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed, _ = trained(data, resume=tmp_path / "one.ckpt", memory="5MB", lookahead=3)
+    whole, _ = trained(data, memory=MEMORY)
+    for found in (resumed, whole):
+        for name, value in expected.state_dict().items():
+            assert torch.equal(found.state_dict()[name], value), name
+
+
+def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
+    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
+    gc.collect()
+    idle = {thread.name for thread in threading.enumerate()}
+    first, second = iter(loader), iter(loader)
+    next(first), next(second)  # the second one reads what it needs without looking ahead
+    first.close()
+    del second
+    gc.collect()
+    left = {thread.name for thread in threading.enumerate()} - idle
+    assert all(name.startswith("lightning-gnn-disk") for name in left)  # of the table, which goes on
+    table = table_of(loader)
+    assert table.claim()
+    assert table._where.announced == 0
+    table.release()
+    (batch, *_) = loader
+    assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
+
+
+def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):
+    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY, lookahead=8).train_dataloader()
+    table_of(loader)
+    real = type(loader).draw
+
+    def failing(self, task):
+        if task[1] == 5:
+            raise RuntimeError("no neighbours today")
+        return real(self, task)
+
+    monkeypatch.setattr(type(loader), "draw", failing)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    with pytest.raises(RuntimeError, match="no neighbours today"):
+        next(batches)
+    assert table_of(loader).claim()
+
+
+def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
+    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
+    real, calls = disk_reads.DirectReader._share, []
+
+    def failing(self, *arguments):
+        calls.append(1)
+        if len(calls) > 40:
+            raise OSError(5, "the disk is gone")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(disk_reads.DirectReader, "_share", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(loader)
+    monkeypatch.undo()
+    for batch in loader:
+        assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
+        break
+
+
+def test_a_slow_disk_changes_nothing(folder, monkeypatch):
+    data = load_folder(folder)
+    real, turns = disk_reads.DirectReader._share, threading.Event()
+
+    def throttled(self, first, *arguments):
+        turns.wait(0.002 * (first % 3))
+        return real(self, first, *arguments)
+
+    monkeypatch.setattr(disk_reads.DirectReader, "_share", throttled)
+    plain = datamodule(data).train_dataloader()
+    disk = datamodule(data, num_workers=2, memory=MEMORY, lookahead=4).train_dataloader()
+    for batch, expected in zip(disk, plain, strict=True):
+        assert_same(batch, expected)
+
+
+def test_the_window_grows_from_a_few_and_keeps_to_its_bytes():
+    class One:
+        num_bytes = 10
+
+    for most, size, longest in ((0, None, 1), (5, None, 6), (100, 70, 8), (100, 5, 1)):
+        ahead, seen = 0, []
+        for _, new in look_ahead._window([One() for _ in range(30)], most, size):
+            ahead += len(new)
+            seen.append(ahead)
+            ahead -= 1
+        assert len(seen) == 30
+        assert max(seen) == longest
+        assert seen[0] <= 5
+
+
+def test_collective_batches_from_disk(folder):
+    data = load_folder(folder)
+    plain, disk = (
+        datamodule(data, CollectiveDataModule, num_workers=2, **options).train_dataloader()
+        for options in ({}, {"memory": MEMORY})
+    )
+    for batch, expected in zip(disk, plain, strict=True):
+        assert_same(batch, expected)
+    assert table_of(disk).counts.rows
+
+
+def test_what_cannot_work_is_refused(folder, tmp_path):
+    data = load_folder(folder)
+    for options, said in (
+        ({"memory": "20kB"}, "memory=20 kB does not suffice"),
+        ({"memory": "much"}, "memory must be a number of bytes"),
+        ({"memory": MEMORY, "lookahead": -1}, "lookahead"),
+        ({"lookahead": 3}, "give memory= too"),
+        ({"store": folder / "x.rows"}, "give memory= too"),
+        ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype makes a table in memory"),
+        ({"memory": MEMORY, "precompute": "mean"}, "precompute makes a table in memory"),
+        ({"memory": MEMORY, "verify_store": True}, "no checksums"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            datamodule(data, **options).train_dataloader()
+    in_memory = load_folder(folder, mmap=False)
+    with pytest.raises(ValueError, match=r"data\.x is not mapped from a file"):
+        datamodule(in_memory, memory=MEMORY)
+    other = write_rows(torch.ones(NODES, 3), tmp_path / "other.rows").path
+    with pytest.raises(ValueError, match="has 60 features and the file 3"):
+        datamodule(in_memory, memory=MEMORY, store=other)
+    fewer = write_rows(torch.ones(9, 60), tmp_path / "fewer.rows").path
+    with pytest.raises(ValueError, match=r"has 9 rows, but data has 6000 nodes"):
+        datamodule(in_memory, memory=MEMORY, store=fewer)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        datamodule(in_memory, memory=MEMORY, store=write_whole(tmp_path / "gone", "").with_name("nothing.rows"))
