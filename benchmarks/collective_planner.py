@@ -37,11 +37,11 @@ from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
 from lightning_gnn.collective.simulate import drawn_durations
 
 SIZES = {
-    "settings": (1000, 6),
-    "exhaustive": (24, 2),
-    "ablated": (200, 2),
+    "settings": (1000, 3),
+    "exhaustive": (24, 1),
+    "ablated": (200, 1),
     "processes": (2, 1),
-    "judged": (6, 2),
+    "judged": (6, 1),
     "again": (24, 2),
     "shown": (2, 1),
 }

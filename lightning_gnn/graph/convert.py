@@ -395,7 +395,7 @@ class _Conversion:
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
         table = f"ids {name}"
-        if self.database.columns(table)["id"] not in _INTEGERS:
+        if self.database.columns(table)["id"] not in _INTEGERS[:-2]:  # int64 has no room for the last two
             ids = quoted(table)
             self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {text(folder / 'id.parquet')}")
         elif not (folder / "id.npy").exists():

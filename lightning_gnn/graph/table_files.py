@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,13 @@ class TableFiles:
             OSError: The disk has no room for it.
             ValueError: The database says why.
         """
-        try:
+        with self._explained():
             return list(self.connection.execute(sql).fetchall())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except self.error as error:
             kind, said = type(error).__name__, str(error).partition("\n")[0]
             if kind in ("IOException", "OutOfMemoryException") and ("space" in said or "memory" in said.lower()):
@@ -141,7 +146,9 @@ class TableFiles:
         for start in range(0, self.count(name), rows):
             within = f"rowid BETWEEN {start} AND {start + rows - 1}"
             # A scan of several threads keeps the order of rows.
-            yield self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
+            with self._explained():
+                block = self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
+            yield block
 
     def _scan(self, path: str | Path, header: bool | None) -> str:
         suffixes = [suffix.lower() for suffix in Path(path).suffixes]
