@@ -4,8 +4,9 @@ Each function follows one kernel line by line: what it copies, computes, sets an
 tables give. ``run_cube`` is aggregate_cube for split cores; ``run_cube_unified`` is the same work on a core that has
 everything: one scalar unit issues it all, a tile goes from UB to L1 without a workspace, results leave through UB.
 
-Why not the twin's own counts, scaled: it runs the kernels of split cores only, and the planner's cost model, which is
-fitted to it, is up to 8 % off these sums (by launch up to 15 %), since nothing in it waits for another unit or for HBM.
+Why not the twin's own counts, scaled: it runs ``aggregate_cube`` and ``update`` of split cores only, one core after the
+other; and the planner's cost model, which is fitted to it, is up to 12 % off these sums (``ascend_planned``), since
+nothing in it waits for another unit or for HBM.
 
 A queue is a row of eight numbers: times at which its two buffers were freed, buffers taken and given back, times at
 which its two tensors were enqueued, tensors enqueued and dequeued.

@@ -37,8 +37,8 @@ LAUNCH_US = 4.0
 SYNC_US = 20.0
 """The host waits for the sizes, reads them, makes tensors and launches what copies the mini-batch out."""
 BYTES = {
-    "seeds": 8, "indptr": 8, "indices": 4, "state": 8, "nodes": 4, "rowptr": 4, "src": 4, "eid": 4, "col": 4, "mark": 4,
-    "counts": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8,
+    "seeds": 8, "indptr": 8, "indices": 4, "state": 8, "nodes": 4, "rowptr": 4, "src": 4, "eid": 4, "col": 4,
+    "totals": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8,
 }  # fmt: skip
 RANDOM = ("indptr", "indices", "state")
 """Arrays of which each access is to another place; the others are read and written side by side."""
@@ -63,11 +63,14 @@ class Batch:
         return Batch(tuple(parts * n for n in self.nodes), tuple(parts * n for n in self.edges), parts)
 
 
+TILE, WINDOW = 256, 32
+"""Edges that a program settles together, and tiles before it that it looks at together."""
+
 Counts = Counter[tuple[str, str]]
 """Accesses by threads, one value each, by (load, store or atomic; array)."""
 
 
-def hop_counts(batch: Batch, programs: int) -> Counts:
+def hop_counts(batch: Batch, programs: int, tile: int = TILE) -> Counts:
     """Count the accesses of ``hop_kernel``: graph on the device, fanouts that are picked in registers, not disjoint.
 
     What the search of a bulk's parts reads is not counted, nor the scalars of the launch.
@@ -75,6 +78,7 @@ def hop_counts(batch: Batch, programs: int) -> Counts:
     Args:
         batch: What is sampled; its seeds count as often as they are given.
         programs: Of the launch.
+        tile: Edges of a tile. What looks back finds the sum beside it, as under the interpreter.
     """
     seeds, hops, bulk = batch.nodes[0], len(batch.edges), batch.parts > 1
     expanding, edges = sum(batch.nodes[:-1]), sum(batch.edges)
@@ -89,16 +93,14 @@ def hop_counts(batch: Batch, programs: int) -> Counts:
     found.update({("store", "src"): edges, ("atomic", "state"): edges})
     if bulk:  # which mini-batch an edge belongs to, by its row
         found.update({("load", "col"): edges, ("load", "nodes"): edges})
-    # count: who won, and how many edges those nodes will have
-    found.update({("load", "src"): positions, ("load", "state"): positions, ("store", "mark"): positions})
-    found.update({("load", "indptr"): 2 * expanding})
-    # assign
+    # settle: who won, how many edges those nodes will have, and what that makes with all tiles before
+    found.update({("load", "src"): positions, ("load", "state"): positions, ("load", "indptr"): 2 * expanding})
     new = sum(batch.nodes[1:])
-    levels = hops + 1
-    found.update({("store", "counts"): 2 * programs * levels, ("load", "counts"): 2 * programs * programs * levels})
-    found.update({("load", "rowptr"): 2 * programs * hops, ("store", "rowptr"): levels})  # where shares begin and end
-    found.update({("load", "src"): positions, ("load", "mark"): positions, ("store", "state"): new})
-    found.update({("store", "nodes"): seeds + new, ("store", "rowptr"): seeds + new})
+    tiles = [-(-count // tile) for count in (seeds, *batch.edges)]
+    looked = sum(min(number, WINDOW) for count in tiles for number in range(count))
+    found.update({("atomic", "totals"): 4 * sum(tiles), ("load", "totals"): 2 * looked})
+    found.update({("load", "rowptr"): 2 * programs * hops, ("store", "rowptr"): hops + 1})  # where shares begin and end
+    found.update({("store", "state"): new, ("store", "nodes"): seeds + new, ("store", "rowptr"): seeds + new})
     return found
 
 
@@ -113,8 +115,8 @@ def emit_counts(batch: Batch) -> Counts:
 
 
 def barriers(batch: Batch) -> int:
-    """Return how many grid barriers a launch has: three phases a level, and a bulk's split at the end."""
-    return 3 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
+    """Return how many grid barriers a launch has: two phases a level, and a bulk's split at the end."""
+    return 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
 
 
 def moved(counts: Counts) -> tuple[int, int]:
@@ -134,7 +136,7 @@ def expected(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
     random, side_by_side = moved(both)
     memory = (random + side_by_side) / gb_per_s / 1e3
     fixed = barriers(batch) * BARRIER_US + 2 * LAUNCH_US + SYNC_US
-    atomics = sum(n for (kind, _), n in both.items() if kind == "atomic")
+    atomics = sum(n for (kind, array), n in both.items() if (kind, array) == ("atomic", "state"))
     return {
         "random_mb": random / batch.parts / 1e6, "side_by_side_mb": side_by_side / batch.parts / 1e6,
         "atomics": atomics / batch.parts, "launches": 2 / batch.parts, "barriers": barriers(batch) / batch.parts,
@@ -146,7 +148,31 @@ def hop_by_hop(batch: Batch, gb_per_s: float, programs: int) -> float:
     """Return the us of the same kernels, a launch per phase and a host synchronisation per hop, as frameworks do."""
     random, side_by_side = moved(hop_counts(batch, programs) + emit_counts(batch))
     levels = len(batch.edges) + 1
-    return (random + side_by_side) / gb_per_s / 1e3 + (3 * levels + 1) * LAUNCH_US + levels * SYNC_US
+    return (random + side_by_side) / gb_per_s / 1e3 + (2 * levels + 1) * LAUNCH_US + levels * SYNC_US
+
+
+def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
+    """Return the us of a mini-batch that other ways would save, less what they would cost; below 0 they cost more.
+
+    - The scan in one pass, against three (count, add up, assign), which it replaced: each position written and read
+      once more and its source twice, a barrier a level, and the totals of all programs, read by each.
+    - Copying out inside of the launch: a launch.
+    - Outputs of int32, which PyG cannot index with: half of what is written, less turning them into int64.
+    - A test before each atomic: no byte of memory less, as the sector is the same; the atomics of those that lose, less
+      a load for each that bids, as many sectors of the second cache.
+    """
+    levels, edges = len(batch.edges) + 1, sum(batch.edges)
+    positions, new = edges + batch.nodes[0], sum(batch.nodes[1:])
+    outputs = 3 * edges + sum(batch.nodes)
+    totals = sum(n * BYTES[array] for (_, array), n in hop_counts(batch, programs).items() if array == "totals")
+    us = {
+        "one pass": (12 * positions + 16 * programs * programs * levels - totals) / gb_per_s / 1e3
+        + levels * BARRIER_US,
+        "copying out inside": LAUNCH_US,
+        "int32 outputs": (4 - 12) * outputs / gb_per_s / 1e3,
+        "test before atomics": SECTOR * (edges - new - edges) / gb_per_s / 1e3,
+    }
+    return {what: saved / batch.parts for what, saved in us.items()}
 
 
 def pinned_us(batch: Batch, gb_per_s: float) -> float:
@@ -188,6 +214,7 @@ def roofline(batches: dict[str, Batch], bulks: Sequence[int] = (1, 8)) -> list[d
                 rows.append({
                     "what": what, "gpu": gpu, "bulk": bulk, "nodes": sum(batch.nodes), "edges": sum(batch.edges),
                     **figures, "hop_by_hop_us": peer, "ratio": peer / figures["us"],
+                    "saves_us": judged(batch.times(bulk), gb_per_s, 4 * sms),
                 })  # fmt: skip
     return rows
 
@@ -205,6 +232,18 @@ def roofline_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['atomics']:,.0f} | {row['launches']:.3g} | {row['barriers']:.3g} | {row['us']:.0f} | "
             f"{row['ratio']:.2g}x |"
         )
+    return "\n".join(lines)
+
+
+def judged_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: what other ways would save of a mini-batch."""
+    ways = list(rows[0]["saves_us"])
+    lines = [f"| mini-batch | GPU | bulk | {' | '.join(ways)} |", "|---" * (len(ways) + 3) + "|"]
+    for row in rows:
+        saved = " | ".join(
+            f"{us / (row['us'] + (us if way == 'one pass' else 0)):+.1%}" for way, us in row["saves_us"].items()
+        )
+        lines.append(f"| {row['what']} | {row['gpu']} | {row['bulk']} | {saved} |")
     return "\n".join(lines)
 
 
@@ -228,7 +267,9 @@ def page(result: dict[str, Any]) -> str:
     return (
         "Expected, not measured: all bytes at the published bandwidth of the memory, "
         f"{BARRIER_US:g} us a barrier, {LAUNCH_US:g} us a launch, {SYNC_US:g} us a wait of the host.\n\n"
-        f"{roofline_table(few)}\n\nCompiled with Triton {result['triton']}, four warps a program:\n\n"
+        f"{roofline_table(few)}\n\nOf this, what other ways save (+) or cost (-) by the same assumptions; the first is "
+        f"built, and its share is of what there was before:\n\n{judged_table(few)}\n\n"
+        f"Compiled with Triton {result['triton']}, four warps a program:\n\n"
         f"{kernel_table(result['kernels'])}"
     )
 
@@ -240,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     batches = {what: sampled(*case) for what, case in CASES.items()}
     rows = roofline(batches)
     print(roofline_table(rows))
+    print(judged_table(rows))
     for what, batch in batches.items():
         by_bus = ", ".join(f"{pinned_us(batch, rate):.0f} us over {bus}" for bus, rate in PCIE.items())
         print(f"{what}: with the topology in pinned memory its edges take {by_bus}")

@@ -18,14 +18,27 @@ from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-LONG = ("indptr", "seeds", "control", "state", "table", "sizes", "counts", "queue", "offset", "begins", "places")
+LONG = (
+    "indptr",
+    "seeds",
+    "control",
+    "state",
+    "table",
+    "sizes",
+    "counts",
+    "totals",
+    "queue",
+    "offset",
+    "begins",
+    "places",
+)
 OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
 INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "ticket_of")
 TILES = {"R": 128, "T": 256}
 NUM_WARPS = 4
 SHARED = {80: 164, 90: 228}
 """KB of shared memory of a multiprocessor; 65,536 registers and 64 warps on both."""
-_PLAIN = {"DISJOINT": False, "K": 10, "P": 1024, **TILES}
+_PLAIN = {"DISJOINT": False, "K": 10, **TILES}
 _TYPED = {**dict.fromkeys(("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR"), False), "P": 1024, **TILES}
 VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("hop_kernel", "fanouts to 10"): (hop_kernel, _PLAIN),
@@ -34,7 +47,7 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("hop_kernel", "bulk, fanouts to 15"): (hop_kernel, {**_PLAIN, "BULK": True, "K": 15}),
     ("hop_kernel", "disjoint, fanouts to 10"): (hop_kernel, {**_PLAIN, "DISJOINT": True}),
     ("hop_kernel", "shards of 8 GPUs, fanouts to 10"): (hop_kernel, {**_PLAIN, "SHARDS": 8, "SHIFT": 10}),
-    ("queue_kernel", "fanouts to 10"): (queue_kernel, {"K": 10, "CHUNK": 10, "P": 1024, **TILES}),
+    ("queue_kernel", "fanouts to 10"): (queue_kernel, {"K": 10, "CHUNK": 10, **TILES}),
     ("relation_kernel", "types"): (relation_kernel, _TYPED),
     ("relation_kernel", "types, times"): (relation_kernel, {**_TYPED, "DISJOINT": True, "TEMPORAL": True}),
     ("relation_kernel", "types, weights"): (relation_kernel, {**_TYPED, "WEIGHTED": True}),

@@ -24,14 +24,14 @@ MODES = (*sample.MODES, "no_queue", "hop_by_hop", "launches")
 @triton.jit(do_not_specialize=["seeds", "slots", "level"])
 def phase_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
-    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
-    sizes: Array, counts: Array, level: Scalar, PHASE: tl.constexpr, DISJOINT: tl.constexpr, BULK: tl.constexpr,
-    CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
+    sizes: Array, totals: Array, level: Scalar, PHASE: tl.constexpr, DISJOINT: tl.constexpr, BULK: tl.constexpr,
+    CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Run one phase of one level: between two launches of a stream lies a barrier."""
-    level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, mark, table,
-                slots, src, src, sizes, counts, level, tl.program_id(0), tl.num_programs(0), PHASE,
-                DISJOINT, BULK, CACHED, False, K, R, T, P)  # fmt: skip
+    level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, table,
+                slots, src, src, sizes, totals, level, tl.program_id(0), tl.num_programs(0), PHASE,
+                DISJOINT, BULK, CACHED, False, K, R, T)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size"])

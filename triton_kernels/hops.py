@@ -1,10 +1,14 @@
 """Sampling hop by hop in one cooperative launch: the phases of a hop and the kernel that runs them.
 
 Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)`` are
-the seeds, position B + x is edge x of the output. Each level runs three phases, a grid barrier after each: *expand*
-(the rows of the level before pick in-edges, and every edge bids for its source), *count* (which edges won their source,
-and how many edges those nodes will have), *assign* (local ids and edge offsets in the order of the winning edges).
+the seeds, position B + x is edge x of the output. Each level runs two phases, a grid barrier after each: *expand*
+(the rows of the level before pick in-edges, and every edge bids for its source), *settle* (which edges won their
+source, how many edges those nodes will have, and from both the local ids and edge offsets in the order of the winners).
 ``queue.py`` runs the same phases after its own discovery.
+
+Settling is one pass over the edges, by a scan with decoupled look-back (Merrill and Garland, Single-pass Parallel
+Prefix Scan with Decoupled Look-back, 2016). Programs take tiles of edges in order, so a tile waits only for those that
+are under way or done. Each says first what it has found, then, once it knows what lies before it, the sum.
 
 One 64-bit word per node both deduplicates and orders. It is only ever lowered within a batch and never cleared between
 batches::
@@ -56,6 +60,7 @@ WORK = tl.constexpr(48)  # (slots reserved << HALF) | tasks outstanding
 FANOUT = tl.constexpr(64)  # fanouts of up to MAX_HOPS hops
 KEYS = tl.constexpr(96)  # of up to MAX_BATCHES mini-batches of a bulk
 STARTS = tl.constexpr(128)  # where the seeds of each of them begin
+TILES = tl.constexpr(160)  # of each level, the tiles that programs have taken to settle
 
 # Places in `sizes`, int64 [SIZES_SIZE].
 NODES = tl.constexpr(0)  # first local id of each level
@@ -65,7 +70,7 @@ PARTS = tl.constexpr(96)  # bulk: first local id of each (level, mini-batch), th
 
 MAX_HOPS = 30
 MAX_BATCHES = 32
-CONTROL_SIZE, SIZES_SIZE = 160, 96
+CONTROL_SIZE, SIZES_SIZE = 192, 96
 
 # Two numbers in one 64-bit word: a single atomic changes both, and a single load reads both of the same moment.
 HALF = tl.constexpr(32)
@@ -76,9 +81,15 @@ CODE = tl.constexpr(4095)
 
 # Phases of a level.
 EXPAND = tl.constexpr(0)
-COUNT = tl.constexpr(1)
-ASSIGN = tl.constexpr(2)
-PHASES = tl.constexpr(3)
+SETTLE = tl.constexpr(1)
+PHASES = tl.constexpr(2)
+
+# What a tile says, in two words that come one after the other: whose it is (stamp, level, and whether it is the sum
+# with all tiles before) above the number of nodes, and above that of edges.
+LEVEL_BITS = tl.constexpr(6)
+EDGE_BITS = tl.constexpr(36)
+MOST_EDGES = tl.constexpr((1 << 36) - 1)  # more never fit; what needs so many needs at least as many
+WINDOW = tl.constexpr(32)  # tiles that are looked at together
 
 # Instead of a number of shards, where no kernel reads those of others: the phase EXPAND runs in two launches, and the
 # host fetches the sources between them.
@@ -112,8 +123,7 @@ def grid_barrier(bar: Array, target: Scalar) -> None:
 def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
     """Return this program's contiguous share of the edge positions of a level, whole tiles of T but for the last.
 
-    Contiguous, not interleaved, so that the order of programs is the order of edges: `assign` needs only the totals of
-    the programs before its own.
+    Contiguous, as adjacent edges have adjacent rows.
     """
     low = tl.load(sizes + EDGES + level).to(tl.int32)
     high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
@@ -401,90 +411,103 @@ def expand_flat(
 
 
 @triton.jit
-def count(
-    indptr: Array, control: Array, state: Array, src: Array, mark: Array, table: Array, sizes: Array, counts: Array,
-    stamp: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar, num_hops: Scalar, pid: Scalar,
-    programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
-    """Mark the edges that won their source (1 + the edges it will have); total both for this program."""
-    t, end = level_edges(sizes, level, pid, programs, T)
-    new_nodes = tl.zeros([T], tl.int32)  # kept apart per lane, and added up once at the end
-    new_edges = tl.zeros([T], tl.int64)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        u = tl.load(src + pos, mask=on, other=0)
-        # The grid barrier lies between the bids and here, so a plain load sees the lowest of them: the edge whose own
-        # position stands there is the first one to its source. Every seed is a row, also one that is given twice.
-        won = on & ((level == 0) | (tl.load(state + u, mask=on, other=0) == word(stamp, pos * 0 + 2 * level + 1, pos)))
-        expands = won & (level < num_hops)  # nodes of the last hop have no edges: their degrees are not read
-        if DISJOINT:
-            u = tl.load(table + u, mask=on, other=0).to(tl.int32)  # the lower half is the node
-        if BULK:
-            u = u % tl.load(control + NUM_NODES).to(tl.int32)
-        begin = tl.load(indptr + u, mask=expands, other=0)
-        degree = (tl.load(indptr + u + 1, mask=expands, other=0) - begin).to(tl.int32)
-        edges = tl.where(expands, width(degree, next_fanout, replace), 0)
-        tl.store(mark + pos, tl.where(won, edges + 1, 0), mask=on)
-        new_nodes += won.to(tl.int32)
-        new_edges += edges
-        t += T
-    tl.store(counts + 2 * pid, tl.sum(new_nodes, 0).to(tl.int64))
-    tl.store(counts + 2 * pid + 1, tl.sum(new_edges, 0))
+def say(totals: Array, tile: Scalar, whose: Scalar, nodes: Scalar, edges: Scalar) -> None:
+    """Write the two words of a tile. Relaxed: each says itself whose it is, so whoever sees it sees all of it."""
+    tl.atomic_xchg(totals + 2 * tile, (whose << HALF) | nodes, sem="relaxed")
+    tl.atomic_xchg(totals + 2 * tile + 1, (whose << EDGE_BITS) | tl.minimum(edges, MOST_EDGES), sem="relaxed")
 
 
 @triton.jit
-def assign(
-    state: Array, nodes: Array, trees: Array, rowptr: Array, src: Array, mark: Array, table: Array, sizes: Array,
-    counts: Array, stamp: Scalar, capacity: Scalar, level: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+def look_back(totals: Array, tile: Scalar, key: Scalar) -> tuple[Scalar, Scalar]:
+    """Return the nodes and the edges that the tiles before this one have found, as soon as they have said so."""
+    nodes = key * 0
+    edges = key * 0
+    at = tile - 1
+    while at >= 0:
+        before = at - tl.arange(0, WINDOW)
+        there = before >= 0
+        # Volatile, as others write meanwhile.
+        node_word = tl.load(totals + 2 * before, mask=there, other=0, volatile=True)
+        edge_word = tl.load(totals + 2 * before + 1, mask=there, other=0, volatile=True)
+        whose = node_word >> HALF
+        # Of one half written by now, and the other not, nothing is known yet.
+        said = there & ((whose >> 1) == key) & (whose == (edge_word >> EDGE_BITS))
+        # Nothing lies before the first tile; before another one, all does that its sum says.
+        last = tl.min(tl.where((said & ((whose & 1) == 1)) | (before < 0), tl.arange(0, WINDOW), WINDOW), 0)
+        missing = (tl.arange(0, WINDOW) <= last) & there & (said == 0)
+        if tl.sum(missing.to(tl.int32), 0) == 0:
+            own = there & (tl.arange(0, WINDOW) <= last)
+            nodes += tl.sum(tl.where(own, node_word & LOW, 0), 0)
+            edges += tl.sum(tl.where(own, edge_word & MOST_EDGES, 0), 0)
+            at = tl.where(last < WINDOW, -1, at - WINDOW)
+    return nodes, edges
+
+
+@triton.jit
+def settle(
+    indptr: Array, control: Array, state: Array, nodes: Array, trees: Array, rowptr: Array, src: Array, table: Array,
+    sizes: Array, totals: Array, stamp: Scalar, capacity: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar,
+    num_hops: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Give the winners local ids, and their edges positions, in the order of the winning edges."""
-    t, end = level_edges(sizes, level, pid, programs, T)
-    # Every program adds up the totals of those before it: P loads that all share, instead of one more barrier for a
-    # scan over programs.
-    program = tl.arange(0, P)
-    program_nodes = tl.load(counts + 2 * program, mask=program < programs, other=0)
-    program_edges = tl.load(counts + 2 * program + 1, mask=program < programs, other=0)
+    """Find the edges that won their source; give these local ids, and their edges positions, in the order of edges."""
+    low = tl.load(sizes + EDGES + level).to(tl.int32)
+    high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
     node_end = tl.load(sizes + NODES + level)
     edge_end = tl.load(sizes + EDGES + 1 + level)
-    node_next = node_end + tl.sum(program_nodes, 0)
-    edge_next = edge_end + tl.sum(program_edges, 0)
-    fits = edge_next <= capacity  # the same in all programs
-    if fits:
-        i0 = (node_end + tl.sum(tl.where(program < pid, program_nodes, 0), 0)).to(tl.int32)
-        e0 = (edge_end + tl.sum(tl.where(program < pid, program_edges, 0), 0)).to(tl.int32)
-        while t < end:
-            pos = t + tl.arange(0, T)
-            on = pos < end
-            u = tl.load(src + pos, mask=on, other=0)
-            marked = tl.load(mark + pos, mask=on, other=0)
-            won = on & (marked > 0)
-            # One scan for both prefix sums: nodes in the upper half, edges in the lower.
-            both = (won.to(tl.int64) << HALF) + tl.where(won, marked - 1, 0)
-            before = tl.cumsum(both, 0) - both
-            total = tl.sum(both, 0)
-            i = i0 + (before >> HALF).to(tl.int32)
-            # A seed's word names its first place already. A plain store: a source has one winner.
-            tl.store(state + u, word(stamp, i * 0 + 2 * level, i), mask=won & (level > 0))
-            if DISJOINT:
-                entry = tl.load(table + u, mask=won, other=0)
-                tl.store(trees + i, (entry >> HALF).to(tl.int32), mask=won)
-                u = entry.to(tl.int32)
-            tl.store(nodes + i, u, mask=won)
-            tl.store(rowptr + i, e0 + (before & LOW).to(tl.int32), mask=won)
-            i0 += (total >> HALF).to(tl.int32)
-            e0 += (total & LOW).to(tl.int32)
-            t += T
-    if pid == 0:  # writes what the next level reads; nobody reads it in this phase
-        if fits:
-            tl.store(rowptr + node_next, edge_next.to(tl.int32))
-            tl.store(sizes + NODES + 1 + level, node_next)
-            tl.store(sizes + EDGES + 2 + level, edge_next)
-        else:  # stop here: no rows, so no edges from the next level on
-            tl.store(sizes + NODES + 1 + level, node_end)
-            tl.store(sizes + EDGES + 2 + level, edge_end)
-            tl.store(sizes + NEEDED, edge_next)
+    tiles = tl.cdiv(high - low, T)
+    key = (stamp << LEVEL_BITS) | level
+    tile = tl.atomic_add(control + TILES + level, 1, sem="relaxed").to(tl.int32)
+    if (tiles == 0) & (tile == 0):
+        tl.store(rowptr + node_end, edge_end.to(tl.int32))
+        tl.store(sizes + NODES + 1 + level, node_end)
+        tl.store(sizes + EDGES + 2 + level, edge_end)
+    while tile < tiles:
+        pos = low + tile * T + tl.arange(0, T)
+        on = pos < high
+        found = tl.load(src + pos, mask=on, other=0)
+        # The grid barrier lies between the bids and here, so a plain load sees the lowest of them: the edge whose own
+        # position stands there is the first one to its source. Its local id may stand there by now, which is no bid.
+        # Every seed is a row, also one that is given twice.
+        lowest = tl.load(state + found, mask=on, other=0)
+        won = on & ((level == 0) | (lowest == word(stamp, pos * 0 + 2 * level + 1, pos)))
+        expands = won & (level < num_hops)  # nodes of the last hop have no edges: their degrees are not read
+        u = found
+        if DISJOINT:
+            entry = tl.load(table + found, mask=on, other=0)
+            u = entry.to(tl.int32)  # the lower half is the node
+        v = u
+        if BULK:
+            v = u % tl.load(control + NUM_NODES).to(tl.int32)
+        begin = tl.load(indptr + v, mask=expands, other=0)
+        degree = (tl.load(indptr + v + 1, mask=expands, other=0) - begin).to(tl.int32)
+        edges = tl.where(expands, width(degree, next_fanout, replace), 0).to(tl.int64)
+        own_nodes = tl.sum(won.to(tl.int32), 0).to(tl.int64)
+        own_edges = tl.sum(edges, 0)
+        say(totals, tile, 2 * key, own_nodes, own_edges)
+        nodes_before, edges_before = look_back(totals, tile, key)
+        node_next = nodes_before + own_nodes
+        edge_next = edges_before + own_edges
+        say(totals, tile, 2 * key + 1, node_next, edge_next)
+        i = (node_end + nodes_before).to(tl.int32) + tl.cumsum(won.to(tl.int32), 0) - won.to(tl.int32)
+        first = edge_end + edges_before + tl.cumsum(edges, 0) - edges
+        # A seed's word names its first place already. A plain store: a source has one winner.
+        tl.store(state + found, word(stamp, i * 0 + 2 * level, i), mask=won & (level > 0))
+        if DISJOINT:
+            tl.store(trees + i, (entry >> HALF).to(tl.int32), mask=won)
+        tl.store(nodes + i, u, mask=won)
+        tl.store(rowptr + i, first.to(tl.int32), mask=won)
+        if tile == tiles - 1:  # writes what the next level reads; nobody reads it in this phase
+            node_next += node_end
+            edge_next += edge_end
+            if edge_next <= capacity:
+                tl.store(rowptr + node_next, edge_next.to(tl.int32))
+                tl.store(sizes + NODES + 1 + level, node_next)
+                tl.store(sizes + EDGES + 2 + level, edge_next)
+            else:  # stop here: no rows, so no edges from the next level on
+                tl.store(sizes + NODES + 1 + level, node_end)
+                tl.store(sizes + EDGES + 2 + level, edge_end)
+                tl.store(sizes + NEEDED, edge_next)
+        tile = tl.atomic_add(control + TILES + level, 1, sem="relaxed").to(tl.int32)
 
 
 @triton.jit
@@ -503,17 +526,16 @@ def level_phase(
     src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
     eid: Array,  # int32 or int64 [capacity], position in CSC order of each edge position
     col: Array,  # int32 [capacity], local id of the target of each edge position
-    mark: Array,  # int32 [capacity], 0, or 1 + number of edges of the node that the edge position found
     table: Array,  # int64 [slots], (tree << HALF) | node or -1; touched if DISJOINT
     slots: Scalar,  # int32, a power of two
     stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that each task sampled; read if STAGED
     ticket_of: Array,  # int32 [num_nodes], queue slot of the final task of a node; read if STAGED
     sizes: Array,  # int64 [SIZES_SIZE], places above
-    counts: Array,  # int64 [programs, 2], new nodes and new edges of each program
+    totals: Array,  # int64 [tiles of capacity, 2], what each tile of the level has found: words as above
     level: Scalar,  # int32, 0 to num_hops
     pid: Scalar,  # int32, this program
     programs: Scalar,  # int32, how many there are
-    PHASE: tl.constexpr,  # EXPAND, COUNT or ASSIGN
+    PHASE: tl.constexpr,  # EXPAND or SETTLE
     DISJOINT: tl.constexpr,  # one tree per seed
     BULK: tl.constexpr,  # several mini-batches, not disjoint
     CACHED: tl.constexpr,  # hot lists have copies
@@ -521,7 +543,6 @@ def level_phase(
     K: tl.constexpr,  # largest fanout that is picked in registers
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
-    P: tl.constexpr,  # a power of two, at least programs
     SHARDS: tl.constexpr = 1,  # in how many parts indices lies; or PICKED or FETCHED
     SHIFT: tl.constexpr = 0,  # of several, the logarithm of the entries that each gets in turn
 ) -> None:
@@ -549,15 +570,12 @@ def level_phase(
                 expand_flat(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                             table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
                             DISJOINT, BULK, CACHED, SHARDS, SHIFT, T)  # fmt: skip
-    elif PHASE == COUNT:
+    else:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)
-        count(indptr, control, state, src, mark, table, sizes, counts, stamp, fanout, replace, level, num_hops, pid,
-              programs, DISJOINT, BULK, T)  # fmt: skip
-    else:
         capacity = tl.load(control + CAPACITY)
-        assign(state, nodes, trees, rowptr, src, mark, table, sizes, counts, stamp, capacity, level, pid, programs,
-               DISJOINT, T, P)  # fmt: skip
+        settle(indptr, control, state, nodes, trees, rowptr, src, table, sizes, totals, stamp, capacity, fanout,
+               replace, level, num_hops, DISJOINT, BULK, T)  # fmt: skip
 
 
 @triton.jit
@@ -592,20 +610,20 @@ def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.const
 @triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
 def hop_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
-    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, mark: Array, table: Array, slots: Scalar,
-    sizes: Array, counts: Array, begin: Scalar, end: Scalar,
+    trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
+    sizes: Array, totals: Array, begin: Scalar, end: Scalar,
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, P: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
+    T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 3 * (num_hops + 1))``, of a bulk one more.
+    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 2 * (num_hops + 1))``, of a bulk one more.
 
-    Phase ``3 * level + EXPAND``, ``COUNT`` or ``ASSIGN``, and of a bulk :func:`split` at the end; the other arguments
+    Phase ``2 * level + EXPAND`` or ``SETTLE``, and of a bulk :func:`split` at the end; the other arguments
     are those of :func:`level_phase`.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
-    # One loop over phases, not over levels, so that there is one barrier in the code; the three tests are the same in
+    # One loop over phases, not over levels, so that there is one barrier in the code; the two tests are the same in
     # all threads. Under the interpreter, which runs programs one after another, a launch is a range of one phase.
     while phase < end:
         level = phase // PHASES
@@ -614,11 +632,11 @@ def hop_kernel(
             at_end = level > tl.load(control + NUM_HOPS)
             if at_end & (pid == 0):
                 split(nodes, rowptr, control, sizes, R)
-        for what in tl.static_range(3):
+        for what in tl.static_range(2):
             if (phase % PHASES == what) & (at_end == 0):
                 level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
-                            mark, table, slots, src, src, sizes, counts, level, pid, programs, what,
-                            DISJOINT, BULK, CACHED, False, K, R, T, P, SHARDS, SHIFT)  # fmt: skip
+                            table, slots, src, src, sizes, totals, level, pid, programs, what,
+                            DISJOINT, BULK, CACHED, False, K, R, T, SHARDS, SHIFT)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

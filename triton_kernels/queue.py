@@ -195,22 +195,22 @@ def find_tickets(
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size", "begin", "end"])
 def queue_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
-    rowptr: Array, src: Array, eid: Array, col: Array, mark: Array,  # all of these as in hops.level_phase
+    rowptr: Array, src: Array, eid: Array, col: Array,  # all of these as in hops.level_phase
     queue: Array,  # int64 [queue_slots], tasks; 0 or of an older batch where there is none
     stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that the task of a slot sampled
     ticket_of: Array,  # int32 [num_nodes], slot of the final task of a node
     queue_slots: Scalar,  # int32, as many as there can be tasks
     fetch_size: Scalar,  # int32, slots per claim
-    sizes: Array, counts: Array,
+    sizes: Array, totals: Array,
     begin: Scalar,  # int32, first phase to run: DISCOVER, FIND_TICKETS, or FIRST_LEVEL + those of hop_kernel
     end: Scalar,  # int32, phase to stop before
     CACHED: tl.constexpr,
     K: tl.constexpr,  # largest fanout
     CHUNK: tl.constexpr,  # in-edges of a task that are gathered at a time
     R: tl.constexpr,  # tasks per tile: one per thread
-    T: tl.constexpr, P: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
+    T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Discover by the queue, then order hop by hop: phases ``[begin, end)`` of ``[0, 2 + 3 * (num_hops + 1))``."""
+    """Discover by the queue, then order hop by hop: phases ``[begin, end)`` of ``[0, 2 + 2 * (num_hops + 1))``."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
@@ -222,11 +222,11 @@ def queue_kernel(
             find_tickets(seeds, control, state, queue, ticket_of, pid, programs, T)
         else:
             level = (phase - FIRST_LEVEL) // PHASES
-            for what in tl.static_range(3):
+            for what in tl.static_range(2):
                 if (phase - FIRST_LEVEL) % PHASES == what:
                     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, src, rowptr, src, eid, col,
-                                mark, state, 1, stage, ticket_of, sizes, counts, level, pid, programs, what,
-                                False, False, CACHED, True, K, R, T, P, SHARDS, SHIFT)  # fmt: skip
+                                state, 1, stage, ticket_of, sizes, totals, level, pid, programs, what,
+                                False, False, CACHED, True, K, R, T, SHARDS, SHIFT)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

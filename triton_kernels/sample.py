@@ -137,7 +137,7 @@ class DeviceSampler:
         self._stamp -= 1
         if self._stamp < 1:
             self._stamp = _FIRST_STAMP
-            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0)):
+            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0), ("totals", 0)):
                 if name in self._buffers:
                     self._buffers[name].fill_(fill)
         return self._stamp
@@ -211,7 +211,7 @@ class DeviceSampler:
 class TritonNeighborSampler(DeviceSampler):
     """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
 
-    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 16 bytes per edge a batch may have (20 in
+    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 12 bytes per edge a batch may have (16 in
     graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
     disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
     fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
@@ -478,13 +478,12 @@ class Batch:
         most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
         self.src = s.scratch("src", self.capacity, torch.int32)
         self.col = s.scratch("col", self.capacity, torch.int32)
-        self.mark = s.scratch("mark", self.capacity, torch.int32)
         self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
         self.nodes = s.scratch("nodes", most_nodes, torch.int32)
         self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
         self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
         self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
-        self.counts = s.scratch("counts", 2 * s.most_programs(), torch.int64)
+        self.totals = s.scratch("totals", 2 * triton.cdiv(self.capacity, 64 * s.num_warps), torch.int64, 0)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
         if self.disjoint:
             self.slots = triton.next_power_of_2(2 * self.capacity)
@@ -525,11 +524,11 @@ class Batch:
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
-            self.eid, self.col, self.mark, self.table, self.slots, self.sizes, self.counts,
+            self.eid, self.col, self.table, self.slots, self.sizes, self.totals,
         )  # fmt: skip
         options = {
             "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps, **s.shards,
+            "T": 64 * s.num_warps, "num_warps": s.num_warps, **s.shards,
         }  # fmt: skip
         return args, options
 
@@ -548,12 +547,11 @@ class Batch:
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
-            self.mark, self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes,
-            self.counts,
+            self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes, self.totals,
         )  # fmt: skip
         options = {
             "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()), "num_warps": s.num_warps,
+            "T": 64 * s.num_warps, "num_warps": s.num_warps,
             "launch_cooperative_grid": True, **s.shards,
         }  # fmt: skip
         end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)

@@ -68,7 +68,7 @@ class Exchange:
         for flat, part in zip(torch.split(sent, sizes), parts, strict=True):
             flat.view(part.shape).copy_(part)
         received = [count * self.width for count in self.counts]
-        return self._all_to_all(sent, sizes, received).view(-1, self.width)
+        return all_to_all(sent, sizes, received, self.group).view(-1, self.width)
 
     def collect(self, y: Tensor) -> Tensor:
         """Send rows back to their owners, where what comes from several ranks adds up: the adjoint of :meth:`spread`.
@@ -83,7 +83,7 @@ class Exchange:
         heights = [self.num_rows if index is None else index.numel() for index in self.own]
         shapes = [(height, stop - start) for height in heights for start, stop in self.slices]
         sizes = [height * width for height, width in shapes]
-        flat = self._all_to_all(y.reshape(-1), sent, sizes)
+        flat = all_to_all(y.reshape(-1), sent, sizes, self.group)
         parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
         if len(self.own) == 1 and self.own[0] is None and self._consecutive():
             return torch.cat(parts, dim=1)
@@ -101,18 +101,59 @@ class Exchange:
         stops = accumulate((stop - start for start, stop in self.slices), initial=0)
         return all(start == stop for (start, _), stop in zip(self.slices, stops, strict=False))
 
-    def _all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
-        out = sent.new_empty(sum(received))
-        # As bytes, since backends do not know all dtypes, and nothing is computed on the way.
-        unit = sent.element_size()
-        dist.all_to_all_single(
-            out.view(torch.uint8),
-            sent.contiguous().view(torch.uint8),
-            [size * unit for size in received],
-            [size * unit for size in sizes],
-            group=self.group,
-        )
-        return out
+
+def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], group: Any = None) -> Tensor:
+    """Send a piece of a tensor to each rank, and return the pieces that came, one rank after the other.
+
+    Args:
+        sent: ``[sum of sizes]``.
+        sizes: How many elements go to each rank.
+        received: How many come from each.
+        group: Process group; None for the default one.
+    """
+    out = sent.new_empty(sum(received))
+    if not sent.numel():
+        sent = sent.new_empty(0)  # an empty one may have strides that do not let it be seen as bytes
+    # As bytes, since backends do not know all dtypes, and nothing is computed on the way.
+    unit = sent.element_size()
+    dist.all_to_all_single(
+        out.view(torch.uint8),
+        sent.contiguous().view(torch.uint8),
+        [size * unit for size in received],
+        [size * unit for size in sizes],
+        group=group,
+    )
+    return out
+
+
+def tell_owners(
+    rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: Any = None
+) -> tuple[list[Tensor | None], list[int]]:
+    """Tell the owners of rows which of them this rank's set has; all ranks call this together.
+
+    Args:
+        rank: This rank, ``m + g * M``: its set is that of member g.
+        positions: The set, positions in the order of the owners, ascending, int32 ``[n]``.
+        offsets: Where each owner's rows begin, and the number of all.
+        num_groups: M.
+        group: Process group; None for the default one.
+
+    Returns:
+        For each of the G sets, which of this rank's rows are in it, int64, ascending, None where all are; and how many
+        rows of this rank's set each rank owns: the arguments of an :class:`Exchange`.
+    """
+    num_ranks = len(offsets) - 1
+    bounds = torch.searchsorted(positions, torch.tensor(offsets, dtype=positions.dtype, device=positions.device))
+    counts = bounds.diff()
+    if rank % num_groups:  # the M ranks of a member have the same set: the first of them tells
+        positions = positions.new_empty(0)
+    told = counts if rank % num_groups == 0 else torch.zeros_like(counts)
+    one_each = [1] * num_ranks
+    heard = all_to_all(told, one_each, one_each, group).tolist()
+    rows = all_to_all(positions, told.tolist(), heard, group).to(torch.int64).sub_(offsets[rank])
+    num_rows = offsets[rank + 1] - offsets[rank]
+    own = [None if index.numel() == num_rows else index for index in torch.split(rows, heard)[::num_groups]]
+    return own, counts.tolist()
 
 
 def rows_to_slice(x: Tensor, exchange: Exchange) -> Tensor:

@@ -39,7 +39,7 @@ def plan_devices(
     memory_limit: int | None = None,
     *,
     element_size: int = 4,
-    edge_bytes: int = 24,
+    edge_bytes: int = 28,
 ) -> HybridPlan:
     """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one chunk range.
 
@@ -65,8 +65,9 @@ def plan_devices(
         num_groups: M, which divides N, or ``"auto"``.
         memory_limit: Bytes that a rank may use for all this; None sets no limit.
         element_size: Bytes of a feature.
-        edge_bytes: Bytes that a rank keeps per edge: a local column and a weight in either direction, and the place of
-            the edge in the other (int64).
+        edge_bytes: Bytes that a rank keeps per edge: in either direction a column in its chunk, the column that
+            compiled loops read, and a weight; and the place of the edge in the other (``benchmarks/graph_shares.py``
+            measures it).
 
     Raises:
         TypeError: Loads that are no integers.

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows
+from lightning_gnn.full_graph.cut import Part, RowEntries, RowRuns, UserEdges, cut_out, in_weights
+from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows, tell_owners
 from lightning_gnn.full_graph.plan import Ownership, plan_devices
-from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns
+from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import (
     HybridPlan,
@@ -22,24 +23,36 @@ from lightning_gnn.graph.hybrid_plan import (
     divisors,
     slice_columns,
 )
+from lightning_gnn.graph.self_loops import inverse_root
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Cut:
-    """How the chunk ranges of one number of groups are cut: this rank's graph, and who owns the rows of each range.
+    """This rank's chunk range in one number of groups.
 
-    ``sources`` and ``targets`` are the last arguments of an :class:`Exchange`, all but the slices.
+    Args:
+        num_groups: M.
+        part: The range, with its graph on the rank's device.
+        rows: First forward row of the range and the one after the last.
+        edges: Its first edge and the one after the last, in the whole graph's forward order.
+        sides: For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the
+            ranks have told each other.
     """
 
     num_groups: int
-    graph: CompressedGraph
+    part: Part
+    rows: tuple[int, int]
     edges: tuple[int, int]
-    sources: dict[str, Any]
-    targets: dict[str, Any]
+    sides: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    @property
+    def graph(self) -> CompressedGraph:
+        """The range as a graph of its own."""
+        return self.part.graph
 
 
 class RowShard:
@@ -52,6 +65,9 @@ class RowShard:
 
     Weights of edges are those of the rank's chunk range, the same on its M ranks, each of which holds a part of their
     gradient: the gradients of all ranks add up, for weights as for parameters.
+
+    Of the graph's edges, a rank brings those of its chunk ranges to memory and no others: the whole graph is read, not
+    copied, and may lie on disk, mapped. Beside them, it holds arrays with an entry per vertex.
 
     A layer with fewer columns than groups runs in fewer groups, whose chunk ranges subdivide those of the others;
     if ``num_groups`` was given, it is an error.
@@ -67,6 +83,7 @@ class RowShard:
         memory_limit: Bytes that a rank may use, or None.
         element_size: Bytes of a feature.
         process_group: The ranks; None for the default group.
+        looped: What :meth:`with_self_loops` returns: with exactly one self-loop per vertex.
 
     Raises:
         ValueError: M does not divide the number of ranks, or the graph does not fit the memory (says how many ranks
@@ -85,6 +102,7 @@ class RowShard:
         memory_limit: int | None = None,
         element_size: int = 4,
         process_group: Any = None,
+        looped: bool = False,
     ) -> None:
         if graph.num_sources != graph.num_targets or graph.num_targets != owners.order.numel():
             raise ValueError(
@@ -100,12 +118,13 @@ class RowShard:
         self.rows = owners.rows(rank).to(self.device)
         """Vertices that this rank owns, ascending, int64 ``[n]``."""
         self._forced = num_groups
-        self._runs = RowRuns.of(self.whole.forward)
+        self._looped = looped
+        self._loops = self.whole.forward.self_loops() if looped else None
         # A layer that is narrower than the ranks takes fewer groups later: other layers need not.
         self.plan: HybridPlan = plan_devices(
             num_columns if num_groups != "auto" else max(num_columns, owners.num_ranks),
             owners.order.numel(),
-            self._runs.loads,
+            self._runs().loads,
             owners.num_ranks,
             num_groups,
             memory_limit,
@@ -141,19 +160,19 @@ class RowShard:
     @property
     def in_degrees(self) -> Tensor:
         """Edges into each row that this rank owns, int64."""
-        return self._once("in_degrees", lambda: self._own(self.whole.in_degrees))
+        return self._once("in_degrees", lambda: self._own(self._degrees(self.whole.forward)))
 
     @property
     def out_degrees(self) -> Tensor:
         """Edges out of each row that this rank owns, int64."""
-        return self._once("out_degrees", lambda: self._own(self.whole.out_degrees))
+        return self._once("out_degrees", lambda: self._own(self._degrees(self.whole.backward)))
 
     def with_self_loops(self) -> RowShard:
         """Return the shard of the graph with exactly one self-loop per vertex, rows owned as here."""
 
         def build() -> RowShard:
             looped = RowShard(
-                self.whole.with_self_loops(),
+                self.whole,
                 self.owners,
                 self.rank,
                 self.plan.num_columns,
@@ -161,11 +180,12 @@ class RowShard:
                 self.settings,
                 self.device,
                 process_group=self.process_group,
+                looped=True,
             )
             looped._forced = self._forced
             return looped
 
-        return self._once("with_self_loops", build)
+        return self if self._looped else self._once("with_self_loops", build)
 
     def gcn_weight(
         self,
@@ -176,20 +196,21 @@ class RowShard:
     ) -> Tensor:
         """Return this rank's part of what :meth:`CompressedGraph.gcn_weight` returns; ``edge_weight`` is global."""
         shard = self.with_self_loops() if add_self_loops else self
-
-        def part() -> Tensor:
-            given = None if edge_weight is None else edge_weight.to(self.whole.device)
-            weight = self.whole.gcn_weight(given, improved, add_self_loops, dtype)
-            return weight[slice(*shard._base.edges)].to(self.device)
-
-        if edge_weight is not None:
-            return part()
-        return self._once(("gcn_weight", add_self_loops, dtype or torch.get_default_dtype()), part)
+        if edge_weight is None:
+            dtype = dtype or torch.get_default_dtype()
+            return shard._once(("gcn_weight", dtype), lambda: shard._normalised(dtype))
+        self.whole.check_edge_values(edge_weight, "edge_weight")
+        edge_weight = edge_weight.to(self.whole.device)
+        # A self-loop that is added weighs 1 or 2; that of a graph which has them anyway, nothing.
+        fill = 0.0 if not add_self_loops else 2.0 if improved else 1.0
+        weights = add_self_loops and not self._looped
+        values = shard._user_edges().values(edge_weight, fill, weights)
+        return shard._scaled(in_weights(self.whole, edge_weight, shard._looped, weights, fill), values)
 
     def edge_order(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return this rank's part of what :meth:`CompressedGraph.edge_order` returns for global values."""
-        ordered = self.whole.edge_order(values.to(self.whole.device), fill)
-        return ordered[slice(*self._base.edges)].to(self.device)
+        self.whole.check_edge_values(values, "values")
+        return self._user_edges().values(values.to(self.whole.device), fill).to(self.device)
 
     def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
         """Aggregate over the whole graph; all ranks call this together. See :func:`~lightning_gnn.ops.aggregate`.
@@ -306,42 +327,62 @@ class RowShard:
 
     def _make_cut(self, num_groups: int) -> _Cut:
         # Rank m + g * M is member g * (M / M') + m div M' of M' groups: of its own range, it takes a part.
-        finer = self.plan.num_groups // num_groups
-        ranges = []
-        for start, stop in self.plan.chunk_ranges:
-            parts = balance_ranges(self._runs.loads[start:stop], finer)
-            ranges += [(int(self._runs.starts[start + a]), int(self._runs.starts[start + b])) for a, b in parts]
-        position = self.owners.position.numpy()
-        members = [chunk_range(self.whole, position, rows, len(ranges) == 1) for rows in ranges]
-        member = self.rank // num_groups
-        graph = cut_out(self.whole, position, ranges[member], members[member], self.settings)
-        return _Cut(
-            num_groups,
-            graph.to(self.device),
-            members[member].edges,
-            self._sides(members, member, "sources"),
-            self._sides(members, member, "targets"),
-        )
+        finer, member = self.plan.num_groups // num_groups, self.rank // num_groups
+        runs = self._runs()
+        start, stop = self.plan.chunk_ranges[member // finer]
+        first, last = (start + run for run in balance_ranges(runs.loads[start:stop], finer)[member % finer])
+        rows = int(runs.starts[first]), int(runs.starts[last])
+        before = int(runs.loads[:first].sum())
+        position, every = self.owners.position.numpy(), num_groups == self.owners.num_ranks
+        part = cut_out(self.whole, position, rows, self._looped, every, self.settings)
+        part = replace(part, graph=part.graph.to(self.device))
+        return _Cut(num_groups, part, rows, (before, before + part.graph.num_edges))
 
-    def _sides(self, members: list[ChunkRange], member: int, side: str) -> dict[str, Any]:
-        offsets = self.owners.offsets
-        own: list[Tensor | None] = []
-        for part in members:
-            positions = getattr(part, side)
-            first, last = np.searchsorted(positions, offsets[self.rank : self.rank + 2])
-            index = torch.from_numpy(positions[first:last] - offsets[self.rank])
-            own.append(None if index.numel() == self.num_targets else index.to(self.device))
-        counts = np.diff(np.searchsorted(getattr(members[member], side), offsets)).tolist()
+    def _sides(self, cut: _Cut) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return who owns the rows of each range; the first time, all ranks call this together."""
+        if cut.sides is None:
+            with torch.inference_mode(False), torch.no_grad():
+                cut.sides = self._meet(cut, cut.part.sources), self._meet(cut, cut.part.targets)
+        return cut.sides
+
+    def _meet(self, cut: _Cut, positions: np.ndarray) -> dict[str, Any]:
+        own: list[Tensor | None] = [None]
+        counts = self.owners.counts
+        if cut.num_groups < self.owners.num_ranks:  # else there is one range, of all rows
+            mine = torch.from_numpy(positions).to(self.device)
+            own, counts = tell_owners(self.rank, mine, self.owners.offsets, cut.num_groups, self.process_group)
         return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
+
+    def _runs(self) -> RowRuns:
+        """Return where the forward rows may be cut; as large as the vertices, so nobody keeps it."""
+        return RowRuns.of(self.whole.forward, self._loops)
+
+    def _user_edges(self) -> UserEdges:
+        """Return which of the user's edges are in this rank's chunk range."""
+        return self._once("user_edges", lambda: RowEntries.of(self.whole, self._base.rows, self._looped).user)
+
+    def _degrees(self, chunks: Chunks) -> Tensor:
+        return chunks.degrees() if self._loops is None else chunks.degrees().add_(1).sub_(self._loops)
+
+    def _normalised(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights of GCN where all edges weigh 1."""
+        return self._scaled(self._degrees(self.whole.forward).to(dtype), None)
+
+    def _scaled(self, degrees: Tensor, values: Tensor | None) -> Tensor:
+        """Scale the values of this rank's edges by one over the root of both vertices' sums."""
+        scale = inverse_root(degrees)[self.owners.order]
+        part = self._base.part
+        chunks = part.graph.forward
+        from_source = scale[torch.from_numpy(part.sources)].to(self.device)[chunks.entry_columns()]
+        to_target = scale[torch.from_numpy(part.targets)].to(self.device)[chunks.entry_rows()]
+        return from_source * to_target if values is None else from_source * values.to(self.device) * to_target
 
     def _exchange(self, cut: _Cut, slices: tuple[tuple[int, int], ...]) -> tuple[Exchange, Exchange]:
         """Return the exchanges with the owners of the sources and of the targets."""
         key = (cut.num_groups, slices)
         if key not in self._exchanges:
-            self._exchanges[key] = (
-                Exchange(self.rank, slices, **cut.sources),
-                Exchange(self.rank, slices, **cut.targets),
-            )
+            sources, targets = self._sides(cut)
+            self._exchanges[key] = Exchange(self.rank, slices, **sources), Exchange(self.rank, slices, **targets)
         return self._exchanges[key]
 
     def _by_head(self, cut: _Cut, columns: Tensor, weight: Tensor, reduce: Reduce, channels: int) -> Tensor:
@@ -393,134 +434,3 @@ def head_blocks(start: int, stop: int, channels: int) -> list[tuple[int, int, in
         blocks.append((head, head + heads, width))
         start += heads * width
     return blocks
-
-
-@dataclass(frozen=True, eq=False)
-class RowRuns:
-    """Where the forward rows of a graph may be cut: in front of a vertex, never between the parts of a hub.
-
-    Args:
-        starts: First row of each vertex's run, and the number of rows, int64 ``[V + 1]``.
-        loads: Edges of each run, int64 ``[V]``.
-    """
-
-    starts: np.ndarray
-    loads: np.ndarray
-
-    @classmethod
-    def of(cls, chunks: Chunks) -> RowRuns:
-        """Find the runs."""
-        rows, indptr = chunks.rows.numpy(), chunks.indptr.numpy()
-        starts = np.flatnonzero(np.concatenate([rows[:1] >= 0, rows[1:] != rows[:-1], [True]]))
-        return cls(starts, np.diff(indptr[starts]))
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkRange:
-    """The targets of a range of forward rows, and the sources of their edges.
-
-    Args:
-        targets: Positions in the order of the owners, ascending, int64.
-        sources: The same of the sources; all vertices where they are so wanted.
-        edges: First edge and the one after the last, in the whole graph's forward order.
-    """
-
-    targets: np.ndarray
-    sources: np.ndarray
-    edges: tuple[int, int]
-
-
-def chunk_range(graph: CompressedGraph, position: np.ndarray, rows: tuple[int, int], all_sources: bool) -> ChunkRange:
-    """Find the vertices of a range.
-
-    Args:
-        graph: The whole graph, on the CPU.
-        position: Position of each vertex in the order of the owners, int64 ``[V]``.
-        rows: First forward row and the one after the last.
-        all_sources: Take all vertices for sources, used or not.
-    """
-    chunks = graph.forward
-    edges = (int(chunks.indptr[rows[0]]), int(chunks.indptr[rows[1]]))
-    targets = np.unique(position[chunks.rows.numpy()[rows[0] : rows[1]]])
-    if all_sources:
-        return ChunkRange(targets, np.arange(position.size), edges)
-    used: np.ndarray = np.zeros(position.size, bool)
-    used[position[chunks.entry_columns().numpy()[edges[0] : edges[1]]]] = True
-    return ChunkRange(targets, np.flatnonzero(used), edges)
-
-
-def cut_out(
-    graph: CompressedGraph,
-    position: np.ndarray,
-    rows: tuple[int, int],
-    part: ChunkRange,
-    settings: PlanSettings,
-) -> CompressedGraph:
-    """Build the bipartite graph of a range, whose forward order is that part of the whole graph's.
-
-    Its chunks are those of the whole graph, without what lies outside the range.
-
-    Args:
-        graph: The whole graph, on the CPU.
-        position: Position of each vertex in the order of the owners, int64 ``[V]``.
-        rows: First forward row and the one after the last.
-        part: The result of :func:`chunk_range`.
-        settings: Who executes its aggregations.
-    """
-    start, stop = part.edges
-    target_of: np.ndarray = np.full(position.size, -1, np.int32)
-    target_of[part.targets] = np.arange(part.targets.size)
-    source_of: np.ndarray = np.full(position.size, -1, np.int32)
-    source_of[part.sources] = np.arange(part.sources.size)
-
-    whole = graph.forward
-    first_row, last_row = rows
-    forward = _rebuilt(
-        source_of[position[whole.entry_columns().numpy()[start:stop]]],
-        target_of[position[whole.rows.numpy()[first_row:last_row]]],
-        whole.indptr.numpy()[first_row : last_row + 1] - start,
-        np.clip(whole.row_ptr.numpy(), first_row, last_row) - first_row,
-        part.targets.size,
-        part.sources.size,
-    )
-    whole = graph.backward
-    assert whole.edge_ids is not None
-    places = whole.edge_ids.numpy()
-    kept = (places >= start) & (places < stop)
-    before: np.ndarray = np.concatenate([[0], np.cumsum(kept)])
-    indptr = before[whole.indptr.numpy()]
-    back_rows = source_of[position[whole.rows.numpy()]]
-    # Rows of sources that the range does not need go, and of split hubs the parts that are left empty, but for one.
-    present = (back_rows >= 0) & (np.diff(indptr) > 0)
-    if not present.all():
-        missing: np.ndarray = np.ones(part.sources.size, bool)
-        missing[back_rows[present]] = False
-        candidates = np.flatnonzero((back_rows >= 0) & ~present)
-        candidates = candidates[missing[back_rows[candidates]]]
-        _, once = np.unique(back_rows[candidates], return_index=True)
-        present[candidates[once]] = True
-    left: np.ndarray = np.concatenate([[0], np.cumsum(present)])
-    backward = _rebuilt(
-        target_of[position[whole.entry_columns().numpy()[kept]]],
-        back_rows[present],
-        np.concatenate([indptr[:-1][present], indptr[-1:]]),
-        left[whole.row_ptr.numpy()],
-        part.sources.size,
-        part.targets.size,
-    )
-    edge_ids = torch.from_numpy((places[kept] - start).astype(np.int32 if stop - start < 2**31 else np.int64))
-    return CompressedGraph(forward, replace(backward, edge_ids=edge_ids), settings=settings)
-
-
-def _rebuilt(
-    columns: np.ndarray, rows: np.ndarray, indptr: np.ndarray, row_ptr: np.ndarray, num_rows: int, num_columns: int
-) -> Chunks:
-    """Number the columns of each chunk anew; the entries keep their order."""
-    row_ptr = np.unique(row_ptr)
-    if row_ptr.size == 1:
-        row_ptr = np.array([0, 0])
-    first, last = indptr[:-1], indptr[1:]
-    row_ptr = row_ptr.astype(np.int64)
-    column_ptr = count_columns(columns, first, last, row_ptr, num_columns)
-    chunks, _ = compress_columns(columns, rows, first, last, row_ptr, column_ptr, num_rows, num_columns)
-    return chunks

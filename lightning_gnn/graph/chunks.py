@@ -128,8 +128,26 @@ class Chunks:
 
     def entry_columns(self) -> Tensor:
         """Return the vertex on the column side of each entry, int32 ``[num_edges]``."""
-        begin = torch.repeat_interleave(self.column_ptr[:-1], self.loads, output_size=self.num_edges)
-        return self.columns[begin.add_(self.local)]
+        return self.row_columns(0, self.rows.numel())
+
+    def row_columns(self, first: int, last: int) -> Tensor:
+        """Return the vertex on the column side of each entry of some rows, int32; nothing else is read.
+
+        Args:
+            first: The first row.
+            last: The row after the last.
+        """
+        start, stop = int(self.indptr[first]), int(self.indptr[last])
+        of_chunk = self.indptr[self.row_ptr].clamp_(start, stop).diff()
+        begin = torch.repeat_interleave(self.column_ptr[:-1], of_chunk, output_size=stop - start)
+        return self.columns[begin.add_(self.local[start:stop])]
+
+    def self_loops(self) -> Tensor:
+        """Return how many self-loops each vertex has, int32 ``[num_rows]``; for a square matrix, on the CPU."""
+        counts = torch.zeros(self.num_rows, dtype=torch.int32)
+        arrays = (self.rows, self.row_ptr, self.indptr, self.local, self.columns, self.column_ptr, counts)
+        _count_loops(*(array.numpy() for array in arrays))
+        return counts
 
     def recut(self, height: int) -> Chunks:
         """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest.
@@ -199,6 +217,19 @@ def count_columns(
                     count += 1
         column_ptr[chunk + 1] = column_ptr[chunk] + count
     return column_ptr
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_loops(
+    rows: _Array, row_ptr: _Array, indptr: _Array, local: _Array, columns: _Array, column_ptr: _Array, counts: _Array
+) -> None:
+    for chunk in range(row_ptr.size - 1):
+        used = columns[column_ptr[chunk] : column_ptr[chunk + 1]]
+        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
+            slot = np.searchsorted(used, rows[row])
+            if slot < used.size and used[slot] == rows[row]:
+                for e in range(indptr[row], indptr[row + 1]):
+                    counts[rows[row]] += local[e] == slot
 
 
 @numba.njit(nogil=True, cache=True)

@@ -268,7 +268,7 @@ class CompressedGraph:
         Raises:
             ValueError: Another number of values than edges.
         """
-        self._check_edge_values(values, "values")
+        self.check_edge_values(values, "values")
         return values if self.edge_ids is None else pick(values, self.edge_ids, fill)
 
     def with_self_loops(self) -> CompressedGraph:
@@ -315,7 +315,7 @@ class CompressedGraph:
             ValueError: The graph is bipartite, or another number of weights than edges.
         """
         if edge_weight is not None:
-            self._check_edge_values(edge_weight, "edge_weight")
+            self.check_edge_values(edge_weight, "edge_weight")
             return self._normalised(edge_weight, improved, add_self_loops, None)
         dtype = dtype or torch.get_default_dtype()
         key = f"gcn_weight add_self_loops={add_self_loops} {dtype}"
@@ -327,12 +327,13 @@ class CompressedGraph:
         self._check_square("the symmetric normalisation")
         looped = self.with_self_loops() if add_self_loops else self
         if edge_weight is None:
-            values = torch.ones(looped.num_edges, dtype=dtype, device=self.device)
-        elif add_self_loops:
+            return symmetric_norm(looped.forward, looped.forward.degrees().to(dtype))
+        if add_self_loops:
             values = pick(edge_weight, looped.cache["weight_ids"], 2.0 if improved else 1.0)
         else:
             values = self.edge_order(edge_weight)
-        return symmetric_norm(looped.forward, values)
+        degrees = values.new_zeros(looped.num_targets).index_add(0, looped.forward.entry_rows(), values)
+        return symmetric_norm(looped.forward, degrees, values)
 
     def redundancy(self, direction: Literal["forward", "backward"] = "forward") -> Redundancy:
         """Count the rows that an aggregation loads, against the natural order and a random one; it prints as a table.
@@ -429,7 +430,8 @@ class CompressedGraph:
                 f"{self.num_targets} targets"
             )
 
-    def _check_edge_values(self, values: Tensor, name: str) -> None:
+    def check_edge_values(self, values: Tensor, name: str) -> None:
+        """Raise a ValueError unless there is one value per edge of the user's; ``name`` is for the message."""
         if values.dim() < 1 or values.size(0) != self.num_user_edges:
             raise ValueError(
                 f"{name} must have one entry per edge of the graph, {self.num_user_edges}, but has the shape "

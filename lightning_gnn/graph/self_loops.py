@@ -40,38 +40,91 @@ def add_self_loops(forward: Chunks, backward: Chunks, edge_ids: Tensor | None) -
         backward: The transpose; it may share its arrays with ``forward``.
         edge_ids: The user's edge of each forward entry, ``[num_edges]``; None: in order.
     """
-    looped, kept = _with_loops(forward)
-    back, back_kept = (looped, kept) if backward.local is forward.local else _with_loops(backward)
+    rows, columns = forward.rows.numpy(), forward.entry_columns().numpy()
+    user_edges = np.arange(forward.num_edges) if edge_ids is None else edge_ids.numpy()
+    found = loop_rows(rows, forward.indptr.numpy(), columns, user_edges, forward.num_rows)
+    looped = _compressed(forward, found.indptr, found.columns)
     assert backward.edge_ids is not None
-    user_edge = np.arange(forward.num_edges) if edge_ids is None else edge_ids.numpy()
-    rows, columns = forward.entry_rows().numpy(), forward.entry_columns().numpy()
-    is_loop = kept < 0
-    place_of: _Array = np.empty(forward.num_edges, np.int64)  # where an entry that stays has come to lie
-    place_of[kept[~is_loop]] = np.flatnonzero(~is_loop)
-    loop_of: _Array = np.empty(forward.num_rows, np.int64)  # where the self-loop of a vertex lies
-    loop_of[-1 - kept[is_loop]] = np.flatnonzero(is_loop)
-
-    new_ids: _Array = np.full(kept.size, -1)
-    new_ids[~is_loop] = user_edge[kept[~is_loop]]
-    weight_ids = new_ids.copy()
-    old_loops = rows == columns
-    np.maximum.at(weight_ids, loop_of[rows[old_loops]], user_edge[old_loops])
+    if backward.local is forward.local:
+        back, kept = looped, found.kept
+    else:
+        arrays = backward.rows.numpy(), backward.indptr.numpy(), backward.entry_columns().numpy()
+        indptr, columns, kept = _insert_loops(*arrays)
+        back = _compressed(backward, indptr, columns)
     # A self-loop is its own mate, whose place its vertex tells; the others are where their edge went.
-    is_loop = back_kept < 0
-    back_ids: _Array = np.empty(back_kept.size, np.int64)
-    back_ids[is_loop] = loop_of[-1 - back_kept[is_loop]]
-    back_ids[~is_loop] = place_of[backward.edge_ids.numpy()[back_kept[~is_loop]]]
-    new, weights, back_places = (torch.from_numpy(ids).to(looped.edge_dtype) for ids in (new_ids, weight_ids, back_ids))
+    is_loop = kept < 0
+    back_ids: _Array = np.empty(kept.size, np.int64)
+    back_ids[is_loop] = found.loop_of[-1 - kept[is_loop]]
+    back_ids[~is_loop] = found.place_of[backward.edge_ids.numpy()[kept[~is_loop]]]
+    ids = (found.edge_ids, found.weight_ids, back_ids)
+    new, weights, back_places = (torch.from_numpy(each).to(looped.edge_dtype) for each in ids)
     return WithSelfLoops(looped, replace(back, edge_ids=back_places), new, weights)
 
 
-def symmetric_norm(chunks: Chunks, values: Tensor) -> Tensor:
-    """Scale values ``[num_edges]`` of a square graph's entries by one over the root of both vertices' sums."""
-    rows, columns = chunks.entry_rows(), chunks.entry_columns()
-    degrees = values.new_zeros(chunks.num_rows).index_add(0, rows, values)
+class LoopedRows(NamedTuple):
+    """Rows with exactly one self-loop per vertex, which lies behind the other entries of its vertex (its last part).
+
+    Args:
+        indptr: First entry of each row, int64 ``[R + 1]``.
+        columns: Vertex of each entry on the column side, int32 ``[n]``.
+        kept: The place before of each entry, int64 ``[n]``, or -1 - v for the self-loop of vertex v.
+        place_of: Where each entry of before has come to lie, int64, -1 for a self-loop.
+        loop_of: Where the self-loop of each vertex lies, int64 ``[V]``, -1 for a vertex that has no row here.
+        edge_ids: As :class:`WithSelfLoops` has them, int64.
+        weight_ids: Likewise.
+    """
+
+    indptr: _Array
+    columns: _Array
+    kept: _Array
+    place_of: _Array
+    loop_of: _Array
+    edge_ids: _Array
+    weight_ids: _Array
+
+
+def loop_rows(rows: _Array, indptr: _Array, columns: _Array, user_edges: _Array, num_vertices: int) -> LoopedRows:
+    """Replace the self-loops of rows by one per vertex.
+
+    Args:
+        rows: Vertex of each row, int32 ``[R]``; all rows of a vertex, side by side.
+        indptr: First entry of each row, from 0, ``[R + 1]``.
+        columns: Vertex of each entry on the column side, int32 ``[n]``.
+        user_edges: The user's edge of each entry, ``[n]``, -1 for none.
+        num_vertices: V.
+    """
+    offsets, looped, kept = _insert_loops(rows, indptr, columns)
+    is_loop = kept < 0
+    place_of: _Array = np.full(columns.size, -1, np.int64)
+    place_of[kept[~is_loop]] = np.flatnonzero(~is_loop)
+    loop_of: _Array = np.full(num_vertices, -1, np.int64)
+    loop_of[-1 - kept[is_loop]] = np.flatnonzero(is_loop)
+    edge_ids: _Array = np.full(kept.size, -1, np.int64)
+    edge_ids[~is_loop] = user_edges[kept[~is_loop]]
+    weight_ids = edge_ids.copy()
+    entry_rows = np.repeat(rows, np.diff(indptr))
+    old_loops = entry_rows == columns
+    np.maximum.at(weight_ids, loop_of[entry_rows[old_loops]], user_edges[old_loops])
+    return LoopedRows(offsets, looped, kept, place_of, loop_of, edge_ids, weight_ids)
+
+
+def symmetric_norm(chunks: Chunks, degrees: Tensor, values: Tensor | None = None) -> Tensor:
+    """Scale values of a square graph's entries by one over the root of both vertices' sums.
+
+    Args:
+        chunks: The graph.
+        degrees: Sum of each vertex's values, float ``[V]``.
+        values: ``[num_edges]``, or None for ones.
+    """
+    scale = inverse_root(degrees)
+    from_column, to_row = scale[chunks.entry_columns()], scale[chunks.entry_rows()]
+    return from_column * to_row if values is None else from_column * values * to_row
+
+
+def inverse_root(degrees: Tensor) -> Tensor:
+    """Return one over the root of each, and 0 for 0; float ``[n]``."""
     scale = degrees.pow(-0.5)
-    scale = scale.masked_fill(scale == float("inf"), 0.0)
-    return scale[columns] * values * scale[rows]
+    return scale.masked_fill(scale == float("inf"), 0.0)
 
 
 def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
@@ -90,27 +143,28 @@ def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     return out.index_copy(0, present, values[ids[present]])
 
 
-def _with_loops(chunks: Chunks) -> tuple[Chunks, _Array]:
-    """Return the chunks, and for each entry its place before, or -1 - v for the self-loop of vertex v.
-
-    The new self-loop lies behind the other entries of its vertex (of its last part).
-    """
-    rows, row_ptr, indptr = chunks.rows.numpy(), chunks.row_ptr.numpy(), chunks.indptr.numpy()
-    columns = chunks.entry_columns().numpy()
+def _insert_loops(rows: _Array, indptr: _Array, columns: _Array) -> tuple[_Array, _Array, _Array]:
+    """Return offsets and columns of the rows, and for each entry its place before, or -1 - v for v's self-loop."""
     row_of = np.repeat(np.arange(rows.size), np.diff(indptr))
     stays = columns != rows[row_of]
     ends_vertex = np.append(rows[1:] != rows[:-1], rows[:1] >= 0)
     lengths = np.bincount(row_of[stays], minlength=rows.size) + ends_vertex
-    last = np.cumsum(lengths)
-    kept: _Array = np.empty(lengths.sum(), np.int64)
+    offsets: _Array = np.concatenate([[0], np.cumsum(lengths)])
+    kept: _Array = np.empty(offsets[-1], np.int64)
     is_loop = np.zeros(kept.size, bool)
-    is_loop[last[ends_vertex] - 1] = True
+    is_loop[offsets[1:][ends_vertex] - 1] = True
     kept[is_loop] = -1 - rows[ends_vertex].astype(np.int64)
     kept[~is_loop] = np.flatnonzero(stays)
     looped: _Array = np.empty(kept.size, np.int32)
     looped[is_loop] = rows[ends_vertex]
     looped[~is_loop] = columns[stays]
-    first = last - lengths
-    column_ptr = count_columns(looped, first, last, row_ptr, chunks.num_columns)
-    out, _ = compress_columns(looped, rows, first, last, row_ptr, column_ptr, chunks.num_rows, chunks.num_columns)
-    return out, kept
+    return offsets, looped, kept
+
+
+def _compressed(chunks: Chunks, indptr: _Array, columns: _Array) -> Chunks:
+    """Return chunks of the same rows with other entries."""
+    rows, row_ptr = chunks.rows.numpy(), chunks.row_ptr.numpy()
+    spans = indptr[:-1], indptr[1:], row_ptr
+    column_ptr = count_columns(columns, *spans, chunks.num_columns)
+    out, _ = compress_columns(columns, rows, *spans, column_ptr, chunks.num_rows, chunks.num_columns)
+    return out

@@ -17,6 +17,7 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_gnn.partitioned.elastic import Elastic
 from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import SPLITS, Partition
 from lightning_gnn.partitioned.future import keep_hottest
@@ -26,6 +27,7 @@ from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import with_topology, without_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.heartbeat import Heartbeats
+from lightning_gnn.runtime.messages import true_or_false
 from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
@@ -56,6 +58,7 @@ class _OnParts(MiniBatchDataModule):
         *args: Any,
         topology: str = "parts",
         order: str = "global",
+        elastic: bool = False,
         cache: int | str = 0,
         count_batches: int = 100,
         silence: float = 60.0,
@@ -71,6 +74,9 @@ class _OnParts(MiniBatchDataModule):
                 raise ValueError(
                     f"{name}={kwargs[name]!r} does not go with a partitioned graph: it {why}; leave it out"
                 )
+        if true_or_false(elastic, "elastic") and order != "global":
+            raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
+        self._elastic = Elastic() if elastic else None
         self.partition = Partition(partition)
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
@@ -122,6 +128,11 @@ class _OnParts(MiniBatchDataModule):
         super().setup(stage)
         if self.connection.remote is not None:
             return
+        if self._elastic is not None and self.trainer is not None and stage == "fit":
+            if self._elastic not in self.trainer.callbacks:  # type: ignore[attr-defined]
+                self.trainer.callbacks.append(self._elastic)  # type: ignore[attr-defined]
+            # Epochs that other numbers of ranks have begun have other numbers of steps.
+            self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._watch_ranks()
         grouped = dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -200,9 +211,14 @@ class _OnParts(MiniBatchDataModule):
         return super()._sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
     def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
+        replicas, rank = self._replica
+        if stage == "train" and self._elastic is not None:
+            return self._elastic.begin(
+                self.trainer, num_seeds, self.batch_size, num_replicas=replicas, rank=rank, shuffle=self.shuffle,
+                seed=self.seed % 2**62, drop_last=drop_last,
+            )  # fmt: skip
         if stage != "train" or self.order == "global":
             return super()._order(stage, num_seeds, drop_last)
-        replicas, rank = self._replica
         return OwnSeedsOrder(
             self.owners_of_seeds(replicas), num_replicas=replicas, rank=rank, shuffle=self.shuffle,
             seed=self.seed % 2**62, drop_last=drop_last,
@@ -213,6 +229,40 @@ class _OnParts(MiniBatchDataModule):
         if self.trainer is None and self.connection.remote is not None:
             return self.connection.remote.exchange.ranks, self.connection.remote.exchange.rank
         return super()._replica
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        state = super().state_dict()
+        return state if self._elastic is None else {**state, "elastic": self._elastic.state(self.trainer)}
+
+    def _first_batch(self) -> int:
+        first = super()._first_batch()
+        if self._elastic is not None:
+            self._elastic.check(first)
+        return first
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the interrupted run stood.
+
+        Raises:
+            ValueError: It had another number of ranks, and is not elastic, or had gradients left.
+        """
+        ranks = len(state_dict.get("rng", []))
+        if self._elastic is not None:
+            self._elastic.load(state_dict.get("elastic", {}))
+        mid_epoch = state_dict.get("position", {}).get("mid_epoch", False)
+        if ranks != self._world_size and mid_epoch:
+            if self._elastic is None or not state_dict.get("elastic"):
+                raise ValueError(
+                    f"the checkpoint is from within an epoch of {ranks} ranks, and there are {self._world_size}: "
+                    "elastic=True (in both runs) goes on with any number"
+                )
+            if any(state_dict.get("gradients", [])):
+                raise ValueError(
+                    f"the checkpoint holds gradients that {ranks} ranks were accumulating, which "
+                    f"{self._world_size} ranks cannot share: resume from one after a step"
+                )
+        super().load_state_dict(state_dict)
 
     def owners_of_seeds(self, ranks: int) -> Tensor:
         """Return which of some ranks has each training seed (or the target of each training edge) in its part.
@@ -248,6 +298,8 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         order: Of the training seeds. ``"global"``: that of one machine; ``"local"``: each rank draws from its own part,
             so that far fewer rows are asked for; where it has fewer seeds than others, some come twice. Evaluation
             always takes that of one machine.
+        elastic: Take each seed once per epoch, and let a run that was stopped go on with any number of ranks, also
+            within an epoch: what has been trained on counts in seeds. For ``order="global"``.
         cache: Bytes for rows of other parts, such as ``"2GB"``: those that the coming mini-batches read most often.
         count_batches: Mini-batches of the coming epoch to count that by.
         silence: Seconds without a sign of life after which a rank counts as lost.

@@ -189,7 +189,7 @@ class Demand:
         hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
         capacity = max(bulk * num_edges, min(START_EDGES, bulk * (hops * total + 2 * num_nodes)))
         words = 0 if self.sampler.disjoint else sum(sizes) * (12 if self.queue else 8 * bulk)
-        per_edge = 84 if self.sampler.disjoint else 16
+        per_edge = 80 if self.sampler.disjoint else 12
         scratch = words + per_edge * capacity + 8 * min(capacity, bulk * (sum(sizes) + num_nodes))
         return int(scratch + bulk * topology + self.held * (topology + features))
 

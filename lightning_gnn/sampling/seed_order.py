@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -70,6 +70,72 @@ class OwnSeedsOrder(DistributedSampler[Any]):
         return iter(self.positions().tolist())
 
 
+class ElasticOrder(DistributedSampler[Any]):
+    """Each seed once per epoch, for any number of processes, which may change within it: its place counts in seeds.
+
+    A step takes the next ``batch_size`` seeds for each process. The last one shares out what is left, which
+    :meth:`weight` says the weight of; a process that nothing is left for has one seed, of no weight.
+
+    Args:
+        num_seeds: How many there are.
+        batch_size: Seeds of one process in one step.
+        history: Steps of this epoch that other numbers of processes have taken, and the seeds of each of these steps.
+        **options: Of torch's ``DistributedSampler``.
+
+    Examples:
+        >>> from lightning_gnn.sampling.seed_order import ElasticOrder
+        >>> two = [ElasticOrder(7, 2, num_replicas=2, rank=rank, shuffle=False) for rank in range(2)]
+        >>> [order.positions().tolist() for order in two]
+        [[0, 1, 4], [2, 3, 5, 6]]
+        >>> one = ElasticOrder(7, 2, history=[(1, 4)], num_replicas=1, rank=0, shuffle=False)
+        >>> one.positions().tolist()[2:]  # behind the step that was taken
+        [4, 5, 6]
+    """
+
+    def __init__(
+        self, num_seeds: int, batch_size: int, history: Sequence[tuple[int, int]] = (), **options: Any
+    ) -> None:
+        super().__init__(range(num_seeds), **options)  # type: ignore[arg-type]
+        self.batch_size = batch_size
+        self.history = list(history)
+        self.steps_before = sum(steps for steps, _ in self.history)
+        self.seeds_before = sum(steps * seeds for steps, seeds in self.history)
+        self.whole_steps, self.rest = divmod(max(num_seeds - self.seeds_before, 0), batch_size * self.num_replicas)
+        if self.drop_last:
+            self.rest = 0
+        self.num_samples = (self.steps_before + self.whole_steps) * batch_size + (
+            max(self._share, 1) if self.rest else 0
+        )
+
+    @property
+    def _share(self) -> int:
+        """How many seeds of the last step this process has."""
+        return self.rest * (self.rank + 1) // self.num_replicas - self.rest * self.rank // self.num_replicas
+
+    def positions(self) -> Tensor:
+        """Return this process's positions in the present epoch; those of steps that others have taken are zeros."""
+        order = _shuffled(self, self.seed + self.epoch)[self.seeds_before :]
+        taken = self.whole_steps * self.batch_size * self.num_replicas
+        mine = order[:taken].view(self.whole_steps, self.num_replicas, self.batch_size)[:, self.rank].flatten()
+        last = order[taken : taken + self.rest]
+        begin = self.rest * self.rank // self.num_replicas
+        own = last[begin : begin + self._share] if self._share else last[:1]
+        return torch.cat([torch.zeros(self.steps_before * self.batch_size, dtype=torch.int64), mine, own])
+
+    def weight(self, number: int) -> float:
+        """Return what the loss of this process's mini-batch must be multiplied with, as processes count alike.
+
+        Args:
+            number: Of the step in its epoch.
+        """
+        if number < self.steps_before + self.whole_steps or not self.rest:
+            return 1.0
+        return self._share * self.num_replicas / self.rest
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.positions().tolist())
+
+
 class EvaluationOrder(UnrepeatedDistributedSampler):
     """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
 
@@ -131,7 +197,7 @@ def _whole_order(batch_sampler: Any) -> Tensor | None:
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
-    if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder):
+    if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder):
         order: Tensor = sampler.positions()  # type: ignore[union-attr]
         return order
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None

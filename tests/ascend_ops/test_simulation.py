@@ -228,6 +228,10 @@ def test_steps_of_an_epoch(load):
         chosen = {f"aggregate_{plan.kernel}" for plan in run.plans.values()} or {"aggregate_vector"}
         assert {kernel for kernel in kernels if "aggregate" in kernel} == chosen
         assert step in ("+CT", "+IP") or chosen == {"aggregate_vector"}
+        compared = load("ascend_planned").compare(run, graph)
+        assert set(compared["by columns"]) == set(map(str, graph.widths[:2]))
+        for percent in (compared["all"], *compared["by columns"].values()):
+            assert 80 < percent < 120, step
     assert runs["+IP"].cycles <= runs["+CT"].cycles
     for width, load_of in runs["baseline"].loads.items():
         assert load_of.sum() == graph.topology.num_edges * width == runs["+HP"].loads[width].sum()

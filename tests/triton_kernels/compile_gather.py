@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from lightning_gnn.triton_kernels.gather import block_shape, gather_kernel
 from tests.triton_kernels.compiling import targets, usage
 
-VARIANTS = [  # out, table, columns, cached
+VARIANTS = [  # out, table, columns, cached or the number of GPUs
     ("i32", "i32", 1, True),
     ("i32", "i32", 100, True),
     ("i32", "i32", 602, False),
@@ -18,6 +18,7 @@ VARIANTS = [  # out, table, columns, cached
     ("fp32", "fp16", 128, False),
     ("fp32", "i8", 100, True),
     ("fp16", "i8", 129, True),
+    ("i32", "i32", 100, 8),
 ]
 
 
@@ -28,10 +29,13 @@ def compiled(out, table, columns, cached, capability):
         "COPY": out == table,
         "BAD": -1 if out == table else 0,
         "QUANTISED": table == "i8",
-        "CACHED": cached,
+        "CACHED": cached is True,
+        "SHARDS": max(1, int(cached)),
+        "SHIFT": 0,
     }
     constants["COLUMNS"], constants["ROWS"] = block_shape(columns)
     pointers = {"out": out, "index": "i64", "table": table, "scales": "fp32", "slot": "i32", "cache": table}
+    pointers |= {"cache": "i64"} if cached > 1 else {}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"num_out": "i32", "num_rows": "i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(gather_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)

@@ -111,6 +111,7 @@ def main():
     module.INTERPRETED = False  # programs can meet at a barrier now
     for name, mode, seeds, fanouts in (
         ("random", "fused", [3, 0, 40], [4, 3]),
+        ("random", "fused", [*range(50), *range(45)], [-1, 5]),  # several tiles for each program
         ("random", "persistent", [3, 0, 40], [4, 3, 2]),
         ("path", "persistent", [0], [1] * 6),
         ("cycle", "no_queue", [0, 3], [1, 1]),
