@@ -88,7 +88,7 @@ def _line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
     if "missing" in comparison:
         return f"| {comparison['what']} | | {comparison['missing']} | |"
     ours, peer = (
-        f"{median:.3g} {result['unit']} ({comparison[side]})"
+        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, none as a power of ten
         for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
     )
     sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""

@@ -40,6 +40,7 @@ SMALL = {
     "collective": ["--nodes", "500", "--edges", "4000", "--batch-size", "16", "--batches", "12",
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
     "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
+    "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
     "graph_shares": ["--nodes", "3000", "--edges", "300000", "--most-ranks", "1"],

@@ -152,6 +152,11 @@ class LearningCurves(pl.Callback):
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
+        self._fitting = True
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Note whether a checkpoint that is loaded next is gone on from, or only tested."""
+        self._fitting = stage == "fit"
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the epoch's figures; those of its validation are already there."""
@@ -163,8 +168,9 @@ class LearningCurves(pl.Callback):
         return {"epochs": self.epochs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the figures of the interrupted run."""
-        self.epochs = list(state_dict["epochs"])
+        """Go on with the figures of the interrupted run; testing its best checkpoint takes no later ones away."""
+        if self._fitting or not self.epochs:
+            self.epochs = list(state_dict["epochs"])
 
 
 class ShortProgressBar(RichProgressBar):

@@ -98,7 +98,7 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
         if stage in STAGES and isinstance(value, (int, float)):
             shown = f"{value:.2%}" if kind == "acc" else f"{value:.4f}"
             title, style = f"{STAGES[stage]} {NAMES.get(kind, kind)}", "bold" if kind != "loss" else None
-            table.add_row(title, shown, _note(metrics), style=style)
+            table.add_row(title, shown, f"of the {tested(metrics)}", style=style)
     if metrics.get("epoch_time_s") is not None:
         table.add_section()
         for row in _speed(metrics):
@@ -115,10 +115,6 @@ def tested(metrics: dict[str, Any]) -> str:
     """Return which weights were tested."""
     trained = metrics.get("mode", "train") == "train"
     return "best checkpoint" if metrics.get("checkpoint") and trained else "last weights" if trained else "checkpoint"
-
-
-def _note(metrics: dict[str, Any]) -> str:
-    return f"of the {found}" if (found := tested(metrics)) == "best checkpoint" else ""
 
 
 def _speed(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -94,6 +94,20 @@ def test_curves_hold_each_epoch():
         assert {"train_loss_epoch", "train_acc", "val_loss", "val_acc"} <= row.keys()
 
 
+def test_curves_keep_the_epochs_behind_the_checkpoint_that_is_tested(tmp_path):
+    curves, datamodule = LearningCurves(), NeighborDataModule(DATA, num_neighbors=[4, 4], batch_size=50)
+    trainer = trained(datamodule, curves)
+    rows = list(curves.epochs)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    curves.epochs = [*rows, {"epoch": 3}]
+    trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert curves.epochs == [*rows, {"epoch": 3}]
+    tested = LearningCurves()  # alone, a checkpoint shows what led to it
+    trainer.callbacks = [tested]
+    trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert tested.epochs == rows
+
+
 def test_best_checkpoint_is_kept_when_the_directory_changes(tmp_path):
     (tmp_path / "best.ckpt").touch()
     old = BestCheckpoint(tmp_path, monitor="val_acc", mode="max")

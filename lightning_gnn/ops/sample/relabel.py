@@ -26,6 +26,7 @@ LAST_STAMP = (1 << 15) - 1
 _FIBONACCI = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 over the golden ratio, as a signed number."""
 _LOCAL = (1 << 32) - 1
+_NEAR, _FAR, _ONE = np.uint64(NEAR), np.uint64(FAR), np.uint64(1)
 _TREE_STEP = 0x5851F42D4C957F2D
 """By which trees of one node are told apart in a hash table."""
 
@@ -94,20 +95,23 @@ def relabel_by_table(
         How many nodes there are then.
     """
     limit = 1 << bits
-    for q in range(begin, end):
-        if q + FAR < stop:
-            prefetch(indices, edge[q + FAR])
-        if q + NEAR < stop:
-            near = np.int64(indices[edge[q + NEAR]])
-            row[q + NEAR] = near
+    # Unsigned places: whether a signed one counts from the end would be asked at each access.
+    past = np.uint64(stop)
+    for q in range(np.uint64(begin), np.uint64(end)):
+        if q + _FAR < past:
+            prefetch(indices, np.uint64(edge[q + _FAR]))
+        if q + _NEAR < past:
+            near = np.int64(indices[np.uint64(edge[q + _NEAR])])
+            row[q + _NEAR] = near
             prefetch(table, near)
         # Whether a node is new is hard to foretell: nothing branches on it, all is written either way.
         u = row[q]
-        local = np.int64(table[u]) ^ own
+        at = np.uint64(u)
+        local = np.int64(table[at]) ^ own
         new = local >= limit
         local = k if new else local
-        table[u] = own | local
-        node[k] = u
+        table[at] = own | local
+        node[np.uint64(k)] = u
         row[q] = local
         k += new
     return k
@@ -355,27 +359,36 @@ def relabel_forest(
     Returns:
         How many nodes there are then.
     """
-    ahead = low  # the target of the edge whose slot is asked for
-    for t in range(low, high):
-        root = roots[t]
-        for q in range(begin, ends[t]):
-            if q + FAR < stop:
-                prefetch(indices, edge[q + FAR])
-            if q + NEAR < stop:
-                near = np.int64(indices[edge[q + NEAR]])
-                row[q + NEAR] = near
-                while ahead < high - 1 and ends[ahead] <= q + NEAR:
-                    ahead += 1
+    # Unsigned places, as above.
+    ahead = np.uint64(low)  # the target of the edge whose slot is asked for
+    last, past, q, mask = np.uint64(high - 1), np.uint64(stop), np.uint64(begin), slots.size - 1
+    for t in range(np.uint64(low), np.uint64(high)):
+        root, end = roots[t], np.uint64(ends[t])
+        while q < end:
+            if q + _FAR < past:
+                prefetch(indices, np.uint64(edge[q + _FAR]))
+            if q + _NEAR < past:
+                near = np.int64(indices[np.uint64(edge[q + _NEAR])])
+                row[q + _NEAR] = near
+                while ahead < last and np.uint64(ends[ahead]) <= q + _NEAR:
+                    ahead += _ONE
                 prefetch(slots, _place(slots, _in_tree(near, roots[ahead])))
+            # What _probe_tree does.
             u = row[q]
-            at = _probe_tree(slots, stamp, node, tree, u, root)
-            if (slots[at] >> 48) == stamp:
-                row[q] = slots[at] & _LOCAL
+            wanted = _word(stamp, _in_tree(u, root), 0) >> 32
+            at = np.uint64(_place(slots, _in_tree(u, root)))
+            word = slots[at]
+            while (word >> 48) == stamp:
+                local = np.uint64(word & _LOCAL)
+                if (word >> 32) == wanted and node[local] == u and tree[local] == root:
+                    break
+                at = np.uint64((np.int64(at) + 1) & mask)
+                word = slots[at]
+            if (word >> 48) == stamp:
+                row[q] = word & _LOCAL
             else:
-                slots[at] = _word(stamp, _in_tree(u, root), k)
-                node[k] = u
-                tree[k] = root
-                row[q] = k
+                new = np.uint64(k)
+                slots[at], node[new], tree[new], row[q] = (wanted << 32) | k, u, root, k
                 k += 1
-        begin = ends[t]
+            q += _ONE
     return k
