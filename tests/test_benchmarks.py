@@ -43,6 +43,7 @@ SMALL = {
     "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
+    "partition": ["--nodes", "300", "--edges", "2000", "--only", "ours, ldg"],
     "graph_shares": ["--nodes", "3000", "--edges", "300000", "--most-ranks", "1"],
 }  # fmt: skip
 
