@@ -21,7 +21,7 @@ from benchmarks.harness import measure, parse, publish
 from benchmarks.machine import machine
 
 SIZES = {"edges": (200_000_000, 20_000), "nodes": (10_000_000, 1_000)}
-BUDGETS = ("1GB", "3GB")
+BUDGETS = ("1GB", "4GB")
 FEATURES = 8
 
 
