@@ -99,9 +99,9 @@ def test_curves_keep_the_epochs_behind_the_checkpoint_that_is_tested(tmp_path):
     trainer = trained(datamodule, curves)
     rows = list(curves.epochs)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    curves.epochs = rows + [{"epoch": 3}]
+    curves.epochs = [*rows, {"epoch": 3}]
     trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert curves.epochs == rows + [{"epoch": 3}]
+    assert curves.epochs == [*rows, {"epoch": 3}]
     tested = LearningCurves()  # alone, a checkpoint shows what led to it
     trainer.callbacks = [tested]
     trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
