@@ -38,10 +38,12 @@ class SleepingMachine:
         self._workers = threading.Condition()
         self._finished = False
 
-    def collective(self, gpu_buffer_size: int, cpu_buffer_size: int, lead: int) -> Timeline:
+    def collective(
+        self, gpu_buffer_size: int, cpu_buffer_size: int, lead: int, row: int = 0, begin: int = 0
+    ) -> Timeline:
         """Train an epoch with the schedule of the loader; without a GPU buffer it is CPU-only batching."""
         workers = self.times.cpu_workers
-        schedule = ReorderBuffer(self.num_batches, gpu_buffer_size, cpu_buffer_size, workers, lead)
+        schedule = ReorderBuffer(self.num_batches, gpu_buffer_size, cpu_buffer_size, workers, lead, row, begin=begin)
         arrivals: dict[int, Future[None]] = {}
         with self._working(schedule), ThreadPoolExecutor(1) as link:
             while True:

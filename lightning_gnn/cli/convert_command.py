@@ -26,8 +26,11 @@ _SETTINGS = """settings:
   memory=4GB               what the process may use; the rest lies on the disk meanwhile
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        draw so many features where there are none
+  random_labels=0          draw labels of so many classes, and splits, where there are no labels
 Files are .csv, .tsv, .txt (also .gz and .zst), .parquet, .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands
-for several. What an interrupted conversion has done is found again by the next one. Train on it with
+for several. source= may also be a matrix of SciPy (.npz), a folder with indptr.npy and indices.npy (a row holds the
+targets of a source), WebGraph's .graph-txt (also .gz), or a folder of OGB as ogbn_arxiv, with its nodes and split. What
+an interrupted conversion has done is found again by the next one. Train on it with
   lgnn data=custom data.root=FOLDER"""
 
 
@@ -39,6 +42,7 @@ class _Settings:
     memory: str = "4GB"
     undirected: bool = False
     random_features: int = 0
+    random_labels: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 counts = convert_tables(
                     chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                    chosen.random_features, tell,
+                    chosen.random_features, chosen.random_labels, tell,
                 )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")

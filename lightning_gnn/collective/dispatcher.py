@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import ceil, inf, isfinite, sqrt
+from math import exp, inf, isfinite, sqrt
+from random import Random
 from statistics import fmean, pstdev
 
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, Mode, StageTimes
-from lightning_gnn.collective.simulate import Durations, Simulation, drawn_durations, simulate_dual_buffer
+from lightning_gnn.collective.simulate import Durations, drawn_durations, makespan, simulate_dual_buffer
 
 SIMULATED_BATCHES = 400
 """Of a longer epoch only so many are simulated: the others would go on like them."""
-ROUNDS = 64
-"""At most so many plans are tried."""
-DRAWN, DRAWN_AGAIN = 2, 6
+ROUNDS = 160
+"""So many plans are tried near the best ones, beside a few to begin with."""
+LEADERS = 6
+"""So many of the best plans are tried to improve on."""
+STEP = 0.25
+"""Standard deviation of the logarithm by which a size is changed."""
+HOPELESS = 1.01
+"""A plan that takes so much longer than the leaders in the first epoch is not tried in others."""
+CANDIDATES = 10
+"""So many of the best plans are compared at last."""
+DRAWN, DRAWN_AGAIN = 4, 16
 """Epochs that each plan is tried on while looking for one, and others on which the best ones are compared."""
 LEAST_GAIN = 0.003
 """A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
@@ -62,9 +70,10 @@ class Dispatcher:
 
     Equation 6 tells the best that any schedule could reach, and with it how long a CPU worker takes in mini-batches
     trained: so far ahead the CPU has to begin, and a little more where durations vary. From there it goes on to plans
-    nearby, with other buffers and another lead, as long as one is better, on epochs whose durations are drawn with the
+    nearby, with other buffers and another lead, from the best so far, on epochs whose durations are drawn with the
     measured spreads, the same for all plans. The best few and each processor alone are compared on further draws, for
-    of many plans one is best by luck; one for both processors must win by more than such luck explains.
+    of many plans one is best by luck; one for both processors must win by more than such luck explains. What is tried
+    is drawn, but the same each time.
 
     Args:
         times: What the stages take.
@@ -88,6 +97,7 @@ class Dispatcher:
         self._varies = any(getattr(times, stage).spread for stage in STAGES)
         self._seen: dict[CollectivePlan, float] = {}
         self._drawn: dict[int, Durations] = {}
+        self._makespans_of: dict[tuple[CollectivePlan, int], float] = {}
 
     def plan(self, kept: CollectivePlan | None = None) -> CollectivePlan:
         """Return the plan with the shortest predicted epoch.
@@ -102,10 +112,16 @@ class Dispatcher:
             self._try(plan)
         if self.num_batches > 1:
             self._search(ratio)
-        candidates = [*self._best(3), *alone.values()]
+        candidates = [*self._best(CANDIDATES), *alone.values()]
         if kept is not None:
             kept = CollectivePlan(
-                kept.mode, kept.gpu_buffer_size, kept.cpu_buffer_size, lead=kept.lead, times=self.times
+                kept.mode,
+                kept.gpu_buffer_size,
+                kept.cpu_buffer_size,
+                lead=kept.lead,
+                row=kept.row,
+                begin=kept.begin,
+                times=self.times,
             )
             candidates.append(kept)
         tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN) for plan in candidates}
@@ -124,7 +140,9 @@ class Dispatcher:
             on_gpu if chosen.mode == "collective" else self.gpu_buffer_size,
             on_cpu,
             lead=chosen.lead,
-            cpu_part=self._simulate(chosen, 0).on_cpu / self._simulated,
+            row=chosen.row,
+            begin=chosen.begin,
+            cpu_part=self._cpu_part(chosen),
             num_batches=self.num_batches,
             ratio=ratio,
             times=self.times,
@@ -135,14 +153,21 @@ class Dispatcher:
             rounds=len(self._seen),
         )
 
+    def _cpu_part(self, plan: CollectivePlan) -> float:
+        simulation = simulate_dual_buffer(self.times, plan, self._simulated, durations=self._durations(0))
+        return simulation.on_cpu / self._simulated
+
     @property
     def _depth(self) -> int:
         return max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
 
     def _search(self, ratio: float) -> None:
-        for best in sorted(self._beginnings(ratio), key=self._try):
-            while best != (best := next((plan for plan in self._near(best) if self._better(plan, best)), best)):
-                pass
+        """Try beginnings, and then plans near the best so far, by chance but the same each time."""
+        source = Random(0)
+        for plan in self._beginnings(ratio):
+            self._try(plan)
+        for _ in range(ROUNDS):
+            self._try(self._near(source.choice(self._best(LEADERS)), source))
 
     def _beginnings(self, ratio: float) -> list[CollectivePlan]:
         """Where to begin: by how long a worker takes, and, where the CPU must not prepare all it could, by shares."""
@@ -155,43 +180,68 @@ class Dispatcher:
         ]
         share = 1 / (1 + ratio)
         lead = max(limit / max(1e-3, 1 - share), workers / share)
-        return [*plans, self._plan("collective", lead * share - workers + 1, limit, lead)]
+        plans.append(self._plan("collective", lead * share - workers + 1, limit, lead))
+        # In turns: the CPU begins where the GPU alone will be once the first workers are ready.
+        alone = (working.mean + working.spread) / (self.times.gpu + self.times.model.mean)
+        for on_gpu in {limit, -(-limit // 2)}:
+            row = on_gpu * share / max(1e-3, 1 - share)
+            for lead in (alone, taken):
+                plans += [self._plan("collective", row, on_gpu, 2 + lead, row, begin) for begin in (0, 1.5 * lead)]
+        return plans
 
-    def _near(self, plan: CollectivePlan) -> Iterator[CollectivePlan]:
-        on_gpu, on_cpu, lead = plan.gpu_buffer_size, plan.cpu_buffer_size, plan.ahead
-        for more in (1.3 * lead + 1, lead / 1.3 - 1, lead + 1, lead - 1):
-            yield self._plan("collective", on_cpu, on_gpu, more)
-        for factor in (2, 0.5):
-            yield self._plan("collective", factor * on_cpu, on_gpu, lead)
-            yield self._plan("collective", on_cpu, int(factor * on_gpu), lead)
-            yield self._plan("collective", factor * on_cpu, on_gpu, lead * (1.5 if factor > 1 else 1 / 1.5))
+    def _near(self, plan: CollectivePlan, source: Random) -> CollectivePlan:
+        """Return a plan some of whose sizes differ."""
 
-    def _plan(self, mode: Mode, on_cpu: float, on_gpu: int = 1, lead: float = 0.0) -> CollectivePlan:
-        most = self._simulated
+        def near(size: float) -> float:
+            return size if source.random() < 0.5 else size * exp(source.gauss(0, STEP)) + source.choice((-1, 0, 1))
+
+        begin = max(plan.begin, plan.ahead)
+        sizes = plan.cpu_buffer_size, plan.gpu_buffer_size, plan.ahead, plan.row, begin
+        return self._plan("collective", *(near(size) if size else 0 for size in sizes))
+
+    def _plan(
+        self, mode: Mode, on_cpu: float, on_gpu: float = 1, lead: float = 0, row: float = 0, begin: float = 0
+    ) -> CollectivePlan:
+        def whole(size: float, most: int = self._simulated) -> int:
+            return int(max(1, min(most, round(size))))
+
         if mode != "collective":
-            return CollectivePlan(mode, on_gpu, int(on_cpu), times=self.times)
-        on_gpu = max(1, min(self.gpu_buffer_size, on_gpu))
-        on_cpu, lead = (int(max(1, min(most, ceil(size)))) for size in (on_cpu, lead))
-        return CollectivePlan(mode, on_gpu, on_cpu, lead=lead, times=self.times)
+            return CollectivePlan(mode, whole(on_gpu), int(on_cpu), times=self.times)
+        ahead, first = whole(lead), whole(begin)
+        return CollectivePlan(
+            mode,
+            whole(on_gpu, self.gpu_buffer_size),
+            whole(on_cpu),
+            lead=ahead,
+            row=whole(row) if row else 0,
+            begin=first if first > ahead else 0,
+            times=self.times,
+        )
 
-    def _better(self, plan: CollectivePlan, than: CollectivePlan) -> bool:
-        if plan in self._seen or len(self._seen) >= ROUNDS:
-            return False
-        return self._try(plan) < self._seen[than] * (1 - 1e-4)
-
-    def _try(self, plan: CollectivePlan) -> float:
-        if plan not in self._seen:
+    def _try(self, plan: CollectivePlan) -> None:
+        if plan in self._seen:
+            return
+        leaders = self._best(LEADERS)
+        first = self._makespan(plan, 1)  # in the epoch that all plans are tried on
+        if len(leaders) == LEADERS and first > HOPELESS * self._makespan(leaders[-1], 1):
+            self._seen[plan] = inf
+        else:
             self._seen[plan] = fmean(self._makespans(plan, 1, DRAWN))
-        return self._seen[plan]
 
     def _best(self, count: int) -> list[CollectivePlan]:
         return sorted(self._seen, key=lambda plan: self._seen[plan])[:count]
 
     def _makespans(self, plan: CollectivePlan, first: int, count: int) -> list[float]:
-        return [self._simulate(plan, seed).makespan for seed in range(first, first + (count if self._varies else 1))]
+        seeds = range(first, first + (count if self._varies else 1))
+        return [self._makespan(plan, seed) for seed in seeds]
 
-    def _simulate(self, plan: CollectivePlan, seed: int) -> Simulation:
-        if self._varies and seed not in self._drawn:
+    def _makespan(self, plan: CollectivePlan, seed: int) -> float:
+        if (plan, seed) not in self._makespans_of:
+            seconds = makespan(self.times, plan, self._simulated, self._durations(seed))
+            self._makespans_of[plan, seed] = seconds
+        return self._makespans_of[plan, seed]
+
+    def _durations(self, seed: int) -> Durations:
+        if seed not in self._drawn:
             self._drawn[seed] = drawn_durations(self.times, self._simulated, seed)
-        durations = self._drawn[seed] if self._varies else None
-        return simulate_dual_buffer(self.times, plan, self._simulated, durations=durations)
+        return self._drawn[seed]

@@ -135,24 +135,29 @@ class CollectiveLoader(ThreadedNodeLoader):
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
-    def buffers(self, num_batches: int) -> tuple[int, int, int]:
-        """Return ``gbs``, ``cbs`` and the CPU's lead for the rest of an epoch.
+    def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
+        """Return ``gbs``, ``cbs``, the CPU's lead and its row for the rest of an epoch.
 
         Args:
             num_batches: Mini-batches of the epoch.
         """
-        lead = 0
+        lead = row = 0
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
         elif self.route is None:
             ahead = self.num_threads * self.prefetch_factor_threads
             on_gpu, on_cpu = 0, ahead if self.plan is None else max(1, self.plan.buffers[1])
         elif self.plan is not None:
-            (on_gpu, on_cpu), lead = self.plan.buffers, self.plan.ahead
+            (on_gpu, on_cpu), lead, row = self.plan.buffers, self.plan.ahead, self.plan.row
         else:
             lead = on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 4))
         most = self.buffer_limit or (on_gpu, on_cpu)
-        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead
+        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead, row
+
+    @property
+    def begin(self) -> int:
+        """The first mini-batch of an epoch that the CPU takes, as the plan says."""
+        return 0 if self.plan is None else self.plan.begin
 
     def plan_from(self, times: StageTimes | None, num_batches: int) -> CollectivePlan:
         """Return the best plan for what has been measured.
@@ -376,7 +381,7 @@ class CollectiveEpoch:
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
+        schedule = ReorderBuffer(self._num_batches, *self._sizes(), begin=self._loader.begin, first=first)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(
             loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder
@@ -394,10 +399,10 @@ class CollectiveEpoch:
         if not whole:
             watch.forget()
 
-    def _sizes(self) -> tuple[int, int, int, int]:
+    def _sizes(self) -> tuple[int, int, int, int, int]:
         """Return what the schedule needs to know."""
         loader = self._loader
-        on_gpu, on_cpu, lead = loader.buffers(self._num_batches)
+        on_gpu, on_cpu, lead, row = loader.buffers(self._num_batches)
         self._buffers = on_gpu, on_cpu
         workers = max(1, loader.num_threads)
         if loader.buffer_limit is not None:
@@ -405,7 +410,7 @@ class CollectiveEpoch:
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
             loader.ring.capacity = on_cpu + workers
-        return on_gpu, on_cpu, workers, lead
+        return on_gpu, on_cpu, workers, lead, row
 
     def _advance(self, workers: Workers) -> Data:
         """Take steps until there is a mini-batch to train."""

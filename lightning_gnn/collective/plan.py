@@ -93,6 +93,8 @@ class CollectivePlan:
         gpu_buffer_size: ``gbs``, mini-batches that the GPU prepares in a row, in device memory.
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
         lead: So many mini-batches before its turn comes does the CPU begin one; None: as many as both buffers hold.
+        row: So many mini-batches does the CPU take one after the other, and then leaves ``gbs`` out; 0: it leaves none.
+        begin: The first mini-batch of an epoch that the CPU takes, where that is later than its lead says.
         cpu_part: Predicted part of the mini-batches that the CPU prepares, between 0 and 1; None: not known.
         num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
         ratio: ``x``, mini-batches of the GPU for every one of the CPU, with which planning began.
@@ -111,6 +113,8 @@ class CollectivePlan:
     gpu_buffer_size: int
     cpu_buffer_size: int
     lead: int | None = field(default=None, kw_only=True)
+    row: int = field(default=0, kw_only=True)
+    begin: int = field(default=0, kw_only=True)
     cpu_part: float | None = field(default=None, kw_only=True)
     num_batches: int = 0
     ratio: float | None = None
@@ -123,7 +127,8 @@ class CollectivePlan:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
-        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "num_batches": 0, "rounds": 0}
+        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0, "begin": 0}
+        least |= {"num_batches": 0, "rounds": 0}
         for name, minimum in least.items():
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
@@ -268,7 +273,7 @@ def keep_plan(plan: CollectivePlan) -> None:
 
 
 def _key(machine: str, configuration: str) -> str:
-    return checksum("plan 2", machine, configuration)
+    return checksum("plan 3", machine, configuration)
 
 
 def _plain(value: Any) -> Any:

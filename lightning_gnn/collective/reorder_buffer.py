@@ -6,16 +6,14 @@ The simulator and the loader drive the same object: one with a virtual clock, th
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Route = Literal["cpu", "gpu"]
 Phase = Literal["filling", "blocking", "flushing"]
 Kind = Literal["batch", "transfer", "train", "wait", "end"]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What the training thread does next.
 
     Args:
@@ -44,8 +42,11 @@ class ReorderBuffer:
     later or later still, by which time it will be ready; the GPU prepares what the CPU has left free once it is to be
     trained, up to ``gpu_buffer_size`` in a row, and looks further ahead while a worker is late. So a slow mini-batch
     delays nobody until its turn comes, and both processors' shares follow their speed; what limits the CPU's is that
-    of every ``lead`` mini-batches it has no more under way than its buffer and its workers hold. Training is that of a
-    plain loader.
+    of every ``lead`` mini-batches it has no more under way than its buffer and its workers hold.
+
+    Where PCIe is what limits, the two should take turns: a transfer that is longer than a training step then hides
+    behind those of the GPU's row as well. So after ``row`` mini-batches, one after the other, the CPU leaves as many as
+    the GPU prepares in a row. Training is that of a plain loader.
 
     Args:
         num_batches: Mini-batches of the epoch.
@@ -53,7 +54,10 @@ class ReorderBuffer:
         cpu_buffer_size: ``cbs``, mini-batches in host memory; 0 to leave the CPU out.
         cpu_workers: So many more may be under way on the CPU, less one.
         lead: How far ahead of training the CPU begins; of no effect where the GPU prepares none.
-        first: Mini-batches of the epoch that were trained before.
+        row: Mini-batches that the CPU takes one after the other; 0: any number, and it leaves none out.
+        begin: The first mini-batch that the CPU takes, where that is later: at the beginning of an epoch all workers
+            begin at once, and the GPU alone comes forward more slowly.
+        first: Mini-batches of the epoch that were trained before, from which ``begin`` counts.
 
     Raises:
         ValueError: Both buffers have no place, or a number is negative.
@@ -69,14 +73,19 @@ class ReorderBuffer:
         cpu_buffer_size: int,
         cpu_workers: int = 1,
         lead: int = 0,
+        row: int = 0,
+        *,
+        begin: int = 0,
         first: int = 0,
     ) -> None:
-        if min(num_batches, first) < 0 or cpu_workers < 1:
+        if min(num_batches, first, begin) < 0 or cpu_workers < 1:
             raise ValueError(
-                f"num_batches={num_batches} and first={first} must not be negative, and cpu_workers={cpu_workers} not 0"
+                f"num_batches={num_batches}, first={first} and begin={begin} must not be negative, and "
+                f"cpu_workers={cpu_workers} not 0"
             )
         self.num_batches, self.head = num_batches, first
-        self.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead)
+        self.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row)
+        self._next_claim = first + begin if gpu_buffer_size else 0
         self.cpu_buffer: list[int] = []
         """Mini-batches in host memory, in the order of the epoch."""
         self.gpu_buffer: dict[int, Route] = {}
@@ -86,28 +95,35 @@ class ReorderBuffer:
         self._run = 0  # so many more the GPU prepares in this row
         self._train_now = False
 
-    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int) -> None:
+    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int = 0, row: int = 0) -> None:
         """Go on with other sizes; what is prepared stays so.
 
         Raises:
             ValueError: Both buffers have no place, or a number is negative.
         """
-        if min(gpu_buffer_size, cpu_buffer_size, lead) < 0 or gpu_buffer_size + cpu_buffer_size < 1:
+        if min(gpu_buffer_size, cpu_buffer_size, lead, row) < 0 or gpu_buffer_size + cpu_buffer_size < 1:
             raise ValueError(
-                f"gpu_buffer_size={gpu_buffer_size}, cpu_buffer_size={cpu_buffer_size}, lead={lead}: none may be "
-                "negative, and a buffer needs a place"
+                f"gpu_buffer_size={gpu_buffer_size}, cpu_buffer_size={cpu_buffer_size}, lead={lead}, row={row}: none "
+                "may be negative, and a buffer needs a place"
             )
         self.gpu_buffer_size, self.cpu_buffer_size = gpu_buffer_size, cpu_buffer_size
-        self.lead = lead if gpu_buffer_size else 0
+        self.lead, self.row = (lead, row) if gpu_buffer_size else (0, 0)
+        self._next_claim = self._claimed = 0
         self._room = cpu_buffer_size + cpu_workers - 1 if cpu_buffer_size else 0
 
     # -- the CPU's side
 
     def claim(self) -> int | None:
         """Give a CPU worker its next mini-batch; None while the buffer has no room, or when nothing is left for it."""
-        number = self._free_from(self.head + self.lead) if self._has_room() else self.num_batches
+        begin = max(self.head + self.lead, self._next_claim)
+        number = self._free_from(begin) if self._has_room() else self.num_batches
         if number == self.num_batches:
             return None
+        if self.row:
+            self._claimed = 1 + (self._claimed if number == self._next_claim else 0)
+            self._next_claim = number + 1
+            if self._claimed == self.row:
+                self._next_claim, self._claimed = self._next_claim + self.gpu_buffer_size, 0
         self._working.add(number)
         self._taken.add(number)
         return number

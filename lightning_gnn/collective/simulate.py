@@ -74,8 +74,25 @@ def simulate_dual_buffer(
         source = _checked(durations)
     else:
         source = drawn_durations(times, num_batches, seed) if seed is not None else _mean_durations(times)
-    buffer = ReorderBuffer(num_batches, *plan.buffers, times.cpu_workers, plan.ahead)
-    return _VirtualClock(buffer, times.cpu_workers, source).run()
+    clock = _clock(times, plan, num_batches, source)
+    clock.recorded = True
+    clock.run()
+    clock.busy["CPU"] /= times.cpu_workers
+    idle: dict[Resource, float] = {name: max(0.0, clock.now - seconds) for name, seconds in clock.busy.items()}
+    timeline = Timeline(clock.intervals, clock.phases)
+    return Simulation(clock.now, clock.busy, idle, timeline, clock.steps, clock.on_cpu)
+
+
+def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> float:
+    """Return the seconds of :func:`simulate_dual_buffer` alone, in half the time; durations are not checked."""
+    clock = _clock(times, plan, num_batches, durations)
+    clock.run()
+    return clock.now
+
+
+def _clock(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> _VirtualClock:
+    buffer = ReorderBuffer(num_batches, *plan.buffers, times.cpu_workers, plan.ahead, plan.row, begin=plan.begin)
+    return _VirtualClock(buffer, times.cpu_workers, durations)
 
 
 def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
@@ -117,6 +134,7 @@ class _VirtualClock:
     buffer: ReorderBuffer
     workers: int
     durations: Durations
+    recorded: bool = False
     now: float = 0.0
     pcie_free: float = 0.0
     on_cpu: int = 0
@@ -130,7 +148,7 @@ class _VirtualClock:
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
-    def run(self) -> Simulation:
+    def run(self) -> None:
         self.idle = [(worker, 0.0) for worker in range(self.workers)]
         self._claim(0.0)
         self._until(0.0)
@@ -139,16 +157,15 @@ class _VirtualClock:
             begin = self.now
             take[step.kind](step)
             self._until(self.now)
-            self._note_phase(step, begin)
-        self.busy["CPU"] /= self.workers
-        idle: dict[Resource, float] = {name: max(0.0, self.now - seconds) for name, seconds in self.busy.items()}
-        timeline = Timeline(self.intervals, self.phases)
-        return Simulation(self.now, self.busy, idle, timeline, self.steps, self.on_cpu)
+            if self.recorded:
+                self._note_phase(step, begin)
 
     def _step(self) -> Step:
         step = self.buffer.next()
-        self.steps.append(step)
-        self._claim(self.now)  # the step may have made room
+        if self.recorded:
+            self.steps.append(step)
+        if self.idle:
+            self._claim(self.now)  # the step may have made room
         return step
 
     # -- CPU workers
@@ -180,7 +197,7 @@ class _VirtualClock:
         start = max(self.now, self.pcie_free)  # never together with a transfer: they would share PCIe
         middle = start + self.durations("gpu_batching", step.number)
         self.now = self.pcie_free = middle + self.durations("uva", step.number)
-        resources: tuple[Resource, Resource] = ("GPU", "PCIe")
+        resources: tuple[Resource, ...] = ("GPU", "PCIe") if self.recorded else ()
         for resource in resources:
             self._occupy(resource, "gpu_batching", step.number, start, middle)
             self._occupy(resource, "uva", step.number, middle, self.now)
@@ -199,6 +216,8 @@ class _VirtualClock:
     # -- records
 
     def _occupy(self, resource: Resource, stage: str, number: int, start: float, end: float, lane: int = 0) -> None:
+        if not self.recorded:
+            return
         self.busy[resource] += end - start
         self.intervals.append(Interval(resource, stage, number, start, end, lane))
 

@@ -53,8 +53,8 @@ class Watch:
             plan: That it goes by.
             num_batches: Mini-batches of the epoch.
         """
-        if self._plan is None or (plan.mode, plan.buffers, plan.ahead) != (
-            self._plan.mode, self._plan.buffers, self._plan.ahead,
+        if self._plan is None or (plan.mode, plan.buffers, plan.ahead, plan.row) != (
+            self._plan.mode, self._plan.buffers, self._plan.ahead, self._plan.row,
         ):  # fmt: skip
             model = 0.0 if plan.times is None else plan.times.model.mean
             predicted = max(0.0, plan.epoch_s.get("collective", 0.0) - model)

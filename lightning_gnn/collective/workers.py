@@ -94,10 +94,10 @@ class Workers:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
-    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int) -> None:
+    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int, row: int = 0) -> None:
         """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again."""
         with self._crew.lock:
-            self.schedule.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead)
+            self.schedule.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row)
             if self.shortage is not None:
                 self._crew.news.wait_for(lambda: not self._busy or self._crew.error is not None)
                 self.shortage = None

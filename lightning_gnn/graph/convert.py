@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_gnn.graph.arrays import save_arrays, write_blocks
+from lightning_gnn.graph.arrays import load_array, save_arrays, write_blocks
 from lightning_gnn.graph.csc import index_dtype
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.graph.folder import class_numbers, load_folder
 from lightning_gnn.graph.hetero_folder import BETWEEN, EDGES, NODES
+from lightning_gnn.graph.published_files import Published, published, read_ids, unpack
 from lightning_gnn.graph.table_files import Columns, TableFiles, listed, quoted, text
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
@@ -39,6 +40,7 @@ def convert_tables(
     memory: int = 4 << 30,
     undirected: bool = False,
     random_features: int = 0,
+    random_labels: int = 0,
     say: Say = lambda message: None,
 ) -> dict[str, int]:
     """Convert tables of edges and of nodes to a folder for :func:`~lightning_gnn.graph.folder.load_folder`.
@@ -46,6 +48,11 @@ def convert_tables(
     CSV (with a header or without, lines that begin with # left out, packed or not), Parquet, Arrow files, or ``.npy``
     of edges; a pattern stands for several files. The tables pass through DuckDB, which keeps what does not fit into
     memory on the disk; beside it, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
+
+    Without types, ``source`` may also be what graphs are published as: a sparse matrix whose entry ``[s, t]`` is an
+    edge from s to t (``.npz`` of SciPy in CSR or CSC, or a folder with ``indptr.npy`` and ``indices.npy``, rows being
+    sources), WebGraph's text ``.graph-txt``, or a folder of OGB with features, labels and split. Nodes are then called
+    by their numbers, and those without edges are kept.
 
     Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, or else the first two) are the ends, and
     further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to, numbers or texts;
@@ -61,6 +68,8 @@ def convert_tables(
         memory: Bytes that the process may use.
         undirected: Add the reverse of each edge, and keep each edge once; between two types, as a type ``rev_…``.
         random_features: Draw so many features, where there are none, as is usual for graphs that are published without.
+        random_labels: Draw one of so many classes for each node, and a tenth of the nodes for each split, where there
+            are no labels.
         say: Is told what is done.
 
     Returns:
@@ -78,17 +87,20 @@ def convert_tables(
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already; remove it, or choose another folder")
     edges, tables, alone = _named(source, nodes)
-    files = {str(path): _state(path) for path in (*edges.values(), *tables.values())}
     folder = out.with_name(f"{out.name}.partial")
-    of = [1, sorted(map(str, edges.items())), sorted(map(str, tables.items())), undirected, random_features, files]
+    form = published(edges[_BETWEEN_ALONE], folder / "unpacked") if alone else None
+    of_edges = edges.values() if form is None else form.files
+    files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
+    drawn = random_features, random_labels
+    of = [2, sorted(map(str, edges.items())), sorted(map(str, tables.items())), undirected, *drawn, files]
     database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of)
     if not database.resumed:
         shutil.rmtree(folder / "graph", ignore_errors=True)
     else:
         say("going on with what an earlier run has left")
     try:
-        work = _Conversion(database, folder / "graph", edges, tables, alone, say)
-        counts = work.run(undirected, random_features)
+        work = _Conversion(database, folder / "graph", edges, tables, alone, form, say)
+        counts = work.run(undirected, *drawn)
     finally:
         database.close()
     # Its checks run once, here.
@@ -134,35 +146,101 @@ class _Conversion:
         edges: Mapping[Kind, str | Path],
         tables: Mapping[str, str | Path],
         alone: bool,
+        form: Published | None,
         say: Say,
     ) -> None:
         self.database, self.folder, self.edges, self.tables = database, folder, dict(edges), dict(tables)
-        self.alone, self.say = alone, say
+        self.alone, self.form, self.say = alone, form, say
         self.types = sorted({end for kind in edges for end in (kind[0], kind[2])})
         self.ends: dict[Kind, tuple[str, str]] = {}
         self.has_numbers = False  # as labels
+        self.rows: int | None = None  # of the nodes, where they are known by their numbers alone
 
-    def run(self, undirected: bool, random_features: int) -> dict[str, int]:
+    def run(self, undirected: bool, random_features: int, random_labels: int) -> dict[str, int]:
         """Do all steps."""
+        if self.form is not None and not self.tables:
+            self._read_nodes(self.form)
         for name, path in self.tables.items():
             self.say(f"reading {path}")
             self.database.read(f"nodes {name}", path)
         for kind, path in self.edges.items():
             self.say(f"reading {path}")
-            self.database.read(_of(kind), path)
+            self._read_edges(kind, path)
             self.ends[kind] = self._ends(kind)
         for name in self.types:
             self._number(name)
         counts = {name: self.database.count(f"ids {name}") for name in self.types}
+        known = None if self.form is None else self.form.num_nodes
+        if known is not None and counts[_ALONE] != known:
+            raise ValueError(
+                f"{self.tables[_ALONE]} has {counts[_ALONE]} nodes, but {self.edges[_BETWEEN_ALONE]} {known}"
+            )
         for name in self.types:
             self.say(f"writing {counts[name]} nodes{self._called(name)}")
-            self._write_nodes(name, counts[name], random_features)
+            self._write_nodes(name, counts[name], random_features, random_labels)
         edges = {}
         for kind in self.edges:
             for made, parts in self._directions(kind, undirected).items():
                 self.say(f"sorting edges{self._called(BETWEEN.join(made))}")
                 edges[BETWEEN.join(made)] = self._write_edges(kind, made, parts, counts, undirected)
         return counts | edges
+
+    def _read_edges(self, kind: Kind, path: str | Path) -> None:
+        if self.form is None:
+            self.database.read(_of(kind), path)
+        elif self.form.blocks is not None:
+            self.database.fill(_of(kind), self.form.blocks)
+        elif self.form.edges is not None:
+            self.database.read(_of(kind), self.form.edges, header=False)
+
+    def _read_nodes(self, form: Published) -> None:
+        """Make the table of nodes that a published form has, or write its arrays."""
+        for name, (archive, member) in form.arrays.items():
+            if not (path := self.folder / f"{name}.npy").exists():
+                self.say(f"unpacking {member} of {archive}")
+                self.folder.mkdir(parents=True, exist_ok=True)
+                unpack(archive, member, self.folder / "unpacked.npy")
+                (self.folder / "unpacked.npy").rename(path)
+        if form.arrays:
+            x, y = (load_array(self.folder / f"{name}.npy") for name in ("x", "y"))
+            save_arrays(self.folder, {"y": class_numbers(y, x.size(0), f"node_label of {form.arrays['y'][0]}")})
+            self.rows = x.size(0)
+        if form.features is not None:
+            self.say(f"reading {form.features}")
+            self.database.read("features", form.features, header=False)
+            count = self.database.count("features")
+            if form.num_nodes not in (None, count):
+                raise ValueError(f"{form.features} has {count} rows, but there are {form.num_nodes} nodes")
+            chosen, joined = ["f.*"], ""
+            if form.labels is not None:
+                self.database.read("labels", form.labels, header=False)
+                if (labels := self.database.count("labels")) != count:
+                    raise ValueError(f"{form.labels} has {labels} rows, but {form.features} has {count}")
+                if len(columns := list(self.database.columns("labels"))) > 1:
+                    raise ValueError(f"{form.labels} has {len(columns)} columns; give labels of one, with nodes=FILE")
+                chosen.append(f"l.{quoted(columns[0])} AS label")
+                joined = "JOIN labels l ON l.rowid = f.rowid"
+            if form.splits:
+                parts = [
+                    f"SELECT column0 AS node, {text(name)} AS split FROM read_csv({text(path)}, header = false)"
+                    for name, path in form.splits.items()
+                ]
+                chosen.append("s.split")
+                joined += f" LEFT JOIN ({' UNION ALL '.join(parts)}) s ON s.node = f.rowid"
+            nodes = f"SELECT {', '.join(chosen)} FROM features f {joined} ORDER BY f.rowid"
+            self.database.make(f"nodes {_ALONE}", nodes)
+            if self.database.count(f"nodes {_ALONE}") != count:
+                raise ValueError(f"{next(iter(form.splits.values())).parent} names a node twice")
+            self.tables = {_ALONE: form.features}
+        elif not form.arrays:
+            self.rows = form.num_nodes
+        if form.features is None:
+            for name, path in form.splits.items():
+                ids, mask = read_ids(path), np.zeros(self.rows or 0, np.bool_)
+                if len(ids) and not 0 <= ids.min() <= ids.max() < len(mask):
+                    raise ValueError(f"{path} names nodes up to {ids.max()}, but there are {len(mask)}")
+                mask[ids] = True
+                save_arrays(self.folder, {f"{name}_mask": mask})
 
     def _called(self, name: str) -> str:
         return "" if self.alone else f" of {name}"
@@ -181,6 +259,9 @@ class _Conversion:
     def _number(self, name: str) -> None:
         """Make the table of ids of a type, whose rows have the numbers of its nodes."""
         table = f"ids {name}"
+        if name not in self.tables and self.rows is not None:
+            self.database.make(table, f"SELECT range AS id, range AS number FROM range({self.rows})")
+            return
         if name not in self.tables:
             ends = [
                 f"SELECT {quoted(end)} AS id FROM {quoted(_of(kind))}"
@@ -208,15 +289,17 @@ class _Conversion:
 
     def _by_row(self, name: str) -> bool:
         """Say whether nodes are called by the number of their row."""
-        return name in self.tables and "id" not in self.database.columns(f"nodes {name}")
+        if name not in self.tables:
+            return self.rows is not None
+        return "id" not in self.database.columns(f"nodes {name}")
 
-    def _write_nodes(self, name: str, count: int, random_features: int) -> None:
+    def _write_nodes(self, name: str, count: int, random_features: int, random_labels: int) -> None:
         folder = self.folder if self.alone else self.folder / NODES / name
         folder.mkdir(parents=True, exist_ok=True)
         table, columns = f"nodes {name}", {}
         if name in self.tables:
             columns = self.database.columns(table)
-        else:
+        elif self.rows is None:
             self._write_ids(name, folder, count)
         features = [column for column in columns if column not in ("id", "label", "split", "time")]
         widths = {column: self._width(table, column, columns[column]) for column in features}
@@ -225,6 +308,8 @@ class _Conversion:
         used = {column: width for column, width in widths.items() if width}
         if "label" in columns:
             self._write_labels(table, folder, count, columns["label"])
+        elif random_labels and not (folder / "y.npy").exists():
+            _draw_labels(folder, count, random_labels)
         if "split" in columns:
             self._write_splits(table, folder, count, name)
         if "time" in columns and self.alone:
@@ -232,11 +317,13 @@ class _Conversion:
         elif "time" in columns:
             self._write_column(table, "time", columns["time"], folder / "time.npy", count)
         width = sum(used.values()) or random_features
+        if (folder / "x.npy").exists():
+            return
         if not width and self.alone:
             raise ValueError("nodes have no features: give nodes=FILE with columns of numbers, or random_features=64")
         if not width:
             save_arrays(folder, {"num_nodes": np.array(count)})
-        elif not (folder / "x.npy").exists():
+        else:
             rows = max(1, _BLOCK // width)
             blocks = self._features(table, used, rows) if used else _drawn(count, width, rows)
             write_blocks(folder / "x.npy", np.float32, (count, width), blocks)
@@ -308,7 +395,7 @@ class _Conversion:
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
         table = f"ids {name}"
-        if self.database.columns(table)["id"] not in _INTEGERS:
+        if self.database.columns(table)["id"] not in _INTEGERS[:-2]:  # int64 has no room for the last two
             ids = quoted(table)
             self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {text(folder / 'id.parquet')}")
         elif not (folder / "id.npy").exists():
@@ -413,3 +500,10 @@ def _drawn(count: int, width: int, rows: int) -> Iterator[np.ndarray]:
     generator = torch.Generator().manual_seed(0)
     for start in range(0, count, rows):
         yield torch.randn(min(rows, count - start), width, generator=generator).numpy()
+
+
+def _draw_labels(folder: Path, count: int, num_classes: int) -> None:
+    generator = np.random.default_rng(0)
+    part = generator.integers(10, size=count, dtype=np.int8)
+    save_arrays(folder, {f"{split}_mask": part == number for number, split in enumerate(SPLITS)})
+    save_arrays(folder, {"y": generator.integers(num_classes, size=count)})

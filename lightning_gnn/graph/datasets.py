@@ -20,25 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch_geometric
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
-from torch_geometric.datasets import OGB_MAG, Flickr, Planetoid, Reddit
-from torch_geometric.transforms import NormalizeFeatures, ToUndirected
+from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
+from torch_geometric.transforms import NormalizeFeatures, RandomNodeSplit, ToUndirected
 from torch_geometric.utils import index_to_mask, to_undirected
 
-from lightning_gnn.graph.arrays import check_file, load_array, new_file, save_arrays
+from lightning_gnn.graph.arrays import check_file, load_array, save_arrays
+from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.graph.folder import class_numbers, load_folder
 from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
+from lightning_gnn.graph.published_files import read_ids, unpack
 from lightning_gnn.graph.topology_files import write_csc
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, kept, locked
 
-__all__ = ["convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit"]
+__all__ = ["coauthor", "convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
 
+_GRAPHSAINT = ["adj_full.npz", "feats.npy", "class_map.json", "role.json"]
+_COAUTHOR = {"cs": "CS", "physics": "Physics"}
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
 _MAG_FILES = (
     "num-node-dict.csv.gz",
@@ -146,8 +148,59 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
         RuntimeError: Files are missing, and the download failed.
         ValueError: A file is damaged or asks for code to be run.
     """
-    files = ["adj_full.npz", "feats.npy", "class_map.json", "role.json"]
-    return _from_pyg(Flickr, Path(root), ".", files, trust)
+    return _from_pyg(Flickr, Path(root), ".", _GRAPHSAINT, trust)
+
+
+def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
+    """Load the Yelp reviewers of GraphSAINT (716,847 nodes, 13,954,819 edges, 100 labels) through PyG's ``Yelp``.
+
+    Args:
+        root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
+            missing is downloaded.
+        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+
+    Returns:
+        ``Data`` like that of :func:`planetoid`, but ``y`` float32 ``[N, 100]``: 0 or 1 for each label.
+
+    Raises:
+        FileNotFoundError: Files are missing, and the folder is read-only.
+        RuntimeError: Files are missing, and the download failed.
+        ValueError: A file is damaged or asks for code to be run.
+    """
+    data = _from_pyg(Yelp, Path(root), ".", _GRAPHSAINT, trust)
+    data.y = data.y.float()
+    return data
+
+
+def coauthor(root: str | Path = "data/coauthor", name: str = "CS", seed: int = 0, trust: bool = False) -> Data:
+    """Load authors who wrote papers together (CS: 18,333 nodes; Physics: 34,493) through PyG's ``Coauthor``.
+
+    It has no public split. As in "Pitfalls of Graph Neural Network Evaluation" (arXiv:1811.05868), 20 nodes of each
+    class are drawn for training and 30 for each class for validation; the rest are for testing.
+
+    Args:
+        root: Folder with ``<name>/raw/ms_academic_*.npz``; what is missing is downloaded.
+        name: ``"CS"`` or ``"Physics"``.
+        seed: Of the split.
+        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+
+    Returns:
+        ``Data`` like that of :func:`planetoid`.
+
+    Raises:
+        FileNotFoundError: Files are missing, and the folder is read-only.
+        RuntimeError: Files are missing, and the download failed.
+        ValueError: Another name, or a file that is damaged or asks for code to be run.
+    """
+    if name.lower() not in _COAUTHOR:
+        raise ValueError(f"name={name!r} is no Coauthor dataset; use one of {', '.join(_COAUTHOR.values())}")
+    name = _COAUTHOR[name.lower()]
+    files = [f"ms_academic_{name[:3].lower()}.npz"]
+    data = _from_pyg(partial(Coauthor, name=name), Path(root), name, files, trust)
+    num_val = 30 * (int(data.y.max()) + 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return RandomNodeSplit("test_rest", num_train_per_class=20, num_val=num_val)(data)
 
 
 def ogbn(
@@ -161,7 +214,8 @@ def ogbn(
     Args:
         root: Folder in which ``ogb`` keeps its datasets; what is missing is downloaded.
         name: ``"ogbn-arxiv"``, ``"ogbn-products"`` or ``"ogbn-papers100M"``.
-        undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already).
+        undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already). For
+            ogbn-papers100M that is a folder of its own, made by :func:`~lightning_gnn.graph.convert_tables`.
         trust: Open a file ``processed/*.pt`` or ``split/*/*.pt`` even if it holds more than data, and run the code in
             it.
 
@@ -173,20 +227,21 @@ def ogbn(
         FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
         ImportError: The ``ogb`` package is missing.
         RuntimeError: Files are missing, and the download failed.
-        ValueError: Another name, a file that is damaged or asks for code to be run, or ``undirected`` for
-            ogbn-papers100M.
+        ValueError: Another name, a file that is damaged or asks for code to be run.
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
     root = Path(root)
     if name == "ogbn-papers100M":
-        if undirected:
-            raise ValueError("undirected=True is not supported for ogbn-papers100M, which stays directed; leave it out")
         folder = root / "ogbn_papers100M"
+        made = folder / ("npy_undirected" if undirected else "npy")
         with _one_process(folder):
-            if not (folder / "npy").exists():
-                convert_papers100m(folder, folder / "npy")
-        return load_folder(folder / "npy")
+            if not made.exists() and undirected:
+                _check_papers(folder, made)
+                convert_tables(folder, made, undirected=True)
+            elif not made.exists():
+                convert_papers100m(folder, made)
+        return load_folder(made)
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
@@ -264,6 +319,31 @@ def convert_papers100m(source: str | Path, folder: str | Path) -> None:
         ValueError: A raw file is damaged.
     """
     source, folder = Path(source), Path(folder)
+    data, label, *splits = _check_papers(source, folder)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        unpack(data, "node_feat", partial / "x.npy")
+        unpack(data, "edge_index", partial / "edge_index.npy")
+        unpack(label, "node_label", partial / "y.npy")
+        num_nodes = load_array(partial / "x.npy").size(0)
+        y = class_numbers(load_array(partial / "y.npy", mmap=False), num_nodes, f"node_label of {label}")
+        save_arrays(partial, {"y": y})
+        for split, path in zip(("train", "val", "test"), splits, strict=True):
+            save_arrays(partial, {f"{split}_idx": read_ids(path)})
+        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial, edge_ids=False)
+        (partial / "edge_index.npy").unlink()
+        load_folder(partial)  # its checks run once, here
+        partial.rename(folder)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} cannot be converted: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_papers(source: Path, folder: Path) -> list[Path]:
+    """Return the raw files of ogbn-papers100M, if they are there and the folder can be made."""
     paths = [source / file for file in _PAPERS_FILES]
     if missing := [str(path.relative_to(source)) for path in paths if not path.exists()]:
         raise FileNotFoundError(
@@ -274,27 +354,7 @@ def convert_papers100m(source: str | Path, folder: str | Path) -> None:
         raise FileExistsError(f"{folder} exists already; remove it first")
     if not is_writable(folder):
         raise FileNotFoundError(f"{folder} cannot be made, its place is read-only; link the raw files elsewhere")
-    data, label, *splits = paths
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _unpack(data, "node_feat", partial / "x.npy")
-        _unpack(data, "edge_index", partial / "edge_index.npy")
-        _unpack(label, "node_label", partial / "y.npy")
-        num_nodes = load_array(partial / "x.npy").size(0)
-        y = class_numbers(load_array(partial / "y.npy", mmap=False), num_nodes, f"node_label of {label}")
-        save_arrays(partial, {"y": y})
-        for split, path in zip(("train", "val", "test"), splits, strict=True):
-            save_arrays(partial, {f"{split}_idx": _read_ids(path)})
-        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial, edge_ids=False)
-        (partial / "edge_index.npy").unlink()
-        load_folder(partial)  # its checks run once, here
-        partial.rename(folder)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source} cannot be converted: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return paths
 
 
 def _from_pyg(
@@ -501,23 +561,3 @@ def _one_process(base: Path) -> Iterator[None]:
     root = cache_root()
     with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
-
-
-def _unpack(archive: Path, name: str, path: Path) -> None:
-    """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it."""
-    try:
-        with zipfile.ZipFile(archive) as members:
-            if f"{name}.npy" not in members.namelist():
-                raise ValueError(f"{archive} holds no {name}, but {', '.join(members.namelist())}")
-            size = members.getinfo(f"{name}.npy").file_size
-            with members.open(f"{name}.npy") as source, new_file(path, size) as target:
-                shutil.copyfileobj(source, target, 1 << 24)
-    except (EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{archive} is damaged ({error}); download it again") from None
-
-
-def _read_ids(path: Path) -> npt.NDArray[np.int64]:
-    try:
-        return np.loadtxt(path, dtype=np.int64, ndmin=1)
-    except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}); download it again") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ class TableFiles:
             OSError: The disk has no room for it.
             ValueError: The database says why.
         """
-        try:
+        with self._explained():
             return list(self.connection.execute(sql).fetchall())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except self.error as error:
             kind, said = type(error).__name__, str(error).partition("\n")[0]
             if kind in ("IOException", "OutOfMemoryException") and ("space" in said or "memory" in said.lower()):
@@ -81,8 +87,13 @@ class TableFiles:
         """Say whether there is such a table."""
         return bool(self.query(f"SELECT 1 FROM duckdb_tables() WHERE table_name = {text(name)}"))
 
-    def read(self, name: str, path: str | Path) -> None:
+    def read(self, name: str, path: str | Path, header: bool | None = None) -> None:
         """Make a table of a file, or of all files of a pattern, whose rows keep their order.
+
+        Args:
+            name: The table.
+            path: The file, or a pattern.
+            header: Whether CSV has one; None: the database looks.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -91,9 +102,29 @@ class TableFiles:
         if self.has(name):
             return
         try:
-            self.query(f"CREATE TABLE {quoted(name)} AS SELECT * FROM {self._scan(path)}")
+            self.query(f"CREATE TABLE {quoted(name)} AS SELECT * FROM {self._scan(path, header)}")
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
+
+    def fill(self, name: str, blocks: Callable[[], Iterator[Columns]]) -> None:
+        """Make a table of edges, ``source`` and ``target``, of blocks; all of it or nothing, unless an earlier run has.
+
+        Raises:
+            OSError: The disk has no room for it.
+        """
+        if self.has(name):
+            return
+        self.query("BEGIN")
+        try:
+            self.query(f"CREATE TABLE {quoted(name)} (source BIGINT, target BIGINT)")
+            for block in blocks():
+                self.connection.register("block", block)
+                self.query(f"INSERT INTO {quoted(name)} SELECT source, target FROM block")
+            self.query("COMMIT")
+        except BaseException:
+            with suppress(self.error):
+                self.connection.rollback()
+            raise
 
     def columns(self, name: str) -> dict[str, str]:
         """Return the columns of a table, and their types."""
@@ -115,15 +146,18 @@ class TableFiles:
         for start in range(0, self.count(name), rows):
             within = f"rowid BETWEEN {start} AND {start + rows - 1}"
             # A scan of several threads keeps the order of rows.
-            yield self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
+            with self._explained():
+                block = self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
+            yield block
 
-    def _scan(self, path: str | Path) -> str:
+    def _scan(self, path: str | Path, header: bool | None) -> str:
         suffixes = [suffix.lower() for suffix in Path(path).suffixes]
         ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
         if not any(symbol in str(path) for symbol in "*?[") and not Path(path).exists():
             raise FileNotFoundError(f"{path} does not exist")
         if ending in _CSV:
-            return f"read_csv({text(path)}, comment = '#')"
+            known = "" if header is None else f", header = {header}"
+            return f"read_csv({text(path)}, comment = '#'{known})"
         if ending in _PARQUET:
             return f"read_parquet({text(path)})"
         if ending in _ARROW:

@@ -64,7 +64,7 @@ class Exchange:
         if self.ranks == 1:
             return [value]
         values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def ask(self, name: str, questions: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:

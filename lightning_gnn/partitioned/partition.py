@@ -32,9 +32,9 @@ class Summary:
         edges: Into the nodes of each part.
         seeds: Training seeds of each part.
         cut: Fraction of the edges whose source is in another part than their target.
-        rows: Nodes of a mini-batch, on average.
-        elsewhere: Of these, in other parts than the rank's, with the seeds in the order of one machine.
-        elsewhere_local: Likewise, with seeds of the rank's own part.
+        rows: Nodes of a mini-batch, on average, with the seeds in the order of one machine.
+        elsewhere: Of these, in other parts than the rank's.
+        elsewhere_local: In other parts, with seeds of the rank's own part.
     """
 
     parts: int
@@ -159,8 +159,7 @@ def _count(
                 elsewhere += int((assignment[kind].numpy()[found.numpy()] != rank).sum())
             counted += 1
         if counted:
-            summary.rows = rows / counted
             if local:
                 summary.elsewhere_local = elsewhere / counted
             else:
-                summary.elsewhere = elsewhere / counted
+                summary.rows, summary.elsewhere = rows / counted, elsewhere / counted

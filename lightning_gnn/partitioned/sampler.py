@@ -144,14 +144,17 @@ class PartitionedSampler(NeighborSampler):
         ids = self.connection.open.edge_rows(graph.number, edge.numpy(), [None])[None]
         if self.partition.edges[graph.number].attributes:
             vars(self._noted)[str(graph.number)] = ids, edge
+            vars(ids)["places"] = edge  # which also come along where another thread loads the features
         return ids
 
     def places_of(self, edge_type: int, ids: Tensor) -> Tensor:
-        """Return where edges are that this thread has sampled last, or some of them.
+        """Return where edges are that were sampled, or some of those that this thread has sampled last.
 
         Raises:
             ValueError: One was not sampled.
         """
+        if (sampled := vars(ids).get("places")) is not None:
+            return sampled  # type: ignore[no-any-return]
         known, places = vars(self._noted).get(str(edge_type), (ids[:0], ids[:0]))
         order = known.argsort()
         at = torch.searchsorted(known[order], ids)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.ops import gather_rows
@@ -263,8 +264,28 @@ def meet_on_node(device: torch.device) -> Node:
         if where not in groups:
             groups[where] = dist.new_group([rank for rank, (other, _) in enumerate(everyone) if other == where])
     peers = None not in devices and len({*devices}) == len(devices) and reads_peers(device, devices)
-    agreed = all(Node(groups[own], device, False).gather(peers))
-    return Node(groups[own], device, agreed)
+    apart = Node(groups[own], device, False)
+    if not all(apart.gather(peers)):
+        return apart
+    together = Node(groups[own], device, True)
+    if all(apart.gather(reads_right(together))):
+        return together
+    rank_zero_warn(
+        "the GPUs of this node ought to read each other's memory, but do not: tables are not dealt out to them"
+    )
+    return apart
+
+
+def reads_right(node: Node) -> bool:
+    """Tell whether a small table that is dealt out comes back as it was; all processes must call it."""
+    table = torch.arange(3 * node.size).view(-1, 1)
+    try:
+        shards = node.share(table)
+        found = torch.empty_like(table, device=node.device)
+        shards.take(table.view(-1).to(node.device), found)
+        return torch.equal(found.cpu(), table)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def symmetric(

@@ -343,3 +343,29 @@ def test_under_the_sanitizers():
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "clean" in done.stdout
+
+
+ALL_KERNELS = """
+import sys
+import pytest
+from lightning_gnn.ascend_ops import twin
+from lightning_gnn.ops import library  # keeps what is compiled
+made = twin.Twin(sanitize=True)
+twin.default_twin = lambda: made
+options = ["-q", "-n0", "-p", "no:cacheprovider", "--tb=short", "--hypothesis-profile=small"]
+files = ["tests/ascend_ops/test_kernels.py", "tests/ascend_ops/test_mini_batches.py"]
+sys.exit(pytest.main([*options, *files, "-k", "not compile and not narrowed and not layers_equal"]))
+"""
+
+
+@pytest.mark.campaign(parts=8, seldom=True)
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
+def test_all_kernels_under_the_sanitizers():
+    """The tests of the kernels themselves, with address and undefined-behaviour sanitizers in all that is built."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment |= build.sanitizer_environment()
+    command = [sys.executable, "-c", ALL_KERNELS]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "[100%]" in done.stdout

@@ -55,7 +55,9 @@ def assert_all_free(loader):
 @st.composite
 def plans(draw):
     mode = draw(st.sampled_from(["collective", "collective", "collective", "cpu", "gpu"]))
-    return CollectivePlan(mode, draw(st.integers(1, 20)), draw(st.integers(1, 20)), lead=draw(st.integers(0, 20)))
+    sizes = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    lead, row, begin = (draw(st.integers(0, 20)) for _ in range(3))
+    return CollectivePlan(mode, *sizes, lead=lead, row=row, begin=begin)
 
 
 @settings(max_examples=40)

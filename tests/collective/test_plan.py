@@ -27,6 +27,8 @@ plans = st.builds(
     machine=st.text(st.characters(codec="utf-8"), max_size=20),
     configuration=st.text(st.characters(codec="ascii"), max_size=20),
     lead=st.none() | st.integers(0, 10**6),
+    row=st.integers(0, 10**6),
+    begin=st.integers(0, 10**6),
     cpu_part=st.none() | st.floats(0, 1),
 )
 
@@ -73,6 +75,8 @@ def test_buffers_of_each_mode():
         ({"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number"),
         ({"lead": -1}, "lead must be a whole number of at least 0, but is -1"),
         ({"lead": 2.5}, "lead must be a whole number"),
+        ({"row": -1}, "row must be a whole number of at least 0, but is -1"),
+        ({"begin": True}, "begin must be a whole number"),
         ({"cpu_part": -0.5}, "cpu_part must be a finite number of at least 0"),
         ({"cpu_buffer_size": 0}, "cpu_buffer_size must be a whole number of at least 1, but is 0"),
         ({"mode": "gpu", "cpu_buffer_size": -1}, "cpu_buffer_size must be a whole number of at least 0, but is -1"),

@@ -10,8 +10,13 @@ def cases(draw):
     gpu_buffer_size = draw(st.integers(0, 6))
     cpu_buffer_size = draw(st.integers(0 if gpu_buffer_size else 1, 7))
     num_batches = draw(st.integers(0, 40))
+    sizes = gpu_buffer_size, cpu_buffer_size, draw(st.integers(1, 5)), draw(st.integers(0, 20)), draw(st.integers(0, 6))
     first = draw(st.integers(0, num_batches) | st.just(0))
-    return num_batches, gpu_buffer_size, cpu_buffer_size, draw(st.integers(1, 5)), draw(st.integers(0, 20)), first
+    return num_batches, *sizes, first, draw(st.integers(0, 30))
+
+
+def make(case):
+    return ReorderBuffer(*case[:6], first=case[6], begin=case[7])
 
 
 def drive(buffer, workers, source, between=lambda: None):
@@ -48,8 +53,8 @@ def drive(buffer, workers, source, between=lambda: None):
 @settings(max_examples=200)
 @given(cases(), st.randoms(use_true_random=False))
 def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
-    num_batches, gpu_buffer_size, cpu_buffer_size, workers, _, first = case
-    buffer = ReorderBuffer(*case)
+    num_batches, gpu_buffer_size, cpu_buffer_size, workers, _, _, first, _ = case
+    buffer = make(case)
     trained, on_device = [], {}
     for step in drive(buffer, workers, source):
         if step.kind in ("batch", "transfer"):
@@ -72,29 +77,36 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
 @settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_cpu_begins_ahead_of_training(case, source):
-    num_batches, gpu_buffer_size, _, workers, lead, _ = case
-    buffer = ReorderBuffer(*case)
+    num_batches, gpu_buffer_size, _, workers, lead, row, first, begin = case
+    buffer = make(case)
+    taken = []
     claim = buffer.claim
 
     def claimed():
         number = claim()
         if number is not None:
             assert number >= buffer.head + (lead if gpu_buffer_size else 0)
+            assert number >= (first + begin if gpu_buffer_size else 0)
+            taken.append(number)
         return number
 
     buffer.claim = claimed
     routes = {step.number: step.route for step in drive(buffer, workers, source) if step.kind == "train"}
-    if gpu_buffer_size and lead >= num_batches:
+    if gpu_buffer_size and max(lead, first + begin) >= num_batches:
         assert set(routes.values()) <= {"gpu"}
+    if gpu_buffer_size and row:
+        assert taken == sorted(taken)
+        for start in range(len(taken) - row):  # no more than a row without a gap that the GPU can fill in a row
+            assert taken[start + row] >= taken[start] + row + min(1, gpu_buffer_size)
 
 
 @settings(max_examples=100)
 @given(cases(), cases(), st.randoms(use_true_random=False))
 def test_sizes_may_change_and_mini_batches_be_given_up_at_any_time(case, other, source):
     """What had no room is prepared again, and still all are trained once, in order."""
-    num_batches, _, _, workers, _, first = case
-    buffer = ReorderBuffer(*case)
-    sizes = [(max(1, each[1]), *each[2:5]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
+    num_batches, _, _, workers, _, _, first, _ = case
+    buffer = make(case)
+    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
 
     def between():
         if source.random() < 0.1:
@@ -164,13 +176,19 @@ def test_a_plain_pipeline_keeps_two_on_the_device():
     ]
 
 
-@pytest.mark.parametrize("sizes", [(5, 0, 0), (5, -1, 3), (5, 3, -1), (5, 1, 1, 1, -1)])
+@pytest.mark.parametrize("sizes", [(5, 0, 0), (5, -1, 3), (5, 3, -1), (5, 1, 1, 1, -1), (5, 1, 1, 1, 0, -1)])
 def test_impossible_buffers_are_refused(sizes):
     with pytest.raises(ValueError, match="none may be negative, and a buffer needs a place"):
         ReorderBuffer(*sizes)
 
 
-@pytest.mark.parametrize("sizes", [(-1, 1, 1), (5, 1, 1, 0), (5, 1, 1, 1, 0, -1)])
+@pytest.mark.parametrize("begin", [{"begin": -1}, {"first": -1}])
+def test_no_epoch_begins_before_its_beginning(begin):
+    with pytest.raises(ValueError, match="must not be negative"):
+        ReorderBuffer(5, 1, 1, **begin)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (5, 1, 1, 0)])
 def test_there_must_be_a_worker_and_mini_batches(sizes):
     with pytest.raises(ValueError, match=r"must not be negative, and cpu_workers=-?\d not 0"):
         ReorderBuffer(*sizes)

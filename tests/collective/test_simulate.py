@@ -23,7 +23,14 @@ def stage_times(cpu, dma, gpu, uva, model, workers=1):
 
 def random_plan(source):
     mode = source.choice(["collective", "collective", "cpu", "gpu"])
-    return CollectivePlan(mode, source.randrange(1, 7), source.randrange(1, 9), lead=source.randrange(20))
+    return CollectivePlan(
+        mode,
+        source.randrange(1, 7),
+        source.randrange(1, 9),
+        lead=source.randrange(20),
+        row=source.randrange(6),
+        begin=source.randrange(30),
+    )
 
 
 def trainings(simulation):
@@ -39,7 +46,7 @@ def test_agrees_with_a_simulation_by_events():
         times = StageTimes(*(Duration(mean, 0.3 * mean) for mean in means), cpu_workers=workers)
         seconds = drawn_durations(times, num_batches, case)
         ours = simulate_dual_buffer(times, plan, num_batches, durations=seconds)
-        schedule = ReorderBuffer(num_batches, *plan.buffers, workers, plan.ahead)
+        schedule = ReorderBuffer(num_batches, *plan.buffers, workers, plan.ahead, plan.row, begin=plan.begin)
         assert ours.makespan == pytest.approx(Node(schedule, workers, seconds).makespan(), rel=1e-9), (plan, times)
 
 

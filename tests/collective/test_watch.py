@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_gnn.collective import dispatcher
 from lightning_gnn.collective import watch as module
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.loader import CollectiveLoader
@@ -116,6 +117,7 @@ def loader_of(plan, **kwargs):
 def test_the_loader_plans_anew_and_its_batches_stay(replan, monkeypatch):
     """The plan promises epochs of a thousand seconds; real ones last some milliseconds."""
     monkeypatch.setattr(module, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(dispatcher, "ROUNDS", 4)
     plain = list(ThreadedNodeLoader(DATA, SAMPLER, **SIZES))
     slow = StageTimes(*[Duration(10.0)] * 5, cpu_workers=2)
     plan = Dispatcher(slow, 4, num_batches=len(plain)).plan()

@@ -123,8 +123,19 @@ def compare_with_global(rank, num_ranks, numbers):
                 shard.gcn_weight(dtype=torch.float64),
                 graph.gcn_weight(dtype=torch.float64)[shard.with_self_loops().edge_places],
             )
-            values = torch.randn(graph.num_edges, dtype=torch.float64, generator=generator)
+            values = torch.rand(graph.num_edges, dtype=torch.float64, generator=generator)
             close(shard.edge_order(values), graph.edge_order(values)[place])
+            for improved, loops in ((False, True), (True, True), (False, False)):
+                given, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+                expected = graph.gcn_weight(given, improved, loops)
+                looped = shard.with_self_loops() if loops else shard
+                close(shard.gcn_weight(values, improved, loops), expected.detach()[looped.edge_places])
+                grad = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+                expected.backward(grad)
+                got = shard.gcn_weight(ours, improved, loops)
+                got.backward(grad[looped.edge_places] / m)
+                dist.all_reduce(ours.grad)
+                close(ours.grad, given.grad)
             assert torch.equal(shard.gather(rows), torch.arange(num_nodes))
 
 

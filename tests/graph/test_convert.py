@@ -1,7 +1,12 @@
 """Tables in files become the folder that the same tables in memory become, whatever interrupts it."""
 
 import csv
+import errno
 import gzip
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,8 +18,9 @@ from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import to_undirected
 
 from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert_tables
+from lightning_gnn.graph import CSCGraph, convert, convert_tables, table_files
 from lightning_gnn.graph.folder import load_folder
+from tests.patience import PATIENCE
 
 duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
@@ -281,3 +287,65 @@ def test_the_command(tmp_path, tables, capsys):
     ):
         assert convert_command.main(given_) == 2
         assert error in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_goes_on(tmp_path, tables):
+    source, nodes = tables
+    convert_tables(source, tmp_path / "whole", nodes)
+    arguments = [f"source={source}", f"nodes={nodes}", f"out={tmp_path / 'graph'}"]
+    program = (
+        "import os, signal, sys\n"
+        "from lightning_gnn.graph import convert\n"
+        "real = convert.write_blocks\n"
+        "def write_blocks(path, *rest):\n"
+        "    if path.name == 'indices.npy':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(path, *rest)\n"
+        "convert.write_blocks = write_blocks\n"
+        "from lightning_gnn.cli import convert_command\n"
+        "convert_command.main(sys.argv[1:])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], timeout=PATIENCE, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert (tmp_path / "graph.partial/graph/x.npy").exists()
+    assert not (tmp_path / "graph").exists()
+    told = []
+    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    assert told[0] == "going on with what an earlier run has left"
+    assert contents(tmp_path / "graph") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):
+    source, nodes = tables
+
+    def full(path, dtype, shape, blocks):
+        next(iter(blocks))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(convert, "write_blocks", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        convert_tables(source, tmp_path / "graph", nodes)
+    monkeypatch.undo()
+    convert_tables(source, tmp_path / "graph", nodes)
+    assert load_folder(tmp_path / "graph").num_nodes == 50
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_database_says_so(tmp_path):
+    """DuckDB may not spill, as if its disk were full; the same call goes on once it may."""
+    source = tmp_path / "edges.parquet"
+    duckdb.sql(f"COPY (SELECT hash(range) AS source, hash(range + 1) AS target FROM range(1000000)) TO '{source}'")
+    with pytest.MonkeyPatch.context() as patch:
+        real = table_files.TableFiles.__init__
+
+        def without_room(self, *args):
+            real(self, *args)
+            self.connection.execute("SET max_temp_directory_size = '1MB'")
+
+        patch.setattr(table_files.TableFiles, "__init__", without_room)
+        with pytest.raises(OSError, match="make room on the disk, or give more memory=, and run the same again"):
+            convert_tables(source, tmp_path / "graph", memory=170 << 20, random_features=1)
+    counts = convert_tables(source, tmp_path / "graph", memory=1 << 30, random_features=1)
+    assert counts["node__to__node"] == 1_000_000
+    assert not (tmp_path / "graph/id.npy").exists()  # their ids have no room in int64

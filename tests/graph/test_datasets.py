@@ -17,10 +17,11 @@ import pytest
 import scipy.sparse
 import torch
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
-from torch_geometric.datasets import OGB_MAG, Flickr, Planetoid, Reddit
+from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
+from torch_geometric.utils import to_undirected
 
 from lightning_gnn.graph import datasets
-from lightning_gnn.graph.datasets import convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit
+from lightning_gnn.graph.datasets import coauthor, convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.runtime.store import is_writable
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
@@ -46,7 +47,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(self: InMemoryDataset) -> None:
         raise URLError("Name or service not known")
 
-    for kind in (Planetoid, Reddit, Flickr):
+    for kind in (Planetoid, Reddit, Flickr, Yelp, Coauthor):
         monkeypatch.setattr(kind, "download", download)
 
 
@@ -217,7 +218,13 @@ def test_one_missing_file_in_a_read_only_root(read_only_cora: Path) -> None:
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize(
     ("load", "missing"),
-    [(planetoid, "ind.cora.x, ind.cora.tx"), (reddit, "reddit_data.npz, reddit_graph.npz"), (flickr, "adj_full.npz")],
+    [
+        (planetoid, "ind.cora.x, ind.cora.tx"),
+        (reddit, "reddit_data.npz, reddit_graph.npz"),
+        (flickr, "adj_full.npz"),
+        (yelp, "adj_full.npz"),
+        (coauthor, "ms_academic_cs.npz"),
+    ],
 )
 def test_no_network(tmp_path: Path, load: Any, missing: str) -> None:
     with pytest.raises(RuntimeError) as caught:
@@ -299,6 +306,40 @@ def test_truncated_flickr_file_is_named(tmp_path: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=rf"{name} is damaged"):
         flickr(tmp_path)
+
+
+def test_yelp(tmp_path: Path) -> None:
+    write_flickr(tmp_path)
+    labels = [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]
+    (tmp_path / "raw" / "class_map.json").write_text(json.dumps({str(i): row for i, row in enumerate(labels)}))
+    data = yelp(tmp_path)
+    assert data.x.dtype == data.y.dtype == torch.float32
+    assert data.y.tolist() == labels
+    assert data.edge_index.tolist() == [[0, 1, 2], [1, 0, 3]]
+    assert [data[f"{split}_mask"].nonzero()[:, 0].tolist() for split in ("train", "val", "test")] == [[0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize("name", ["CS", "physics"])
+def test_coauthor(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / {"CS": "CS", "physics": "Physics"}[name] / "raw"
+    folder.mkdir(parents=True)
+    ring = scipy.sparse.csr_matrix((np.ones(300), (np.arange(300), (np.arange(300) + 1) % 300)), (300, 300))
+    words = scipy.sparse.eye(300, 7).tocsr()
+    arrays = {f"{kind}_{part}": getattr(matrix, part) for kind, matrix in (("adj", ring), ("attr", words))
+              for part in ("data", "indices", "indptr", "shape")}  # fmt: skip
+    np.savez(folder / f"ms_academic_{name[:3].lower()}.npz", labels=np.arange(300) % 3, **arrays)
+    state = torch.get_rng_state()
+    data, again, other = coauthor(tmp_path, name), coauthor(tmp_path, name), coauthor(tmp_path, name, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert data.x.shape == (300, 7)
+    assert data.num_edges == 600  # both directions
+    assert data.y[data.train_mask].bincount().tolist() == [20, 20, 20]
+    assert [int(data[f"{split}_mask"].sum()) for split in ("val", "test")] == [90, 150]
+    assert (data.train_mask.int() + data.val_mask.int() + data.test_mask.int() == 1).all()
+    assert torch.equal(data.train_mask, again.train_mask)
+    assert not torch.equal(data.train_mask, other.train_mask)
+    with pytest.raises(ValueError, match=r"name='maths' is no Coauthor dataset; use one of CS, Physics"):
+        coauthor(tmp_path, "maths")
 
 
 class FakeOGB(InMemoryDataset):
@@ -546,8 +587,18 @@ def test_papers100m(tmp_path: Path) -> None:
 
     shutil.rmtree(source / "raw")  # what is converted needs no raw files
     assert ogbn(tmp_path, "ogbn-papers100M").num_nodes == expected.num_nodes
-    with pytest.raises(ValueError, match="stays directed"):
-        ogbn(tmp_path, "ogbn-papers100M", undirected=True)
+
+
+def test_papers100m_in_both_directions(tmp_path: Path) -> None:
+    source, expected = write_papers(tmp_path)
+    data = ogbn(tmp_path, "ogbn-papers100M", undirected=True)
+    assert sorted(path.name for path in source.iterdir()) == ["npy_undirected", "raw", "split"]
+    assert torch.equal(data.x, expected.x)
+    assert torch.equal(data.y, expected.y)
+    for split in ("train", "val", "test"):
+        assert torch.equal(data[f"{split}_mask"].nonzero()[:, 0], expected[f"{split}_idx"].sort().values)
+    edge_index = to_undirected(expected.edge_index, num_nodes=expected.num_nodes)
+    assert torch.equal(data.graph.to_edge_index(), edge_index.flip(0))  # which is sorted by its first row
 
 
 def test_papers100m_missing_files(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from tests.partitioned.graphs import plain_graph
 OPTIONS = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 7}
 
 
-def trainer_of(ranks, **options):
+def trainer_of(ranks, strategy="ddp", **options):
     return pl.Trainer(
-        accelerator="cpu", devices=1, num_nodes=ranks, strategy="ddp", max_epochs=2, logger=False,
+        accelerator="cpu", devices=1, num_nodes=ranks, strategy=strategy, max_epochs=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
@@ -36,14 +36,14 @@ def folder(tmp_path_factory):
     return str(folder / "parts")
 
 
-def _train(rank, ranks, folder):
+def _train(rank, ranks, folder, strategy):
     weights = []
     for make in (
         lambda: NeighborDataModule(plain_graph(), **OPTIONS),
         lambda: PartitionedDataModule(folder, **OPTIONS),
     ):
         module, datamodule = module_of(), make()
-        trainer = trainer_of(ranks)
+        trainer = trainer_of(ranks, strategy, deterministic=strategy == "hyscale")
         trainer.fit(module, datamodule=datamodule)
         scores = trainer.validate(module, datamodule=datamodule, verbose=False)
         weights.append((module.state_dict(), scores))
@@ -52,8 +52,9 @@ def _train(rank, ranks, folder):
 
 
 @pytest.mark.slow
-def test_ddp_trains_as_on_the_whole_graph(folder):
-    for (whole, scores), (in_parts, others) in run(_train, 2, 2, folder, nodes=2):
+@pytest.mark.parametrize("strategy", ["ddp", "hyscale"])
+def test_trains_as_on_the_whole_graph(folder, strategy):
+    for (whole, scores), (in_parts, others) in run(_train, 2, 2, folder, strategy, nodes=2):
         assert scores == others
         for name, value in whole.items():
             assert torch.equal(value, in_parts[name]), name

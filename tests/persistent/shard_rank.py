@@ -95,12 +95,23 @@ def mapped(shape, dtype, device, group):
     return parts[rank].view(dtype).view(shape), [part.data_ptr() for part in parts], lambda: dist.barrier(group), parts
 
 
+def crossed(*arguments):
+    """Do what a faulty driver would: each process finds another one's memory than it takes it for."""
+    local, addresses, *rest = mapped(*arguments)
+    return local, addresses[::-1], *rest
+
+
 def peers_of(rank, folder, kinds):
     """Do :func:`batches_of` where processes read each other's memory."""
     from lightning_gnn.persistent import placement
 
     def met(device):
-        return shards.Node(shards.meet_on_node(device).group, device, True)
+        node = shards.Node(shards.meet_on_node(device).group, device, True)
+        shards.symmetric = crossed
+        assert not shards.reads_right(node)
+        shards.symmetric = mapped
+        assert shards.reads_right(node)
+        return node
 
     shards.symmetric, placement.meet_on_node = mapped, met
     return batches_of(rank, folder, kinds)

@@ -97,7 +97,10 @@ def count_eligible(
         for t in range(block, stop):
             if t + _ROWS < high:
                 prefetch(indptr, node[t + _ROWS])
-            first[t - low], count[t - low] = indptr[node[t]], indptr[node[t] + 1]
+            begin, end = indptr[node[t]], indptr[node[t] + 1]
+            first[t - low], count[t - low] = begin, end
+            prefetch(coarse, begin >> _SHIFT)
+            prefetch(coarse, end >> _SHIFT)
         _find_ends(time, coarse, first, count, count, tree, until, block, stop, low, chunks)
         if window:
             _find_ends(time, coarse, first, count, first, tree, after, block, stop, low, chunks)

@@ -1,0 +1,230 @@
+"""Graphs as they are published become the folder that the same edges in a table become."""
+
+import gzip
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.utils import to_undirected
+
+from lightning_gnn.cli import convert_command
+from lightning_gnn.graph import CSCGraph, convert_tables
+from lightning_gnn.graph import published_files as module
+from lightning_gnn.graph.folder import load_folder
+
+pytest.importorskip("duckdb", reason="lgnn convert needs it")
+
+EDGES = [(0, 2), (2, 0), (2, 1), (2, 2), (4, 0)]
+NODES = 6  # the last one without edges
+
+
+def webgraph(edges, num_nodes):
+    rows = [" ".join(str(t) for s, t in edges if s == row) for row in range(num_nodes)]
+    return "\n".join([str(num_nodes), *rows, ""]).encode()
+
+
+def write(folder, form, edges, num_nodes):
+    """Write edges, which ascend, in a published form; return its path."""
+    source, target = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    matrix = scipy.sparse.csr_matrix((np.ones(len(edges)), (source, target)), (num_nodes, num_nodes))
+    if form == "folder":
+        np.save(folder / "indptr.npy", matrix.indptr)
+        np.save(folder / "indices.npy", matrix.indices)
+        return folder
+    if form in ("csr", "csc"):
+        scipy.sparse.save_npz(folder / "graph.npz", matrix.asformat(form))
+        return folder / "graph.npz"
+    if form == "webgraph":
+        (folder / "graph.graph-txt").write_bytes(webgraph(edges, num_nodes))
+        return folder / "graph.graph-txt"
+    (folder / "graph.graph-txt.gz").write_bytes(gzip.compress(webgraph(edges, num_nodes)))
+    return folder / "graph.graph-txt.gz"
+
+
+def same_topology(graph, edges, num_nodes):
+    expected = CSCGraph.from_edge_index(torch.tensor(edges).reshape(-1, 2).t(), num_nodes)
+    assert torch.equal(graph.indptr, expected.indptr)
+    for target in range(num_nodes):
+        ends = slice(*expected.indptr[target : target + 2].tolist())
+        assert graph.indices[ends].sort().values.tolist() == expected.indices[ends].sort().values.tolist()
+
+
+@settings(max_examples=10)
+@given(
+    st.integers(1, 8).flatmap(
+        lambda n: st.tuples(st.just(n), st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), min_size=1))
+    ),
+    st.sampled_from(["folder", "csr", "csc", "webgraph", "webgraph.gz"]),
+    st.integers(1, 4),
+)
+def test_matrices_and_webgraph(tmp_path_factory, drawn, form, block):
+    num_nodes, edges = drawn
+    folder = tmp_path_factory.mktemp("graph")
+    source = write(folder, form, sorted(edges), num_nodes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", block)
+        patch.setattr(module, "_TEXT", 4 * block)
+        counts = convert_tables(source, folder / "out", random_features=2)
+    assert counts == {"node": num_nodes, "node__to__node": len(edges)}
+    found = load_folder(folder / "out")
+    same_topology(found.graph, sorted(edges), num_nodes)
+    assert found.x.shape == (num_nodes, 2)
+    assert not (folder / "out.partial").exists()
+    assert not (folder / "out/id.npy").exists()  # a node's number is its name
+
+
+@pytest.mark.parametrize("form", ["folder", "webgraph.gz"])
+def test_both_directions_and_drawn_labels(tmp_path, form):
+    source = write(tmp_path, form, EDGES, NODES)
+    arguments = [f"source={source}", f"out={tmp_path / 'out'}", "undirected=true", "random_features=3"]
+    assert convert_command.main([*arguments, "random_labels=4"]) == 0
+    found = load_folder(tmp_path / "out")
+    same_topology(found.graph, to_undirected(torch.tensor(EDGES).t(), num_nodes=NODES).t().tolist(), NODES)
+    assert found.y.shape == (NODES,)
+    assert 0 <= int(found.y.min()) <= int(found.y.max()) < 4
+    assert not (found.train_mask & found.val_mask | found.train_mask & found.test_mask).any()
+
+
+def test_drawn_labels_have_tenths_as_splits(tmp_path):
+    source = write(tmp_path, "folder", [(0, 1)], 5000)
+    convert_tables(source, tmp_path / "out", random_features=1, random_labels=3)
+    found = load_folder(tmp_path / "out")
+    for split in ("train", "val", "test"):
+        assert 0.08 < float(found[f"{split}_mask"].float().mean()) < 0.12
+    assert found.y.unique().tolist() == [0, 1, 2]
+
+
+def ogb(root, arrays=False):
+    """Write a folder as OGB's; return features, labels and which split each node is in."""
+    raw, split = root / "raw", root / "split" / "time"
+    raw.mkdir(parents=True)
+    split.mkdir(parents=True)
+    x = np.arange(2 * NODES, dtype=np.float32).reshape(NODES, 2) / 4
+    y = np.array([3, 0, 1, 0, 2, 1])
+    parts = {"train": [0, 3], "valid": [5], "test": [1, 4]}
+
+    def table(path, rows):
+        lines = [",".join(map(str, row)) for row in rows]
+        path.write_bytes(gzip.compress("\n".join([*lines, ""]).encode()))
+
+    for name, ids in parts.items():
+        table(split / f"{name}.csv.gz", [[i] for i in ids])
+    if arrays:
+        np.savez(raw / "data.npz", edge_index=np.array(EDGES).T, node_feat=x, num_nodes_list=np.array([NODES]))
+        labels = y.astype(np.float32)
+        labels[2] = np.nan
+        np.savez(raw / "node-label.npz", node_label=labels[:, None])
+    else:
+        table(raw / "edge.csv.gz", EDGES)
+        table(raw / "node-feat.csv.gz", x)
+        table(raw / "node-label.csv.gz", y[:, None])
+        table(raw / "num-node-list.csv.gz", [[NODES]])
+    return x, y, parts
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("undirected", [False, True])
+def test_a_folder_of_ogb(tmp_path, arrays, undirected):
+    x, y, parts = ogb(tmp_path / "ogbn", arrays)
+    convert_tables(tmp_path / "ogbn", tmp_path / "out", undirected=undirected)
+    found = load_folder(tmp_path / "out")
+    edge_index = torch.tensor(EDGES).t()
+    edge_index = to_undirected(edge_index, num_nodes=NODES) if undirected else edge_index
+    same_topology(found.graph, edge_index.t().tolist(), NODES)
+    assert torch.equal(found.x, torch.from_numpy(x))
+    y[2] = -1 if arrays else y[2]
+    assert found.y.tolist() == y.tolist()
+    for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
+        assert found[f"{ours}_mask"].nonzero()[:, 0].tolist() == parts[theirs]
+
+
+def test_ones_own_nodes_for_a_published_topology(tmp_path):
+    source = write(tmp_path, "webgraph", EDGES, NODES)
+    nodes = tmp_path / "nodes.csv"
+    nodes.write_text("a,label\n" + "".join(f"{n},{n % 2}\n" for n in range(NODES)))
+    convert_tables(source, tmp_path / "out", nodes)
+    assert load_folder(tmp_path / "out").y.tolist() == [0, 1, 0, 1, 0, 1]
+    nodes.write_text("a,label\n1,0\n2,1\n3,0\n")
+    with pytest.raises(ValueError, match=r"nodes\.csv has 3 nodes, but .*graph-txt 6"):
+        convert_tables(source, tmp_path / "other", nodes)
+
+
+def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
+    source = write(tmp_path, "webgraph", EDGES, NODES)
+    monkeypatch.setattr(module, "_TEXT", 2)
+    real, calls = np.repeat, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(module.np, "repeat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_tables(source, tmp_path / "out", random_features=1)
+    told = []
+    convert_tables(source, tmp_path / "out", random_features=1, say=told.append)
+    assert told[0] == "going on with what an earlier run has left"
+    same_topology(load_folder(tmp_path / "out").graph, EDGES, NODES)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (b"six\n\n", "begins with b'six', not with the number of nodes"),
+        (b"3\n1 2\n0\n", "has lines for 2 nodes, but begins with 3; it is cut off or damaged"),
+        (b"2\n1\n0 x\n", "line 3 holds something else than numbers"),
+        (b"2\n1\n0 2\n", "the target of row 2, 2, is no node"),
+    ],
+)
+def test_damaged_text_is_named(tmp_path, damage, error):
+    path = tmp_path / "graph.graph-txt"
+    path.write_bytes(damage)
+    with pytest.raises(ValueError, match=error):
+        convert_tables(path, tmp_path / "out", random_features=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_files_are_named(tmp_path):
+    whole = write(tmp_path, "webgraph.gz", EDGES, NODES).read_bytes()
+    path = tmp_path / "cut.graph-txt.gz"
+    path.write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=r"cut\.graph-txt\.gz is damaged"):
+        convert_tables(path, tmp_path / "out", random_features=1)
+    path = write(tmp_path, "csr", EDGES, NODES)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"graph\.npz is damaged"):
+        convert_tables(path, tmp_path / "out", random_features=1)
+    np.savez(tmp_path / "other.npz", a=np.ones(3))
+    with pytest.raises(ValueError, match=r"other\.npz is no sparse matrix of SciPy: it holds a"):
+        convert_tables(tmp_path / "other.npz", tmp_path / "out")
+    scipy.sparse.save_npz(tmp_path / "coo.npz", scipy.sparse.coo_matrix(np.eye(3)))
+    with pytest.raises(ValueError, match=r"coo\.npz is no sparse matrix of SciPy: it holds row, col"):
+        convert_tables(tmp_path / "coo.npz", tmp_path / "out")
+    for indptr, error in (([0, 2, 1, 5], "indptr falls at row 1"), ([0, 2, 3, 4], "to the number of edges, 5")):
+        np.save(tmp_path / "indptr.npy", np.array(indptr))
+        np.save(tmp_path / "indices.npy", np.arange(5) % 3)
+        with pytest.raises(ValueError, match=error):
+            convert_tables(tmp_path, tmp_path / "out", random_features=1)
+    with pytest.raises(FileNotFoundError, match=r"holds neither indptr\.npy and indices\.npy, nor OGB's"):
+        convert_tables((tmp_path / "empty").mkdir() or tmp_path / "empty", tmp_path / "out")
+
+
+def test_damaged_folders_of_ogb_are_named(tmp_path):
+    ogb(tmp_path / "ogbn")
+    raw = tmp_path / "ogbn/raw"
+    features = (raw / "node-feat.csv.gz").read_bytes()
+    (raw / "node-feat.csv.gz").write_bytes(gzip.compress(b"1,2\n3,4\n"))
+    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz has 2 rows, but there are 6 nodes"):
+        convert_tables(raw, tmp_path / "out")
+    (raw / "node-feat.csv.gz").write_bytes(features[:-20])
+    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz cannot be read"):
+        convert_tables(raw, tmp_path / "out")
+    (raw / "node-feat.csv.gz").write_bytes(features)
+    (raw / "node-label.csv.gz").write_bytes(gzip.compress(b"1\n2\n"))
+    with pytest.raises(ValueError, match=r"node-label\.csv\.gz has 2 rows, but .*node-feat\.csv\.gz has 6"):
+        convert_tables(raw, tmp_path / "out")
