@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 
+from benchmarks.disk import optimum
 from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
 from lightning_gnn.graph.folder import load_folder, save_folder
@@ -271,19 +272,35 @@ def test_a_slow_disk_changes_nothing(folder, monkeypatch):
         assert_same(batch, expected)
 
 
-def test_the_window_grows_from_a_few_and_keeps_to_its_bytes():
+def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
     class One:
         num_bytes = 10
 
-    for most, size, longest in ((0, None, 1), (5, None, 6), (100, 70, 8), (100, 5, 1)):
+    first = look_ahead._AT_FIRST + 1
+    for most, size, longest, count in (
+        (0, None, 1, 30),
+        (5, None, 6, 30),
+        (100, 70, 8, 30),
+        (100, 5, 1, 30),
+        (first + 20, None, first + 21, 4 * first),
+    ):
         ahead, seen = 0, []
-        for _, new in look_ahead._window([One() for _ in range(30)], most, size):
+        for _, new in look_ahead._window([One() for _ in range(count)], most, size):
             ahead += len(new)
             seen.append(ahead)
             ahead -= 1
-        assert len(seen) == 30
+        assert len(seen) == count
         assert max(seen) == longest
-        assert seen[0] <= 5
+        assert seen[0] == min(longest, first)
+
+
+def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
+    loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.rows").train_dataloader()
+    file = table_of(loader).file
+    table = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
+    loader.tables["x"] = table
+    trace = [batch.n_id.numpy() for batch in loader]
+    assert table.counts.blocks <= 1.01 * optimum(trace, file, table.cache_rows)
 
 
 def test_collective_batches_from_disk(folder):
