@@ -27,6 +27,7 @@ _SETTINGS = """settings:
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        draw so many features where there are none
   random_labels=0          draw labels of so many classes, and splits, where there are no labels
+  rows=false               true: features as x.rows, for training with datamodule.memory=; or float16, bfloat16, int8
 Files are .csv, .tsv, .txt (also .gz and .zst), .parquet, .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands
 for several. source= may also be a matrix of SciPy (.npz), a folder with indptr.npy and indices.npy (a row holds the
 targets of a source), WebGraph's .graph-txt (also .gz), or a folder of OGB as ogbn_arxiv, with its nodes and split. What
@@ -43,6 +44,7 @@ class _Settings:
     undirected: bool = False
     random_features: int = 0
     random_labels: int = 0
+    rows: Any = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 counts = convert_tables(
                     chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                    chosen.random_features, chosen.random_labels, tell,
+                    chosen.random_features, chosen.random_labels, tell, chosen.rows,
                 )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -75,5 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in counts.items():
         print(f"{count:>15,}  {name}")
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
-    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: lgnn data=custom data.root={chosen.out}")
+    train = f"lgnn data=custom data.root={chosen.out}{' datamodule.memory=8GB' if chosen.rows else ''}"
+    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
     return 0

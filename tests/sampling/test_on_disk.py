@@ -1,17 +1,21 @@
 """DataModules whose features stay on disk: the mini-batches of memory, whatever is read when, and nothing left."""
 
 import gc
+import shutil
 import threading
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from benchmarks.disk import optimum
-from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn import CollectiveDataModule, FullGraphDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
 from lightning_gnn.graph.folder import load_folder, save_folder
+from lightning_gnn.graph.hetero_folder import save_hetero_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.sampling import look_ahead
@@ -133,6 +137,50 @@ def test_features_may_lie_in_the_store_alone(folder):
     assert torch.equal(batch.x, expected.x)
     assert module.batch_data.x.shape == x.shape
     assert module.batch_data.x[0].isnan().all(), "nobody takes it for features"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_folder_with_rows_in_place_of_an_array(folder, tmp_path, dtype, monkeypatch):
+    root = tmp_path / "graph"
+    shutil.copytree(folder, root)
+    write_rows(load_folder(folder).x, root / "x.rows", dtype)
+    (root / "x.npy").unlink()
+    in_memory, left_there = load_folder(root), load_folder(root, memory=MEMORY)
+    assert torch.equal(in_memory.x, DiskFeatures(root / "x.rows", "8MB").gather(torch.arange(NODES)))
+    assert left_there.x.isnan().all()
+    plain, disk = datamodule(in_memory), datamodule(left_there, num_workers=2, memory=MEMORY)
+    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
+        assert_same(batch, expected)
+    for refused in (lambda: datamodule(left_there), lambda: FullGraphDataModule(left_there)):
+        with pytest.raises(ValueError, match=r"data\.x lies in .*x\.rows alone: give the DataModule memory="):
+            refused()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ValueError, match=r"x\.rows takes .* of which 1 kB are free: leave it on disk with"):
+        load_folder(root)
+    monkeypatch.undo()
+    damaged = bytearray((root / "x.rows").read_bytes())
+    damaged[5000] ^= 1
+    (root / "x.rows").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"x\.rows is damaged: a checksum does not fit"):
+        load_folder(root)
+
+
+def test_a_typed_folder_with_rows_in_place_of_arrays(tmp_path):
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(900, 7), torch.randn(50, 3)
+    data["a", "to", "b"].edge_index = torch.stack([torch.randint(0, 900, (400,)), torch.randint(0, 50, (400,))])
+    save_hetero_folder(data, tmp_path / "graph")
+    for kind in ("a", "b"):
+        write_rows(data[kind].x, tmp_path / "graph/nodes" / kind / "x.rows")
+        (tmp_path / "graph/nodes" / kind / "x.npy").unlink()
+    in_memory, left_there = load_folder(tmp_path / "graph"), load_folder(tmp_path / "graph", memory="8MB")
+    assert all(torch.equal(in_memory[kind].x, data[kind].x) for kind in ("a", "b"))
+    seeds = {"input_train_nodes": ("b", torch.arange(50)), "batch_size": 20}
+    plain, disk = datamodule(in_memory, **seeds), datamodule(left_there, memory="8MB", **seeds)
+    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
+        assert_same(batch, expected)
+    with pytest.raises(ValueError, match=r"data\['a'\]\.x lies in .*x\.rows alone"):
+        datamodule(left_there, **seeds)
 
 
 class OwnSampler(NeighborSampler):
