@@ -111,11 +111,11 @@ class MiniBatchDataModule(ResumableDataModule):
         true_or_false(replace, "replace")
         true_or_false(disjoint, "disjoint")
         true_or_false(check_features, "check_features")
-        typed = isinstance(data, HeteroData)
+        typed, from_disk = isinstance(data, HeteroData), (on_disk or {}).get("memory") is not None
         if typed:
-            check_hetero_data(data, check_features)
+            check_hetero_data(data, check_features, from_disk=from_disk)
         else:
-            check_node_data(data, check_features)
+            check_node_data(data, check_features, from_disk=from_disk)
         if sampler is not None:
             ignored = {"num_neighbors": num_neighbors, "replace": replace, "disjoint": disjoint, **self._sampling}
             _check_sampler(sampler, self.kind, **ignored)

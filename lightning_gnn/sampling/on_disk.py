@@ -70,8 +70,7 @@ class OnDisk:
         for name, file in self.files.items():
             part = data if name == "x" else data[name[0]]
             if part.get("x") is None:
-                nothing = torch.full((1, 1), float("nan"), dtype=file.read_dtype)
-                part.x = nothing.expand(file.num_rows, file.num_columns)
+                part.x = file.stand_in()
         return data
 
     @property
