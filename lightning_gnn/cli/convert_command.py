@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 from rich.console import Console
 
 from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.cli.settings import parsed
 from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.report.console import say
 from lightning_gnn.runtime.byte_sizes import memory_bytes
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     try:
         with explained():
-            chosen = _parse(parser.parse_args(arguments).settings)
+            chosen = parsed(_Settings, parser.parse_args(arguments).settings, "lgnn convert")
             start = time.perf_counter()
             with console.status("") as status:
 
@@ -80,14 +80,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train = f"lgnn data=custom data.root={chosen.out}{' datamodule.memory=8GB' if chosen.rows else ''}"
     print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
     return 0
-
-
-def _parse(settings: Sequence[str]) -> Any:
-    try:
-        found = OmegaConf.merge(OmegaConf.structured(_Settings), OmegaConf.from_dotlist(list(settings)))
-        missing = sorted(map(str, OmegaConf.missing_keys(found)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{str(error).splitlines()[0]}; see lgnn convert --help") from None
-    if missing:
-        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn convert --help")
-    return OmegaConf.to_object(found)
