@@ -29,7 +29,7 @@ _SETTINGS = """settings:
   batches=20                 how many; 0 counts nothing
   check_features=true        look for NaN and infinity first
 Copy common/ and its own part-…/ to each machine, or all to a file system that they share. Train on it with
-PartitionedDataModule(FOLDER, …)"""
+PartitionedDataModule(FOLDER, …), or lgnn datamodule=partitioned datamodule.root=FOLDER"""
 
 
 @dataclass
