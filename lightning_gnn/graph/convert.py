@@ -99,7 +99,8 @@ def convert_tables(
     of_edges = edges.values() if form is None else form.files
     files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
     drawn = random_features, random_labels
-    of = [3, sorted(map(str, edges.items())), sorted(map(str, tables.items())), undirected, *drawn, rows, files]
+    given = [sorted((str(kind), str(path)) for kind, path in names.items()) for names in (edges, tables)]
+    of = [3, *given, undirected, *drawn, rows, files]
     database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of)
     if not database.resumed:
         shutil.rmtree(folder / "graph", ignore_errors=True)
