@@ -42,8 +42,8 @@ def check_config(cfg: DictConfig) -> None:
         FileNotFoundError: There is no checkpoint at ``ckpt_path``.
         ModuleNotFoundError: The package of the format of predictions is missing.
         RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode, format or task, no checkpoint to evaluate, or a model whose depth does not fit the
-            fanouts.
+        ValueError: An unknown mode, format or task, no checkpoint to evaluate, a graph in parts for what takes none, or
+            a model whose depth does not fit the fanouts.
     """
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -68,6 +68,7 @@ def check_config(cfg: DictConfig) -> None:
         value = cfg[name]
         if not (fits(value, int) and least <= value <= most) and (value is not None or not more):
             raise ValueError(f"{name}={shown(value)} must be a whole number from {least} to {most}{more}")
+    _partitioned(cfg)
     check_arguments_of(cfg)
     fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
     depth = OmegaConf.select(cfg, "model.num_layers")
@@ -168,13 +169,34 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     """Build what predicts classes, labels or numbers of nodes."""
     target = _target(cfg, data)
     num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
-    datamodule = build(cfg.datamodule, "datamodule", data=data)
+    if _partitioned(cfg):
+        node = cfg.datamodule.copy()
+        node.root = to_absolute_path(node.root)
+        datamodule = build(node, "datamodule")
+    else:
+        datamodule = build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError(
             "datamodule=link (persistent_link) makes batches of edges; use datamodule=neighbor or full, or task=link"
         )
     sizes = {} if cfg.task.name == "regression" else {"num_classes": num_outputs}
     return datamodule, _module(cfg, data, num_outputs, target=target, **sizes)
+
+
+def _partitioned(cfg: DictConfig) -> bool:
+    """Whether the graph comes in parts.
+
+    Raises:
+        ValueError: The graph and the DataModule do not go together.
+    """
+    parts = str(cfg.datamodule.get("_target_")).endswith("PartitionedDataModule")
+    if parts != str(cfg.data.get("_target_")).endswith("whole.outline"):
+        raise ValueError(
+            "datamodule=partitioned trains on the graph of datamodule.root, and no other: leave data= out"
+            if parts
+            else "data=partitioned is the graph of datamodule=partitioned, and of no other"
+        )
+    return parts
 
 
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 from rich.console import Console
 
 from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.cli.settings import parsed
 from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.report.console import say
 from lightning_gnn.runtime.byte_sizes import memory_bytes
@@ -27,6 +27,7 @@ _SETTINGS = """settings:
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        draw so many features where there are none
   random_labels=0          draw labels of so many classes, and splits, where there are no labels
+  rows=false               true: features as x.rows, for training with datamodule.memory=; or float16, bfloat16, int8
 Files are .csv, .tsv, .txt (also .gz and .zst), .parquet, .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands
 for several. source= may also be a matrix of SciPy (.npz), a folder with indptr.npy and indices.npy (a row holds the
 targets of a source), WebGraph's .graph-txt (also .gz), or a folder of OGB as ogbn_arxiv, with its nodes and split. What
@@ -43,6 +44,7 @@ class _Settings:
     undirected: bool = False
     random_features: int = 0
     random_labels: int = 0
+    rows: Any = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     try:
         with explained():
-            chosen = _parse(parser.parse_args(arguments).settings)
+            chosen = parsed(_Settings, parser.parse_args(arguments).settings, "lgnn convert")
             start = time.perf_counter()
             with console.status("") as status:
 
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 counts = convert_tables(
                     chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                    chosen.random_features, chosen.random_labels, tell,
+                    chosen.random_features, chosen.random_labels, tell, chosen.rows,
                 )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -75,16 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in counts.items():
         print(f"{count:>15,}  {name}")
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
-    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: lgnn data=custom data.root={chosen.out}")
+    train = f"lgnn data=custom data.root={chosen.out}{' datamodule.memory=8GB' if chosen.rows else ''}"
+    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
     return 0
-
-
-def _parse(settings: Sequence[str]) -> Any:
-    try:
-        found = OmegaConf.merge(OmegaConf.structured(_Settings), OmegaConf.from_dotlist(list(settings)))
-        missing = sorted(map(str, OmegaConf.missing_keys(found)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{str(error).splitlines()[0]}; see lgnn convert --help") from None
-    if missing:
-        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn convert --help")
-    return OmegaConf.to_object(found)

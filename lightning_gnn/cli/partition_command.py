@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_module
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 from rich.console import Console
 
 from lightning_gnn.cli.assemble import build_data
 from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.cli.settings import parsed
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 from lightning_gnn.report.console import say
 
@@ -30,7 +29,7 @@ _SETTINGS = """settings:
   batches=20                 how many; 0 counts nothing
   check_features=true        look for NaN and infinity first
 Copy common/ and its own part-…/ to each machine, or all to a file system that they share. Train on it with
-PartitionedDataModule(FOLDER, …)"""
+PartitionedDataModule(FOLDER, …), or lgnn datamodule=partitioned datamodule.root=FOLDER"""
 
 
 @dataclass
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with explained():
             settings = parser.parse_args(arguments).settings
             of_data = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] == "data"]
-            chosen = _parse([item for item in settings if item not in of_data])
+            chosen = parsed(_Settings, [item for item in settings if item not in of_data], "lgnn partition")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
                 data = build_data(compose("train", overrides=of_data))
             start = time.perf_counter()
@@ -92,14 +91,3 @@ def _lines(summary: Summary) -> list[str]:
     if summary.rows is not None:
         lines.append(f"a mini-batch has {summary.rows:,.0f} nodes on average")
     return lines
-
-
-def _parse(settings: Sequence[str]) -> Any:
-    try:
-        found = OmegaConf.merge(OmegaConf.structured(_Settings), OmegaConf.from_dotlist(list(settings)))
-        missing = sorted(map(str, OmegaConf.missing_keys(found)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{str(error).splitlines()[0]}; see lgnn partition --help") from None
-    if missing:
-        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see lgnn partition --help")
-    return OmegaConf.to_object(found)

@@ -187,9 +187,13 @@ def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> d
     for item in overrides:
         if item.is_add():
             _remove(config, str(item.key_or_group))
-    root = config.get("data", {}).get("root") if isinstance(config.get("data"), DictConfig) else None
-    if isinstance(root, str) and saved.cwd and (there := Path(saved.cwd) / root).exists():
-        config.data.root = root if Path(saved.cwd) == Path.cwd() else str(there)
+    for key in ("data", "datamodule"):
+        node = config.get(key)
+        if not isinstance(node, DictConfig) or OmegaConf.is_interpolation(node, "root"):
+            continue
+        root = node.get("root")
+        if isinstance(root, str) and saved.cwd and (there := Path(saved.cwd) / root).exists():
+            node.root = root if Path(saved.cwd) == Path.cwd() else str(there)
     pruned: Any = OmegaConf.to_container(config, resolve=False)
     return dict(pruned)
 

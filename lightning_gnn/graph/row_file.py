@@ -13,11 +13,13 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import check_file, load_array, new_file, read_in_order
-from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable, check_finite_rows
+from lightning_gnn.graph.features import FEATURE_DTYPES, STANDS_FOR, FeatureTable, check_finite_rows, file_of
+from lightning_gnn.runtime.byte_sizes import shown
 from lightning_gnn.runtime.files import read_json
 from lightning_gnn.runtime.mapped_files import MappedFiles
 
@@ -25,9 +27,10 @@ BLOCK_BYTES = 4096
 """What a disk reads at least, and where direct reads begin and end."""
 VERSION = 1
 _MAGIC = "lightning-gnn rows"
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+ROW_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4
 _WRITTEN_AT_ONCE = 1 << 14
+_READ_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class RowFile:
         if about.get("version") != VERSION:
             raise ValueError(f"{path} has version {about.get('version')!r} of the format, but {VERSION} is read here")
         try:
-            dtype, rows, columns = _DTYPES[about["dtype"]], int(about["rows"]), int(about["columns"])
+            dtype, rows, columns = ROW_DTYPES[about["dtype"]], int(about["rows"]), int(about["columns"])
             made = _layout(str(path), dtype, rows, columns, bool(about["checksums"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: its head is damaged ({error!r}); write it again") from error
@@ -120,11 +123,14 @@ class RowFile:
 
     @classmethod
     def behind(cls, values: Tensor) -> RowFile | None:
-        """Return the file that a memory-mapped table shows, or None if it lies in memory.
+        """Return the file that a memory-mapped table shows, or that a table stands for; None if it lies in memory.
 
         Args:
             values: float32, float16 or bfloat16 ``[num_nodes, num_features]``.
         """
+        stands_for: RowFile | None = file_of(values)
+        if stands_for is not None:
+            return stands_for
         if values.dtype not in FEATURE_DTYPES or values.dim() != 2 or not values.is_contiguous():
             return None
         if (part := MappedFiles().find(values)) is None:
@@ -132,6 +138,49 @@ class RowFile:
         offset = part.offset + values.storage_offset() * values.element_size()
         rows, columns = (int(length) for length in values.shape)
         return cls(part.path, values.dtype, rows, columns, int(offset), 1, columns * values.element_size())
+
+    def stand_in(self) -> Tensor:
+        """Return NaN ``[num_rows, num_columns]`` that takes no memory, and by which :meth:`behind` finds this file."""
+        values = torch.full((1, 1), float("nan"), dtype=self.read_dtype).expand(self.num_rows, self.num_columns)
+        setattr(values, STANDS_FOR, self)
+        return values
+
+    def read(self) -> Tensor:
+        """Return all rows, read into memory and compared with their checksums where there are any.
+
+        Returns:
+            ``[num_rows, num_columns]`` of ``read_dtype``.
+
+        Raises:
+            ValueError: It is damaged, or there is less memory free than it takes.
+        """
+        nbytes = self.num_rows * self.num_columns * self.read_dtype.itemsize
+        if nbytes > (free := psutil.virtual_memory().available):
+            raise ValueError(
+                f"{self.path} takes {shown(nbytes)} in memory, of which {shown(free)} are free: leave it on disk with "
+                "the DataModule's memory=, such as datamodule.memory=8GB (and load_folder(…, memory='8GB'))"
+            )
+        out = torch.empty((self.num_rows, self.num_columns), dtype=self.read_dtype)
+        sums = self.read_checksums() if self.checksums_at else None
+        per, width = self.rows_per_group, self.row_bytes
+        step = max(1, _READ_AT_ONCE // self.group_bytes)
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            for first in range(0, -(-self.num_rows // per), step):
+                part = out[first * per : (first + step) * per]
+                groups = np.fromfile(file, np.uint8, -(-part.size(0) // per) * self.group_bytes)
+                if sums is not None:
+                    blocks = self.group_bytes // BLOCK_BYTES
+                    expected = sums[first * blocks : first * blocks + groups.size // BLOCK_BYTES]
+                    if not np.array_equal(block_sums(groups.view(np.uint64), BLOCK_BYTES // 8), expected):
+                        raise ValueError(f"{self.path} is damaged: a checksum does not fit; write it again")
+                rows = groups.reshape(-1, self.group_bytes)[:, : per * width].reshape(-1, width)[: part.size(0)]
+                if self.dtype == torch.int8:
+                    scales = torch.from_numpy(rows[:, :_SCALE_BYTES].copy().view(np.float32))
+                    torch.mul(torch.from_numpy(rows[:, _SCALE_BYTES:].view(np.int8)), scales, out=part)
+                else:
+                    part.view(torch.uint8).copy_(torch.from_numpy(rows))
+        return out
 
     def read_checksums(self) -> npt.NDArray[np.uint32]:
         """Return the checksum of each block of rows, uint32 ``[num_blocks]``.
@@ -174,14 +223,14 @@ def write_rows(
     """
     path = Path(path)
     table = values if isinstance(values, FeatureTable) else FeatureTable(values)
-    kept = table.values.dtype if dtype is None else _DTYPES.get(str(dtype).removeprefix("torch."))
+    kept = table.values.dtype if dtype is None else ROW_DTYPES.get(str(dtype).removeprefix("torch."))
     if kept is None or (table.scales is not None and kept != torch.int8):
-        raise TypeError(f"features cannot be kept as {dtype!r}; use one of {', '.join(_DTYPES)}")
+        raise TypeError(f"features cannot be kept as {dtype!r}; use one of {', '.join(ROW_DTYPES)}")
     if path.suffix == ".npy":
         raise ValueError(f"{path}: give another suffix, such as .rows, as it will be no .npy file")
     made = _layout(str(path), kept, table.num_nodes, table.num_features, checksums)
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = next(name for name, each in _DTYPES.items() if each == kept)
+    name = next(name for name, each in ROW_DTYPES.items() if each == kept)
     about = {"format": _MAGIC, "version": VERSION, "dtype": name, "rows": made.num_rows, "columns": made.num_columns}
     head = json.dumps({**about, "checksums": checksums}).encode()
     sums = []
@@ -195,6 +244,23 @@ def write_rows(
         for each in sums:
             file.write(each.data)
     return made
+
+
+def load_rows(instead_of: Path, memory: int | str | None) -> Tensor | None:
+    """Return what ``x.rows`` beside an ``x.npy`` that is not there holds, or what stands for it; None: there is none.
+
+    Args:
+        instead_of: The ``.npy`` file.
+        memory: That of the DataModule which is to read it from disk; None: it is read into memory here.
+
+    Raises:
+        ValueError: It is damaged, or there is less memory free than it takes.
+    """
+    path = instead_of.with_suffix(".rows")
+    if os.path.lexists(instead_of) or not os.path.lexists(path):
+        return None
+    file = RowFile.open(path)
+    return file.read() if memory is None else file.stand_in()
 
 
 def _layout(path: str, dtype: torch.dtype, rows: int, columns: int, checksums: bool) -> RowFile:

@@ -54,7 +54,7 @@ class _OnParts(MiniBatchDataModule):
 
     def __init__(
         self,
-        partition: str | Path,
+        root: str | Path,
         *args: Any,
         topology: str = "parts",
         order: str = "global",
@@ -77,7 +77,7 @@ class _OnParts(MiniBatchDataModule):
         if true_or_false(elastic, "elastic") and order != "global":
             raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
         self._elastic = Elastic() if elastic else None
-        self.partition = Partition(partition)
+        self.partition = Partition(root)
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()
@@ -290,7 +290,7 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
     rank has several; with more ranks than parts, several have the same.
 
     Args:
-        partition: The folder.
+        root: The folder.
         *args: Seeds for training, validation, testing and prediction, as for
             :class:`~lightning_gnn.NeighborDataModule`, by the ids of the whole graph; by default those of its masks.
         topology: ``"parts"``: each rank has the in-edges of its nodes, and hops ask the others; ``"whole"``: each has
@@ -348,7 +348,7 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
     """A :class:`~lightning_gnn.LinkDataModule` over a graph that ``lgnn partition`` has cut into parts.
 
     Args:
-        partition: As for :class:`PartitionedDataModule`, as what is not named here.
+        root: As for :class:`PartitionedDataModule`, as what is not named here.
         *args: Edges to train on, validate, test and score, by the ids of the whole graph; training edges must be given.
         order: ``"local"``: each rank trains on the edges into the nodes of its part.
         **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.

@@ -30,10 +30,11 @@ from lightning_gnn.runtime.manifest import DamagedEntry, Manifest
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import topology_of
 
-FORMAT = 1
+FORMAT = 2
 SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred": ("pred",)}
 """Names of the masks of each stage."""
 _BLOCK = 1 << 16
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _TOPOLOGY = ("edge_index", "adj_t", "graph", "num_nodes")
 
 
@@ -46,12 +47,14 @@ class Kind:
         count: How many there are.
         attributes: Dtype and shape of each attribute that is split by rows.
         per_part: How many each part has.
+        largest: The largest value of each attribute that holds one whole number per row, such as a class.
     """
 
     name: Any
     count: int
     attributes: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     per_part: list[int] = field(default_factory=list)
+    largest: dict[str, int] = field(default_factory=dict)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of an attribute."""
@@ -107,9 +110,9 @@ def write_partition(
         owners.append(owner.astype(np.int16 if parts > 128 else np.int8))
     rows, rest = rows_of(data)
     described = {
-        "nodes": [Kind(name, size, *_described(rows.get(name, {}), "node")) for name, size in sizes.items()],
+        "nodes": [_described(name, size, rows.get(name, {}).get("node", {})) for name, size in sizes.items()],
         "edges": [
-            Kind(name, part.num_edges, *_described(rows.get(name, {}), "edge")) for name, part in relations.items()
+            _described(name, part.num_edges, rows.get(name, {}).get("edge", {})) for name, part in relations.items()
         ],
     }
     identity = uuid.uuid4().hex
@@ -180,9 +183,10 @@ def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[An
     return rows, rest
 
 
-def _described(rows: Mapping[str, Mapping[str, Tensor]], kind: str) -> tuple[dict[str, tuple[str, list[int]]]]:
-    found = rows.get(kind, {})
-    return ({key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in found.items()},)
+def _described(name: Any, count: int, rows: Mapping[str, Tensor]) -> Kind:
+    attributes = {key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in rows.items()}
+    whole = {key: value for key, value in rows.items() if value.dtype in _WHOLE and value.dim() == 1 and value.numel()}
+    return Kind(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
 
 
 def _split(store: Any, stage: str) -> Tensor | None:
@@ -262,8 +266,8 @@ class Partition:
         self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
-            [Kind(tuple(kind["name"]) if isinstance(kind["name"], list) else kind["name"],
-                  kind["count"], kind["attributes"], kind["per_part"]) for kind in about[key]]
+            [Kind(**{**kind, "name": tuple(kind["name"]) if isinstance(kind["name"], list) else kind["name"]})
+             for kind in about[key]]
             for key in ("nodes", "edges")
         )  # fmt: skip
         self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]

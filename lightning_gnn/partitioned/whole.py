@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,30 @@ def without_rows(partition: Partition) -> Data | HeteroData:
         store.edge_index = torch.zeros((2, 1), dtype=torch.int64).expand(2, kind.count)
     for key, value in partition.rest.get("", {}).items():
         data[key] = value
+    return data
+
+
+def outline(root: str | Path) -> Data | HeteroData:
+    """Return what a model must know of a partitioned graph: its types, sizes and features, and how many classes it has.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        A graph as :func:`without_rows` makes it, but each whole number of a node (such as a class ``y``) is the largest
+        that there is.
+
+    Raises:
+        FileNotFoundError: There is no partitioned graph.
+        ValueError: It is damaged, or another release wrote it.
+    """
+    partition = Partition(root)
+    data: Any = without_rows(partition)
+    for kind in partition.nodes:
+        for key, largest in kind.largest.items():
+            (data if kind.name is None else data[kind.name])[key] = torch.full(
+                (), largest, dtype=kind.dtype(key)
+            ).expand(kind.shape(key))
     return data
 
 

@@ -2,7 +2,7 @@
 
 All of them compete for the same bytes. What is read from host memory costs the bytes that cross the bus, as counted in
 mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a node a table may be on
-each of them, dealt out to them, or in host memory.
+each of them, dealt out to them, or in host memory. What of a table is on disk is read into host memory first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Part:
         kept: Entries of ``hot`` that are cached there anyway, int64 ``[n]``, and no others; in ``pinned_bytes``.
         shard_bytes: What of it each GPU of the node has where it is dealt out to them; None: it cannot be.
         gpus: How many these are.
+        host_bytes: What it takes of host memory where it does not lie on a device.
+        disk_bytes: What of it lies on disk then; 0: it is in host memory as a whole.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Part:
     kept: Tensor | None = None
     shard_bytes: int | None = None
     gpus: int = 1
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     def bytes_at(self, place: str) -> int:
         """Return what it takes on each device, its cache left out."""
@@ -71,11 +75,14 @@ class Placed:
 
     Args:
         name: Its name.
-        place: ``"device"``, ``"shard"`` or ``"pinned"``.
+        place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"disk"``.
         nbytes: What it takes on each device, its cache left out.
-        nodes: Whose rows or lists the device holds of what is pinned, int64 ``[n]``, the most beneficial first.
+        nodes: Whose rows or lists the device holds of what is pinned or on disk, int64 ``[n]``, the most beneficial
+            first.
         cache_bytes: What these take, their lookup table included.
         gpus: To how many it is dealt out, where it is.
+        host_bytes: What it takes of host memory.
+        disk_bytes: What of it lies on disk.
     """
 
     name: str
@@ -84,10 +91,17 @@ class Placed:
     nodes: Tensor = _NONE
     cache_bytes: int = 0
     gpus: int = 1
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the device reads it by way of the host."""
+        return self.place in ("pinned", "disk")
 
     def served(self, part: Part) -> float:
         """Return what of the cost of some reads is saved."""
-        if self.place != "pinned":
+        if not self.by_host:
             return part.saved_at(self.place)
         if part.hot is None or not self.nodes.numel():
             return 0.0
@@ -137,6 +151,7 @@ class Placement:
                 "place": part.place,
                 "device_bytes": part.nbytes + part.cache_bytes,
                 "cached": part.nodes.numel(),
+                **({"host_bytes": part.host_bytes, "disk_bytes": part.disk_bytes} if part.place == "disk" else {}),
             }
             for part in self.parts
         }
@@ -147,7 +162,12 @@ class Placement:
         said = []
         for part in self.parts:
             there = shown(part.nbytes + part.cache_bytes)
-            where = {"pinned": " of it, the rest in host memory", "shard": f" of it on each of {part.gpus} GPUs"}
+            where = {
+                "pinned": " of it, the rest in host memory",
+                "shard": f" of it on each of {part.gpus} GPUs",
+                "disk": f" of it, the rest of {shown(part.disk_bytes)} on disk, with {shown(part.host_bytes)} of "
+                "host memory",
+            }
             said.append(f"{part.name} {there}{where.get(part.place, '')}")
         said.append(f"mini-batches {shown(self.buffers)}")
         said += [f"other attributes {shown(self.fixed)}"] if self.fixed else []
@@ -218,7 +238,7 @@ def place_parts(
             placed.append(Placed(part.name, places[number], part.bytes_at(places[number]), gpus=part.gpus))
         elif number in hot:
             at = hot.index(number)
-            placed.append(Placed(part.name, "pinned", part.pinned_bytes, caches.nodes[at], caches.nbytes[at]))
+            placed.append(replace(_pinned(part)[0], nodes=caches.nodes[at], cache_bytes=caches.nbytes[at]))
         else:
             placed.append(_pinned(part)[0])
     plan = Placement(memory, tuple(placed), fixed, buffers)
@@ -226,8 +246,11 @@ def place_parts(
 
 
 def _pinned(part: Part) -> tuple[Placed, Part]:
-    """Return a part in host memory, without a cache but of what is kept anyway."""
-    return Placed(part.name, "pinned", part.pinned_bytes, _NONE if part.kept is None else part.kept), part
+    """Return a part in host memory or on disk, without a cache but of what is kept anyway."""
+    kept = _NONE if part.kept is None else part.kept
+    place = "disk" if part.disk_bytes else "pinned"
+    placed = Placed(part.name, place, part.pinned_bytes, kept, host_bytes=part.host_bytes, disk_bytes=part.disk_bytes)
+    return placed, part
 
 
 def _hot(part: Part) -> Cacheable:

@@ -24,7 +24,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
             the run, which read them from each other; where they cannot, the processes send them, mini-batch by
             mini-batch in step. ``"auto"`` takes it only where they can.
         features: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"`` for the features, of any graph; other attributes
-            of nodes and edges always lie on the device.
+            of nodes and edges always lie on the device. With ``memory=``, ``"pinned"`` leaves ``x`` on disk, and so
+            does ``"auto"`` where it has no room on the device; caches are then in front of the disk.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and hot adjacency
             lists, or ``"auto"``, whatever the plan leaves. Mini-batches are sampled first to count what is read, until

@@ -14,9 +14,11 @@ from torch_geometric.sampler.base import SubgraphType
 
 from lightning_gnn.graph.cache import SECTOR_BYTES, Cacheable, hottest_of_types, row_cost
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.access_counts import Reads
 from lightning_gnn.persistent.budget import Part, Placement, place_parts
+from lightning_gnn.persistent.disk_rows import read_cost
 from lightning_gnn.persistent.shards import LIST_SHIFT, ROW_SHIFT, Dealt
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
@@ -40,7 +42,7 @@ class Demand:
 
     Args:
         sampler: On the CPU, of the training mini-batches.
-        tables: Matrices of node and edge features.
+        tables: Matrices of node and edge features, in host memory or on disk.
         others: Further attributes, which are always on the device.
         of_edges: Which of the attributes are those of edges.
         by_row: Which of ``others`` mini-batches have rows of.
@@ -56,7 +58,7 @@ class Demand:
     """
 
     sampler: NeighborSampler
-    tables: Mapping[At, FeatureTable]
+    tables: Mapping[At, FeatureTable | DiskFeatures]
     others: Mapping[At, Tensor]
     of_edges: Collection[At]
     by_row: Collection[At]
@@ -85,7 +87,7 @@ class Demand:
         """
         seen = read(range(1))
         plan = self._plan(memory, seen)
-        if all(part.place != "pinned" for part in plan.parts):
+        if not any(part.by_host for part in plan.parts):
             return plan
         if seen.num_batches and any(seen.rows[name].any() for name in seen.rows):
             seen, rate = seen + read(range(1, _FIRST)), -1.0
@@ -151,10 +153,16 @@ class Demand:
             return Part(
                 name, total, self.features, float(row_cost(width) * reads.edges[at[0]]), 0, None, None, dealt, self.gpus
             )
-        counts = _array(reads.rows[at[0]])
+        counts, cost = _array(reads.rows[at[0]]), float(row_cost(width))
+        if isinstance(table, DiskFeatures):
+            cost += read_cost(table)
         sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
-        hot = Cacheable(counts, sizes, row_cost(width), lookup) if self._caches or self.cache_rows else None
-        part = Part(name, total, self.features, float(counts.sum() * row_cost(width)), 0, hot, None, dealt, self.gpus)
+        hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.cache_rows else None
+        part = Part(name, total, self.features, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
+        if isinstance(table, DiskFeatures):
+            place = "auto" if self.features == "shard" else self.features
+            size = table.num_nodes * table.row_bytes
+            part = replace(part, place=place, shard_bytes=None, host_bytes=table.num_bytes, disk_bytes=size)
         if self.cache_rows:
             kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
             part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
@@ -211,6 +219,8 @@ class Demand:
     def _row_bytes(self, at: At) -> tuple[int, int]:
         """Return the bytes of a stored row, and of its scale."""
         table = self.tables[at]
+        if isinstance(table, DiskFeatures):
+            return table.num_features * table.dtype.itemsize, 0
         if table.scales is not None or (self.quantize and at[1] == "x"):
             return table.num_features, 4
         return table.row_bytes, 0

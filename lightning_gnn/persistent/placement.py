@@ -17,8 +17,9 @@ from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, pinned
 from lightning_gnn.persistent.access_counts import Reads, count_reads
-from lightning_gnn.persistent.budget import Placement
+from lightning_gnn.persistent.budget import Placed, Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
+from lightning_gnn.persistent.disk_rows import HotDiskRows, hot_rows, rows_on
 from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
@@ -100,7 +101,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
+        self._tables: dict[Any, FeatureTable | ShardedTable | HotDiskRows] = {}
         self._samplers: dict[str, Any] = {}
         self._node: Node | None = None
         if topology == "shard":
@@ -198,18 +199,20 @@ class PlacedOnGPU(MiniBatchDataModule):
         dealt = plan is not None and any(part.place == "shard" for part in plan.parts)
         return node.exchange if dealt and node is not None else None
 
-    def _demand(self, gpus: int = 1) -> Demand:
+    def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
         """Return what of the graph and of mini-batches wants to be on the device."""
-        data = self.batch_data
-        tables, others = {}, {}
+        data, on_disk = self.batch_data, self._disk_tables(stage)
+        tables: dict[Any, FeatureTable | DiskFeatures] = {}
+        others = {}
         of_rows = [(name, key) for name, store in stores_of(data) for key in store if of_nodes(store, key)]
         edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}
         for name, store in stores_of(data):
             for key in store:
                 value = _as_tensor(store[key])
                 # What is trained stays the user's own tensor; so do attributes that are no numbers.
-                if self._disk is not None and name_of(store, key) in self._disk.files:
-                    continue  # a GPU fetches its rows by way of the host
+                if name_of(store, key) in on_disk:
+                    tables[name, key] = on_disk[name_of(store, key)]
+                    continue
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
                 at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
@@ -246,7 +249,7 @@ class PlacedOnGPU(MiniBatchDataModule):
     def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to where they are read."""
         self._node = node = self._meet(device)
-        demand = self._demand(1 if node is None else node.size)
+        demand = self._demand(1 if node is None else node.size, stage)
         memory = self._memory(device)
         if node is None:
             plan = demand.plan(memory, self._count_reads)
@@ -256,9 +259,12 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._placement = plan
         self._bulk = demand.bulk_size(memory)
         rank_zero_info(f"persistent sampling: {plan}")
-        self._placed_data, self._tables = copy.copy(self.batch_data), dict(self._disk_tables(stage))
+        self._placed_data, self._tables = copy.copy(self.batch_data), {}
         for at, table in demand.tables.items():
-            name = demand.name_of(at)
+            name, attribute = demand.name_of(at), at[1] if at[0] is None else at
+            if isinstance(table, DiskFeatures):
+                self._tables[attribute] = _placed_rows(table, plan[name], device)
+                continue
             if self.quantize and at[1] == "x":
                 table = table.quantized()
             placed: FeatureTable | ShardedTable
@@ -271,7 +277,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             else:
                 read = pinned(table, table.num_nodes * table.row_bytes, device, name)
                 placed = read.cached(plan[name].nodes, device) if plan[name].nodes.numel() else read
-            self._tables[at[1] if at[0] is None else at] = placed
+            self._tables[attribute] = placed
         for (kind, key), value in demand.others.items():
             part = self._placed_data if kind is None else self._placed_data[kind]
             part[key] = value.to(device)
@@ -289,6 +295,13 @@ class PlacedOnGPU(MiniBatchDataModule):
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
+
+
+def _placed_rows(disk: DiskFeatures, placed: Placed, device: torch.device) -> FeatureTable | HotDiskRows:
+    """Return rows of a file where a plan has them: all on the device, or the hot ones."""
+    if placed.place == "device":
+        return FeatureTable(rows_on(disk, torch.arange(disk.num_nodes), device))
+    return HotDiskRows(disk, hot_rows(disk, placed.nodes, device) if placed.nodes.numel() else None)
 
 
 def _as_tensor(value: Any) -> Any:

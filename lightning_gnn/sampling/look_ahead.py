@@ -15,8 +15,9 @@ from torch import Tensor
 from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.runtime.pipeline import OrderedPipeline
 
-_AT_FIRST = 4
-"""Mini-batches that are sampled before the first one is read; then two for each one, until the window is full."""
+_AT_FIRST = 64
+"""Mini-batches that are sampled before the first one is read, at most: what is read by then knows little of what comes,
+and training waits for it. Then two for each one, until the window is full."""
 _NODE_BYTES, _EDGE_BYTES = 32, 24
 """Of a mini-batch that waits, with what the window notes of its nodes."""
 _NO_NODES = torch.empty(0, dtype=torch.int64)

@@ -9,13 +9,16 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from torch_geometric.data import Data
 
 from lightning_gnn.cli.plan import _Profiling
 from lightning_gnn.cli.train import _plan
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.report import NAMES, complete, given_numbers, save_numbers, stages
@@ -67,6 +70,22 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     assert "What lies where" in (tmp_path / "plan.html").read_text()
     assert plan(tmp_path / "small", *memory, "datamodule.device_memory=1kB") == 2
     assert "are wanted on a device with 1 kB free" in capfd.readouterr().err
+
+
+def test_a_disk_is_in_the_plan_for_a_gpu(tmp_path, capfd):
+    places = torch.randint(0, 4000, (2, 20_000), generator=torch.Generator().manual_seed(0))
+    data = Data(x=torch.randn(4000, 100), edge_index=places, y=torch.arange(4000) % 3, train_idx=torch.arange(900))
+    save_folder(data, tmp_path / "graph")
+    base = ["data=custom", f"data.root={tmp_path / 'graph'}", *(item for item in NODE if "data." not in item)]
+    memory = ["datamodule=persistent", "datamodule.memory=8MB", "datamodule.device_memory=6MB", "datamodule.bulk=1"]
+    assert plan(tmp_path, *memory, "datamodule.features=pinned", "datamodule.cache_bytes=100kB", base=base) == 0
+    out = capfd.readouterr().out
+    assert "features on disk (x.npy, 1.6 MB); of 8 MB of memory" in out
+    assert re.search(r"data.x \S+ kB of it, the rest of 1.6 MB on disk, with \S+ MB of host memory", out)
+    part = loaded(tmp_path / "plan.yaml")["placement"]["data.x"]
+    assert part["place"] == "disk"
+    assert part["cached"] > 0
+    assert part["disk_bytes"] == data.x.nbytes
 
 
 def test_a_run_keeps_what_was_planned_of_memory():

@@ -9,9 +9,11 @@ import pytest
 import torch
 from filelock import FileLock
 from hydra import compose, initialize_config_module
+from torch_geometric.data import Data
 
 from lightning_gnn.cli.assemble import _split_links, build_data, build_task
-from lightning_gnn.graph import save_hetero_folder
+from lightning_gnn.graph import save_hetero_folder, write_rows
+from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
 from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn, weights_of
@@ -217,6 +219,31 @@ def test_numbers_of_a_folder(tmp_path):
     base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in NODE if not item.startswith("data."))]
     assert lgnn(tmp_path / "out", "task=regression", "data.labels=numbers", base=base) == 0
     assert metrics_of(tmp_path / "out")["test_mae"] > 0
+
+
+@pytest.mark.slow
+def test_features_of_a_folder_may_stay_on_disk(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3000, 100, generator=generator)
+    data = Data(x=x, edge_index=torch.randint(3000, (2, 9000), generator=generator), y=(x[:, 0] > 0).long())
+    for part, name in enumerate(("train", "val", "test")):
+        data[f"{name}_mask"] = torch.arange(3000) % 9 == part
+    save_folder(data, tmp_path / "arrays")
+    shutil.copytree(tmp_path / "arrays", tmp_path / "rows")
+    write_rows(x, tmp_path / "rows/x.rows")
+    (tmp_path / "rows/x.npy").unlink()
+    losses = []
+    for folder, *given in (
+        ["arrays"],
+        ["arrays", "datamodule.memory=8MB"],
+        ["rows"],
+        ["rows", "datamodule.memory=8MB"],
+    ):
+        base = ["data=custom", f"data.root={tmp_path / folder}", *(item for item in NODE if "data." not in item)]
+        out = tmp_path / f"out{len(losses)}"
+        assert lgnn(out, *given, "trainer.max_epochs=1", base=base) == 0
+        losses.append(metrics_of(out)["test_loss"])
+    assert len(set(losses)) == 1, losses
 
 
 def test_full_graph(tmp_path, capfd):

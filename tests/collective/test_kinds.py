@@ -13,6 +13,8 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.collective.datamodule import CollectiveDataModule, configuration_name
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.graph import DiskFeatures, FeatureTable, write_rows
+from lightning_gnn.persistent.disk_rows import HotDiskRows
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -125,6 +127,19 @@ def test_every_kind_on_the_gpu_equals_the_neighbor_datamodules(case, place):
     places = {"topology": place, "features": place}
     loader = assert_same_batches(data, options, COLLECTIVE, device=DEVICE, num_workers=1, **places)
     assert loader.route.node_sampler.backend == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [{}, {"features": "pinned"}, {"features": "pinned", "cache_rows": 20}], ids=str)
+def test_both_sides_may_read_from_disk(tmp_path, places):
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    data = small_data(num_nodes=60, num_edges=300)
+    given = {"device": DEVICE, "num_workers": 1, "memory": "4MB", "store": write_rows(data.x, tmp_path / "x.rows").path}
+    options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
+    loader = assert_same_batches(data, options, COLLECTIVE, **given, **places)
+    assert isinstance(loader.tables["x"], DiskFeatures), "the CPU's"
+    assert isinstance(loader.route.tables["x"], HotDiskRows if places else FeatureTable), "the GPU's"
+    assert loader.tables["x"].counts.rows > 0
 
 
 def test_types_share_no_buffer():

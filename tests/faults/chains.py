@@ -1,6 +1,8 @@
 """Runs that are interrupted and resumed again and again, and what they must end with."""
 
+import functools
 import signal
+import tempfile
 
 import pytorch_lightning as pl
 import torch
@@ -16,6 +18,7 @@ from lightning_gnn.callbacks import LearningCurves, StopOnSignal
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GCN
+from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule, partition_graph
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
@@ -84,10 +87,18 @@ SPLITS = {f"input_{name}_nodes": DATA[f"{name}_mask"] for name in ("train", "val
 SAMPLED = {"num_neighbors": [3, 2], "batch_size": 10, "num_workers": 2, "seed": 3, **SPLITS}
 
 
-def link(kind=LinkDataModule):
+@functools.cache
+def parts():
+    """The graph in three parts, for as long as this process lives."""
+    folder = tempfile.TemporaryDirectory()
+    partition_graph(DATA, folder.name, 3, "ldg", batches=0)
+    return folder
+
+
+def link(kind=LinkDataModule, graph=DATA):
     edges = DATA.edge_index
     return kind(
-        DATA,
+        graph,
         input_train_edges=edges[:, :40],
         input_val_edges=edges[:, 40:60],
         num_neighbors=[3, 2],
@@ -109,6 +120,9 @@ DATA_MODULES = {
     "own sampler, collective": lambda: CollectiveDataModule(
         DATA, gpu_route="cpu", cache_plan=False, sampler=RandomSampler(range(35)), **SAMPLED
     ),
+    "partitioned": lambda: PartitionedDataModule(parts().name, cache=2000, **SAMPLED),
+    "partitioned, elastic": lambda: PartitionedDataModule(parts().name, elastic=True, **SAMPLED),
+    "partitioned link": lambda: link(PartitionedLinkDataModule, parts().name),
     "full": lambda: FullGraphDataModule(DATA),
     "full, uncompressed": lambda: FullGraphDataModule(DATA, compress=False),
 }

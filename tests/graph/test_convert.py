@@ -289,6 +289,25 @@ def test_the_command(tmp_path, tables, capsys):
         assert error in capsys.readouterr().err
 
 
+def test_features_as_rows(tmp_path, tables, capsys):
+    source, nodes = tables
+    convert_tables(source, tmp_path / "arrays", nodes)
+    expected = load_folder(tmp_path / "arrays").x
+    for rows, found in (("yes", expected), ("bfloat16", expected.bfloat16())):
+        out = tmp_path / rows
+        assert convert_command.main([f"source={source}", f"nodes={nodes}", f"out={out}", f"rows={rows}"]) == 0
+        assert f"data.root={out} datamodule.memory=8GB" in capsys.readouterr().out
+        assert not (out / "x.npy").exists()
+        assert torch.equal(load_folder(out).x, found)
+        assert load_folder(out, memory="8GB").x.isnan().all(), "left on disk"
+    typed = [f"source.a__to__b={source}", f"out={tmp_path / 'typed'}", "random_features=4", "rows=true"]
+    assert convert_command.main(typed) == 0
+    assert sorted(path.parent.name for path in (tmp_path / "typed").rglob("x.rows")) == ["a", "b"]
+    assert load_folder(tmp_path / "typed")["a"].x.size(1) == 4
+    assert convert_command.main([f"source={source}", f"out={tmp_path / 'no'}", "rows=float8"]) == 2
+    assert "rows='float8' is unknown; use true, false, or one of float32" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_killed_conversion_goes_on(tmp_path, tables):
     source, nodes = tables

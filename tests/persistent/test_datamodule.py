@@ -53,16 +53,31 @@ def test_batches_equal_those_of_the_cpu(options):
             assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
 
 
+@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
-def test_features_may_stay_on_disk(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({}, "device"),
+        ({"features": "pinned"}, "disk"),
+        ({"features": "pinned", "cache_rows": 20}, "disk"),
+        ({"features": "pinned", "cache_bytes": "auto", "prefetch": 0}, "disk"),
+    ],
+    ids=str,
+)
+def test_features_may_stay_on_disk(tmp_path, options, place):
     store = write_rows(data().x, tmp_path / "x.rows").path
-    ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store)
+    ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, **options)
     theirs = NeighborDataModule(data(), **SIZES)
     for name in ("train_dataloader", "val_dataloader"):
         for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
             assert_same_content(a, b)
             assert a.x.device.type == DEVICE
-    assert "x" not in ours.placement.to_dict()["placement"], "the GPU holds none of it"
+    part = ours.placement["data.x"]
+    assert part.place == place
+    table = ours.train_dataloader().tables["x"]
+    assert (0 if place == "device" or table.cache is None else table.cache.rows.size(0)) == part.nodes.numel()
+    assert bool(part.nodes.numel()) is any(name.startswith("cache") for name in options)
     with pytest.raises(ValueError, match="quantize=True is for tables in memory"):
         PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, quantize=True)
 

@@ -72,7 +72,7 @@ def test_training_is_the_same_as_on_the_cpu():
 def test_bad_arguments_are_named():
     graph, options = options_of("without seed edges")
     sizes = {"num_neighbors": [2], "batch_size": 4}
-    with pytest.raises(ValueError, match="topology='disk' is unknown; use one of auto, device, pinned"):
+    with pytest.raises(ValueError, match="topology='disk' is unknown; use one of auto, device, shard, pinned"):
         PersistentLinkDataModule(graph, **options, **sizes, topology="disk")
     with pytest.raises(TypeError, match="there is no option bulk: mini-batches of edges are sampled one by one"):
         PersistentLinkDataModule(graph, **options, **sizes, bulk=8)

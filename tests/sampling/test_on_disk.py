@@ -1,16 +1,21 @@
 """DataModules whose features stay on disk: the mini-batches of memory, whatever is read when, and nothing left."""
 
 import gc
+import shutil
 import threading
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
+from benchmarks.disk import optimum
+from lightning_gnn import CollectiveDataModule, FullGraphDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
 from lightning_gnn.graph.folder import load_folder, save_folder
+from lightning_gnn.graph.hetero_folder import save_hetero_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.sampling import look_ahead
@@ -132,6 +137,55 @@ def test_features_may_lie_in_the_store_alone(folder):
     assert torch.equal(batch.x, expected.x)
     assert module.batch_data.x.shape == x.shape
     assert module.batch_data.x[0].isnan().all(), "nobody takes it for features"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_folder_with_rows_in_place_of_an_array(folder, tmp_path, dtype, monkeypatch):
+    root = tmp_path / "graph"
+    shutil.copytree(folder, root)
+    write_rows(load_folder(folder).x, root / "x.rows", dtype)
+    (root / "x.npy").unlink()
+    in_memory, left_there = load_folder(root), load_folder(root, memory=MEMORY)
+    assert torch.equal(in_memory.x, DiskFeatures(root / "x.rows", "8MB").gather(torch.arange(NODES)))
+    assert left_there.x.isnan().all()
+    plain, disk = datamodule(in_memory), datamodule(left_there, num_workers=2, memory=MEMORY)
+    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
+        assert_same(batch, expected)
+    for refused in (lambda: datamodule(left_there), lambda: FullGraphDataModule(left_there)):
+        with pytest.raises(ValueError, match=r"data\.x lies in .*x\.rows alone: give the DataModule memory="):
+            refused()
+    with pytest.raises(
+        ValueError, match=r"inference='full' goes over all features .* but .*x\.rows is read row by row"
+    ):
+        datamodule(left_there, memory=MEMORY, inference="full")
+    datamodule(load_folder(folder), memory=MEMORY, store=root / "x.rows", inference="full")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ValueError, match=r"x\.rows takes .* of which 1 kB are free: leave it on disk with"):
+        load_folder(root)
+    monkeypatch.undo()
+    damaged = bytearray((root / "x.rows").read_bytes())
+    damaged[5000] ^= 1
+    (root / "x.rows").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"x\.rows is damaged: a checksum does not fit"):
+        load_folder(root)
+
+
+def test_a_typed_folder_with_rows_in_place_of_arrays(tmp_path):
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(900, 7), torch.randn(50, 3)
+    data["a", "to", "b"].edge_index = torch.stack([torch.randint(0, 900, (400,)), torch.randint(0, 50, (400,))])
+    save_hetero_folder(data, tmp_path / "graph")
+    for kind in ("a", "b"):
+        write_rows(data[kind].x, tmp_path / "graph/nodes" / kind / "x.rows")
+        (tmp_path / "graph/nodes" / kind / "x.npy").unlink()
+    in_memory, left_there = load_folder(tmp_path / "graph"), load_folder(tmp_path / "graph", memory="8MB")
+    assert all(torch.equal(in_memory[kind].x, data[kind].x) for kind in ("a", "b"))
+    seeds = {"input_train_nodes": ("b", torch.arange(50)), "batch_size": 20}
+    plain, disk = datamodule(in_memory, **seeds), datamodule(left_there, memory="8MB", **seeds)
+    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
+        assert_same(batch, expected)
+    with pytest.raises(ValueError, match=r"data\['a'\]\.x lies in .*x\.rows alone"):
+        datamodule(left_there, **seeds)
 
 
 class OwnSampler(NeighborSampler):
@@ -271,19 +325,35 @@ def test_a_slow_disk_changes_nothing(folder, monkeypatch):
         assert_same(batch, expected)
 
 
-def test_the_window_grows_from_a_few_and_keeps_to_its_bytes():
+def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
     class One:
         num_bytes = 10
 
-    for most, size, longest in ((0, None, 1), (5, None, 6), (100, 70, 8), (100, 5, 1)):
+    first = look_ahead._AT_FIRST + 1
+    for most, size, longest, count in (
+        (0, None, 1, 30),
+        (5, None, 6, 30),
+        (100, 70, 8, 30),
+        (100, 5, 1, 30),
+        (first + 20, None, first + 21, 4 * first),
+    ):
         ahead, seen = 0, []
-        for _, new in look_ahead._window([One() for _ in range(30)], most, size):
+        for _, new in look_ahead._window([One() for _ in range(count)], most, size):
             ahead += len(new)
             seen.append(ahead)
             ahead -= 1
-        assert len(seen) == 30
+        assert len(seen) == count
         assert max(seen) == longest
-        assert seen[0] <= 5
+        assert seen[0] == min(longest, first)
+
+
+def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
+    loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.rows").train_dataloader()
+    file = table_of(loader).file
+    table = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
+    loader.tables["x"] = table
+    trace = [batch.n_id.numpy() for batch in loader]
+    assert table.counts.blocks <= 1.01 * optimum(trace, file, table.cache_rows)
 
 
 def test_collective_batches_from_disk(folder):

@@ -1,0 +1,30 @@
+"""``NAME=VALUE`` of commands that take few settings, and no configuration of Hydra's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
+    """Return a dataclass filled with settings.
+
+    Args:
+        kind: The dataclass; what is ``MISSING`` in it must be given.
+        settings: As typed.
+        command: For messages.
+
+    Raises:
+        ValueError: A setting has no such name or value, or is missing.
+    """
+    try:
+        found = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(settings)))
+        missing = sorted(map(str, OmegaConf.missing_keys(found)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{str(error).splitlines()[0]}; see {command} --help") from None
+    if missing:
+        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see {command} --help")
+    return OmegaConf.to_object(found)

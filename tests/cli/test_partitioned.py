@@ -1,0 +1,55 @@
+"""``lgnn datamodule=partitioned``: a graph in parts, by the command."""
+
+import pytest
+import torch
+
+from lightning_gnn.cli import partition_command
+from tests.cli.command import NODE, lgnn, metrics_of, weights_of
+
+GRAPH = [item for item in NODE if item.startswith("data.")]
+SAMPLED = [item for item in NODE if item not in GRAPH]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    out = tmp_path_factory.mktemp("parts") / "parts"
+    assert partition_command.main([*GRAPH, "parts=3", "method=ldg", "batches=0", f"out={out}"]) == 0
+    return out
+
+
+def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
+    assert lgnn(tmp_path / "whole") == 0
+    whole = metrics_of(tmp_path / "whole")
+    monkeypatch.chdir(parts.parent)
+    of_parts = ["datamodule=partitioned", "datamodule.root=parts", "datamodule.cache=1MB"]
+    assert lgnn(tmp_path / "parts", *of_parts, base=SAMPLED) == 0
+    assert "GraphSAGE on partitioned · fanouts [4, 4], batch 64 · 600 nodes, 4,000 edges" in capfd.readouterr().out
+    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    trained = metrics_of(tmp_path / "parts")
+    assert trained["test_acc"] == whole["test_acc"]
+    best = tmp_path / "parts" / "checkpoints" / "best.ckpt"
+    monkeypatch.chdir(tmp_path)
+    assert lgnn(tmp_path / "again", "mode=test", f"ckpt_path={best}", base=["trainer.enable_progress_bar=false"]) == 0
+    assert metrics_of(tmp_path / "again")["test_acc"] == trained["test_acc"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["datamodule=partitioned"], "datamodule.root is missing; give datamodule.root=VALUE"),
+        (["datamodule=partitioned", "datamodule.root=nowhere"], "nowhere holds no partitioned graph; make one with"),
+        (["datamodule=partitioned", "datamodule.root=nowhere", "data=synthetic"], "and no other: leave data= out"),
+        (["data=partitioned"], "data=partitioned is the graph of datamodule=partitioned, and of no other"),
+        (["datamodule=partitioned", "datamodule.root=nowhere", "inference=full"], "holds no partitioned graph"),
+        (
+            ["datamodule=partitioned", "datamodule.root=nowhere", "datamodule.order=3"],
+            "datamodule.order=3 must be text",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_said(overrides, said, tmp_path, capfd):
+    assert lgnn(tmp_path, *overrides, base=SAMPLED) == 2
+    assert said in capfd.readouterr().err

@@ -1,0 +1,68 @@
+"""Features on disk under HyScale: each rank reads its share, and mini-batches and weights are those of memory."""
+
+import pytest
+import torch
+
+from lightning_gnn.graph import DiskFeatures, write_rows
+from lightning_gnn.hyscale.loader import PipelineSettings, SharedBatches, StagedLoader, split_seeds
+from tests.full_graph import launch
+from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
+
+F32 = {"dtype": torch.float32, "batch_size": 20, "num_neighbors": (3, 2)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_rows(datamodule(**F32).data.x, tmp_path / "x.rows").path
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_batches_are_those_of_memory(store, prefetch):
+    def batches(**options):
+        loader, shares = datamodule(**F32, **options).train_dataloader(), []
+        made = StagedLoader(
+            loader,
+            SharedBatches(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
+            PipelineSettings(prefetch, (2, 1)),
+            shares.append,
+        )
+        found = [batch for _ in range(2) for batch in made]
+        return loader, shares, found
+
+    disk, shares, ours = batches(memory="3MB", store=store)
+    _, others, theirs = batches()
+    assert [(share.seeds, share.total) for share in shares] == [(share.seeds, share.total) for share in others]
+    assert len(ours) == len(theirs) == 20
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert [*batch.keys()] == [*expected.keys()]
+        for name, value in expected.to_dict().items():
+            equal = torch.equal(batch[name], value) if isinstance(value, torch.Tensor) else batch[name] == value
+            assert equal, name
+    table = disk.tables["x"]
+    assert isinstance(table, DiskFeatures)
+    assert table.counts.rows == sum(batch.num_nodes for batch in theirs)
+    assert table.claim(), "nobody announces reads any more"
+
+
+class Single(Plain):
+    """In float32, as features on disk are."""
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+
+def trained(rank, store):
+    weights = []
+    for options in ({}, {"memory": "3MB", "store": store}):
+        module = Single()
+        fit(module, hybrid(2), datamodule(**F32, **options))
+        weights.append(state(module))
+    return weights
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_memory(store):
+    for plain, disk in launch.run(trained, 2, store):
+        for name, value in plain.items():
+            assert torch.equal(disk[name], value), name

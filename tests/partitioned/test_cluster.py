@@ -1,0 +1,125 @@
+"""The scripts that start a training on many machines, as they stand, on as many processes of this one."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.partitioned import partition_graph
+from tests.full_graph.launch import run
+from tests.patience import PATIENCE
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+OPTIONS = ["--every", "2", "--epochs", "2", "--batch-size", "8", "--accelerator", "cpu"]
+KILLED = """
+import os, runpy, signal, sys
+import pytorch_lightning as pl
+
+class Kill(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if os.environ["RANK"] == "2" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.global_step == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+before = pl.Trainer.__init__
+def with_kill(self, *args, callbacks, **options):
+    before(self, *args, callbacks=[*callbacks, Kill()], **options)
+pl.Trainer.__init__ = with_kill
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script, and ends its third rank without a word, in the middle of the second epoch, the first time."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster") / "parts"
+    partition_graph(planted_power_law(2000, 12000, num_classes=4, num_features=8, seed=1), folder, 4, "ldg", batches=0)
+    return str(folder)
+
+
+def start(script, *arguments, **env):
+    command = [str(CLUSTER / script), *map(str, arguments)]
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **env}
+    process = subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, said
+
+
+def _train(rank, *arguments):
+    torch.set_num_threads(1)
+    sys.argv = ["train.py", *arguments]
+    runpy.run_path(str(CLUSTER / "train.py"), run_name="__main__")
+
+
+def weights(folder):
+    trained = torch.load(folder / "trained.ckpt", weights_only=True)
+    return trained["global_step"], trained["state_dict"]
+
+
+@pytest.mark.campaign(parts=4, seldom=True)
+@pytest.mark.slow
+def test_torchrun_starts_again_what_has_lost_a_rank(parts, tmp_path):
+    run(_train, 4, parts, "--checkpoints", str(tmp_path / "whole"), *OPTIONS)
+    (tmp_path / "killed.py").write_text(KILLED)
+    code, said = start(
+        "torchrun.sh", tmp_path / "killed.py", CLUSTER / "train.py", parts, "--checkpoints", tmp_path / "killed",
+        *OPTIONS, RANKS="4", RESTARTS="1",
+    )  # fmt: skip
+    assert code == 0, said
+    assert re.search(r"rank 2 \(process \d+ on .*\) died", said), said
+    assert re.search(r"Restored all states from the checkpoint at .*last\.ckpt", said), said
+    assert "14 steps, test accuracy" in said
+    (steps, whole), (others, killed) = (weights(tmp_path / name) for name in ("whole", "killed"))
+    assert steps == others == 14
+    for name, value in whole.items():  # the sum of four gradients is rounded otherwise in a process's first step
+        torch.testing.assert_close(killed[name], value, rtol=1e-5, atol=1e-6)
+
+
+def of_slurm(folder, **commands):
+    """Commands that stand in for SLURM's, in a folder that is looked into first."""
+    for name, lines in commands.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "1"}
+
+
+SRUN = """
+export SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=1 SLURM_NODELIST=127.0.0.1 SLURM_LOCALID=0
+export SLURM_JOB_NAME=cluster MASTER_ADDR=127.0.0.1
+shift  # --kill-on-bad-exit=1
+SLURM_PROCID=1 SLURM_NODEID=1 "$@" &
+SLURM_PROCID=0 SLURM_NODEID=0 "$@" && wait $!
+"""
+
+
+@pytest.mark.campaign(parts=4, seldom=True)
+@pytest.mark.slow
+def test_slurm_starts_the_ranks(parts, tmp_path):
+    env = of_slurm(tmp_path, srun=SRUN, scontrol="exit 1")
+    arguments = [CLUSTER / "train.py", parts, "--checkpoints", tmp_path / "checkpoints", *OPTIONS]
+    code, said = start("slurm.sh", *arguments, **env)
+    assert code == 0, said
+    assert "MEMBER: 2/2" in said
+    assert "26 steps, test accuracy" in said
+
+
+def test_a_job_that_has_lost_a_rank_is_queued_again(tmp_path):
+    env = of_slurm(tmp_path, srun="exit 1", scontrol='echo asked for "$@"')
+    assert start("slurm.sh", "train.py", "parts", **env) == (0, "asked for requeue 77\n")
+    assert start("slurm.sh", "train.py", "parts", **env, SLURM_RESTART_COUNT="3") == (1, "")
+    for script in ("slurm.sh", "torchrun.sh"):
+        code, said = start(script, "train.py", **env)
+        assert code == 2
+        assert "usage: " in said
