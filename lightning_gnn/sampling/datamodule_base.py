@@ -153,7 +153,13 @@ class MiniBatchDataModule(ResumableDataModule):
                     f"{name} makes a table in memory, so it does not go with memory=, which leaves features on disk; "
                     "write_rows(…, dtype=…) makes a smaller file"
                 )
-        return OnDisk(self.data, memory, **more)
+        disk = OnDisk(self.data, memory, **more)
+        if self.inference is not None and (left := disk.left_there(self.data)):
+            raise ValueError(
+                f"inference='full' goes over all features in memory or in a memory map, but {left[0].path} is read row "
+                "by row: load the folder with an x.npy (and give store=), or leave inference out"
+            )
+        return disk
 
     def _disk_tables(self, stage: str) -> dict[Any, DiskFeatures]:
         """Return what is gathered from disk, by attribute."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.graph.features import file_of
 from lightning_gnn.graph.row_file import RowFile
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.runtime.messages import whole_number
@@ -72,6 +73,15 @@ class OnDisk:
             if part.get("x") is None:
                 part.x = file.stand_in()
         return data
+
+    def left_there(self, data: Any) -> list[RowFile]:
+        """Return the files of which the graph itself has no rows."""
+        parts = {name: data if name == "x" else data[name[0]] for name in self.files}
+        return [
+            file
+            for name, file in self.files.items()
+            if parts[name].get("x") is None or file_of(parts[name]["x"]) is not None
+        ]
 
     @property
     def lookahead(self) -> int | tuple[int, int]:

@@ -154,6 +154,11 @@ def test_a_folder_with_rows_in_place_of_an_array(folder, tmp_path, dtype, monkey
     for refused in (lambda: datamodule(left_there), lambda: FullGraphDataModule(left_there)):
         with pytest.raises(ValueError, match=r"data\.x lies in .*x\.rows alone: give the DataModule memory="):
             refused()
+    with pytest.raises(
+        ValueError, match=r"inference='full' goes over all features .* but .*x\.rows is read row by row"
+    ):
+        datamodule(left_there, memory=MEMORY, inference="full")
+    datamodule(load_folder(folder), memory=MEMORY, store=root / "x.rows", inference="full")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ValueError, match=r"x\.rows takes .* of which 1 kB are free: leave it on disk with"):
         load_folder(root)
