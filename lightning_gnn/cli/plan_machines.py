@@ -94,6 +94,8 @@ def plan_machines(
         ValueError: An option that cannot be, or a run that cannot be counted.
     """
     network, counts = checked_options(cfg)
+    if hasattr(datamodule, "partition"):
+        raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
     if not found.preparation.known:
         raise ValueError("plan.network needs this package's loaders, whose mini-batches can be counted; leave it out")
     partition = None if cfg.plan.partition is None else Partition(to_absolute_path(cfg.plan.partition))
