@@ -51,6 +51,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.typed_epoch $(ARGS)
 	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.plan_cpu $(ARGS)
+	$(BIN)/python -m benchmarks.several_machines $(ARGS)
 	$(BIN)/python -m benchmarks.collective $(ARGS)
 	$(BIN)/python -m benchmarks.collective_disturbed $(ARGS)
 	$(BIN)/python -m benchmarks.collective_planner $(ARGS)

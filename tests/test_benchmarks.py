@@ -45,6 +45,7 @@ SMALL = {
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
     "partition": ["--nodes", "300", "--edges", "2000", "--only", "ours, ldg"],
+    "several_machines": ["--only", "training"],
     "graph_shares": ["--nodes", "3000", "--edges", "300000", "--most-ranks", "1"],
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
 from lightning_gnn.cli.command_line import explained, start
 from lightning_gnn.cli.plan_cpu import plan_cpu
+from lightning_gnn.cli.plan_machines import checked_options, plan_machines
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
@@ -68,6 +69,10 @@ def run(cfg: DictConfig) -> None:
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise ValueError("lgnn plan makes one plan at a time: leave out -m, and call it once for each choice")
         kind = what_to_plan(cfg)
+        if cfg.plan.network is not None:
+            if kind != "cpu":
+                raise ValueError(f"plan.network={cfg.plan.network} is for plain runs on a CPU; leave it out")
+            checked_options(cfg)
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
@@ -90,6 +95,8 @@ def run(cfg: DictConfig) -> None:
         with explained(only_ours=True), _signals_kept():
             found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
             said = sentences(found)
+            if cfg.plan.network is not None:
+                said += plan_machines(cfg, data, found, datamodule, module, console())
     if kind == "placement":
         assert isinstance(datamodule, PlacedOnGPU)
         with explained(only_ours=True):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -162,3 +164,17 @@ class Exchange:
 
 def _packed(value: Any) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(value, 5)), np.uint8))
+
+
+def seconds_per_byte(size: int = 1 << 22) -> float:
+    """Measure what it takes here to pack a message and to unpack it, in seconds per byte.
+
+    Args:
+        size: Bytes of the messages that are tried.
+    """
+    rows, took = np.zeros(size, np.uint8), []
+    for _ in range(5):
+        start = time.perf_counter()
+        pickle.loads(_packed(rows).numpy().data).copy()  # as rows are copied to their places
+        took.append(time.perf_counter() - start)
+    return median(took) / size

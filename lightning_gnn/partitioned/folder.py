@@ -108,7 +108,7 @@ def write_partition(
                 + ("" if name is None else f" of {name!r}")
             )
         owners.append(owner.astype(np.int16 if parts > 128 else np.int8))
-    rows, rest = _attributes(data)
+    rows, rest = rows_of(data)
     described = {
         "nodes": [_described(name, size, rows.get(name, {}).get("node", {})) for name, size in sizes.items()],
         "edges": [
@@ -155,7 +155,7 @@ def write_partition(
         raise
 
 
-def _attributes(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[Any, dict[str, Any]]]:
+def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[Any, dict[str, Any]]]:
     """Return what has rows, by type and by whether of nodes or of edges, and what has none."""
     rows: dict[Any, dict[str, dict[str, Tensor]]] = {}
     rest: dict[Any, dict[str, Any]] = {}

@@ -50,7 +50,8 @@ def test_every_key_is_explained(path):
     [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))],
 )
 def test_every_choice_composes_and_names_things_that_exist(choice):
-    cfg = composed(choice, *(["data.root=x"] if choice == "data=custom" else []))
+    folders = {"data=custom": "data.root=x", "datamodule=partitioned": "datamodule.root=x"}
+    cfg = composed(choice, *([folders[choice]] if choice in folders else []))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     for name in ("data", "model", "datamodule", "task", "trainer"):
         target = cfg[name]._target_

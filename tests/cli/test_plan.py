@@ -335,7 +335,7 @@ def test_help_names_keys_that_exist(tmp_path, capfd):
         cfg = compose("plan", overrides=["output_dir=out"])
         train = compose("train", overrides=["output_dir=out"])
     keys = re.findall(r"^ +(plan\.[a-z_.]+)=", out, re.MULTILINE)
-    assert len(keys) == 5
+    assert len(keys) == 9
     for key in keys:
         OmegaConf.select(cfg, key, throw_on_missing=True)
         assert key.split(".")[-1] in OmegaConf.select(cfg, key.rpartition(".")[0])

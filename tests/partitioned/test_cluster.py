@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,10 @@ def start(script, *arguments, **env):
     )
     try:
         said, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks then
+        process.wait(PATIENCE)
+        raise
     return process.returncode, said
 
 

@@ -1,0 +1,131 @@
+"""What ranks will ask of each other: counted on mini-batches that are really sampled, on a partition that is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import HeteroSamplerOutput
+
+from lightning_gnn.partitioned.folder import rows_of
+from lightning_gnn.partitioned.prediction import NODE_BYTES, PICK_BYTES, Traffic
+
+ENVELOPE = 420
+"""Bytes of a message beside what it is about: names, the sampling rule, dtypes and shapes."""
+
+
+def row_bytes(data: Data | HeteroData) -> dict[Any, int]:
+    """Return the bytes of all attributes of one node by its type, and of one edge by ``("edge", type)``."""
+    found: dict[Any, int] = {}
+    for name, kinds in rows_of(data)[0].items():
+        for kind, rows in kinds.items():
+            width = sum(math.prod(value.shape[1:]) * value.element_size() for value in rows.values())
+            found[name if kind == "node" else ("edge", name)] = width
+    return found
+
+
+def count_traffic(
+    loader: Any,
+    owner: Mapping[Any, np.ndarray],
+    ranks: int,
+    order: str = "global",
+    topology: str = "parts",
+    batches: int = 32,
+    epoch: int = 0,
+) -> Traffic:
+    """Sample mini-batches of each rank, and count what would cross the network for them.
+
+    Args:
+        loader: A training loader of :mod:`lightning_gnn.sampling.loader` over the whole graph.
+        owner: The rank that has each node, integer ``[num_nodes]``, by node type (None where there is one).
+        ranks: How many there are.
+        order: Of the seeds: ``"global"`` or ``"local"``.
+        topology: ``"parts"``, or ``"whole"`` where each rank has all edges.
+        batches: About how many to sample; each rank has two at least.
+        epoch: Whose mini-batches; each has others.
+
+    Raises:
+        ValueError: A rank has no seeds, or edges do not come hop by hop.
+    """
+    seeds = len(loader.dataset)
+    generator = torch.Generator().manual_seed(loader.seed % 2**62 + epoch)
+    shuffled = torch.randperm(seeds, generator=generator)
+    own = [shuffled[rank::ranks] for rank in range(ranks)]
+    if order == "local":
+        given = loader.input_data
+        places = given.node if hasattr(given, "node") else given.col
+        of_seeds = owner[given.input_type[2] if isinstance(given.input_type, tuple) else given.input_type]
+        at = of_seeds[places.cpu().numpy()][shuffled.numpy()]
+        own = [shuffled[torch.from_numpy(at == rank)] for rank in range(ranks)]
+    longest, size = max(map(len, own)), loader.batch_size
+    if not min(map(len, own)):
+        without = next(rank for rank, listed in enumerate(own) if not len(listed))
+        raise ValueError(f"rank {without} of {ranks} would have no training seeds")
+    each, widths = max(2, -(-batches // ranks)), row_bytes(loader.data)
+    asked, answered, sent, nodes, rows = [], [], np.zeros(ranks), 0.0, 0.0
+    for rank in range(ranks):
+        mine = []
+        for number in range(each):
+            start = number * size % len(own[rank])
+            index = torch.cat([own[rank][start:], own[rank][:start]])[:size]
+            out = loader.sample(index, loader.key_of((epoch, rank * each + number, index)))
+            found, count, remote = _exchanged(out, owner, ranks, rank, widths, topology)
+            mine.append(found)
+            nodes, rows = nodes + count / (ranks * each), rows + remote / (ranks * each)
+        mean = np.mean(mine, 0)  # [rounds, ranks, 2]
+        asked.append(mean[:, :, 0].sum(1))
+        answered.append(mean[:, :, 1].sum(1))
+        sent += mean[:, :, 1].sum(0)
+        sent[rank] += mean[:, :, 0].sum()
+    return Traffic(np.stack(asked, 1), np.stack(answered, 1), sent, nodes, rows, max(1.0, longest / size))
+
+
+def _exchanged(
+    out: Any, owner: Mapping[Any, np.ndarray], ranks: int, rank: int, widths: Mapping[Any, int], topology: str
+) -> tuple[np.ndarray, int, int]:
+    """Return the bytes that a rank asks of each other and gets, ``[rounds, ranks, 2]``, its nodes, and remote rows."""
+    typed = isinstance(out, HeteroSamplerOutput)
+    sampled: list[Any] = [out.node, out.col, out.num_sampled_nodes, out.num_sampled_edges]
+    by_type: list[dict[Any, Any]] = sampled if typed else [{None: value} for value in sampled]
+    nodes, cols, found_nodes, found_edges = by_type
+    if sampled[3] is None or any(sum(edges) != cols[name].numel() for name, edges in found_edges.items()):
+        raise ValueError("what crosses the network is counted hop by hop, which needs subgraph_type='directional'")
+    at = {name: owner[name][ids.numpy()] for name, ids in nodes.items()}
+    rounds = []
+
+    def add(*questions: tuple[np.ndarray, int, np.ndarray, int]) -> None:
+        """Add a round: for each question the ranks that are asked for something, and its bytes; likewise answers."""
+        bytes_ = np.zeros((ranks, 2))
+        for asks, width, answers, answer in questions:
+            bytes_[:, 0] += width * np.bincount(asks, minlength=ranks)
+            bytes_[:, 1] += NODE_BYTES * np.bincount(asks, minlength=ranks) * (answers is not asks)
+            bytes_[:, 1] += answer * np.bincount(answers, minlength=ranks)
+        bytes_[bytes_[:, 0] > 0] += ENVELOPE
+        bytes_[rank] = 0
+        rounds.append(bytes_)
+
+    if topology == "parts":
+        for hop in range(max((len(edges) for edges in found_edges.values()), default=0)):
+            questions = []
+            for name, edges in found_edges.items():
+                target = name[2] if typed else None
+                first = sum(found_nodes[target][:hop])
+                frontier = at[target][first : first + found_nodes[target][hop]]
+                col = cols[name][sum(edges[:hop]) : sum(edges[: hop + 1])].numpy()
+                questions.append((frontier, NODE_BYTES, at[target][col], PICK_BYTES))
+            add(*questions)
+    total = remote = 0
+    for name, ids in nodes.items():
+        distinct = at[name] if getattr(out, "batch", None) is None else owner[name][np.unique(ids.numpy())]
+        total, remote = total + ids.numel(), remote + int((distinct != rank).sum())
+        if name in widths:
+            add((distinct, NODE_BYTES, distinct, widths[name]))
+    for name, col in cols.items() if topology == "parts" else ():
+        if ("edge", name) in widths:
+            place = at[name[2] if typed else None][col.numpy()]
+            add((place, NODE_BYTES, place, widths["edge", name]))
+    return np.stack(rounds) if rounds else np.zeros((0, ranks, 2)), total, remote

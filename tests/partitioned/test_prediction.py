@@ -1,0 +1,146 @@
+"""The plan of several machines: its formulas by hand, and the bytes that it counts against those that ranks send."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnn.partitioned.assign import assign_nodes
+from lightning_gnn.partitioned.folder import write_partition
+from lightning_gnn.partitioned.prediction import Network, Traffic, Work, machine_memory, predict
+from lightning_gnn.partitioned.traffic import ENVELOPE, count_traffic, row_bytes
+from lightning_gnn.sampling.neighbor import topology_of
+from tests.full_graph.launch import run
+from tests.partitioned.graphs import GRAPHS, NODE_CASES, options_of
+
+TRAFFIC = Traffic(
+    asked=np.array([[1e3, 2e3], [3e3, 4e3]]), answered=np.array([[10e3, 20e3], [30e3, 40e3]]),
+    sent=np.array([70e3, 40e3]), nodes=500.0, remote_rows=100.0, steps=10.5,
+)  # fmt: skip
+WORK = Work(
+    prepare_s=0.02, step_s=0.03, fixed_s=0.005, workers=2, cores=2, serial_step_s=0.04, nodes=1000,
+    gradient_bytes=50_000, message_s=1e-7, slowdown=1.5,
+)  # fmt: skip
+NETWORK = Network(1e6, latency=1e-3)
+
+
+def test_the_formulas_by_hand():
+    found = predict(TRAFFIC, WORK, NETWORK)
+    # Rank 1 gets most: 6 kB asked and 60 kB answered in two rounds.
+    inside = 1.5 * 0.5 * 0.02 + 1e-7 * 66e3
+    preparing = inside + 2 * 2 * 1e-3 + 66e3 / 1e6
+    reducing = 50e3 / 1e6 + 2 * 1e-3
+    assert found.bounds == pytest.approx({
+        "training": 1.5 * (0.5 * 0.03 + 0.005) + reducing,
+        "preparing": preparing / 2,
+        "network": (70e3 + 50e3) / 1e6 * 7 / 6,  # two threads that prepare and one that sums up, on two machines
+        "cores": (1.5 * (0.5 * 0.04 + 0.005) + max(inside + 1e-7 * 40e3, 0.015 + 1e-7 * (44e3 + 70e3))) / 2,
+    })  # fmt: skip
+    assert (found.bound, found.ranks) == ("network", 2)
+    assert found.epoch_s == pytest.approx(preparing + 10.5 * 0.14)
+    alone = predict(TRAFFIC, replace(WORK, workers=0), NETWORK)
+    assert alone.epoch_s == pytest.approx(10.5 * (1.5 * (0.5 * 0.03 + 0.005) + reducing + preparing))
+
+
+def test_one_machine_has_no_network():
+    nothing = Traffic(np.zeros((2, 1)), np.zeros((2, 1)), np.zeros(1), 1000.0, 0.0, 20)
+    found = predict(nothing, replace(WORK, slowdown=1.0), NETWORK)
+    assert found.epoch_s == pytest.approx(0.02 + 20 * 0.035)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bandwidth": 0.0}, {"bandwidth": float("nan")}, {"bandwidth": 1.0, "latency": -1}]
+)
+def test_a_network_that_cannot_be(options):
+    with pytest.raises(ValueError, match="network's"):
+        Network(**options)
+
+
+CASES = ["plain", "typed", "trees"]
+
+
+def _really_sent(rank, folder):
+    from lightning_gnn import PartitionedDataModule
+
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    found = []
+    for case in CASES:
+        data = GRAPHS[NODE_CASES[case][0]]()
+        datamodule = PartitionedDataModule(folder / case, **options_of(case, data), num_workers=0)
+        datamodule.setup("fit")
+        exchange = datamodule.connection.remote.exchange
+        before = exchange.sent + exchange.received
+        batches = list(datamodule.train_dataloader())
+        found.append(((exchange.sent + exchange.received - before) / len(batches), len(batches)))
+        datamodule.teardown("fit")
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def _parted(data, folder, parts):
+    assignment = assign_nodes(topology_of(data), parts, "random")
+    write_partition(data, folder, assignment, parts)
+    return {name: part.numpy() for name, part in assignment.items()}
+
+
+def _loader(case, data):
+    from lightning_gnn import NeighborDataModule
+
+    whole = NeighborDataModule(data, **options_of(case, data), num_workers=0)
+    whole.setup("fit")
+    return whole.train_dataloader()
+
+
+@pytest.mark.slow
+def test_counted_bytes_are_those_that_are_sent(tmp_path):
+    counted = {}
+    for case in CASES:
+        data = GRAPHS[NODE_CASES[case][0]]()
+        counted[case] = count_traffic(_loader(case, data), _parted(data, tmp_path / case, 2), 2, batches=24)
+    sent = run(_really_sent, 2, tmp_path)
+    for case, ranks in zip(CASES, zip(*sent, strict=True), strict=True):
+        assert np.ceil(counted[case].steps) == ranks[0][1]
+        # The mini-batches of the real ranks are others, of the same kind; envelopes are most of such small ones.
+        assert counted[case].remote_bytes == pytest.approx(np.mean([bytes_ for bytes_, _ in ranks]), rel=0.25), case
+
+
+def test_what_is_counted_for_a_path():
+    # 0 -> 1 -> 2 -> 3: of seed 3, hops ask for the lists of 3 and 2; rows are those of 3, 2, 1.
+    data = Data(x=torch.zeros(4, 5), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
+    from lightning_gnn import NeighborDataModule
+
+    whole = NeighborDataModule(data, torch.tensor([3, 2]), num_neighbors=[1, 1], batch_size=1, shuffle=False)
+    whole.setup("fit")
+    owner = {None: np.array([0, 0, 1, 1])}
+    loader = whole.train_dataloader()
+    with pytest.raises(ValueError, match="rank 0 of 2 would have no training seeds"):
+        count_traffic(loader, owner, 2, "local")
+    found = count_traffic(loader, {None: np.array([0, 0, 1, 0])}, 2, "local")  # seed 3 is rank 0's, seed 2 rank 1's
+    assert found.asked.T.tolist() == [[0, 8 + ENVELOPE, 8 + ENVELOPE], [0, 8 + ENVELOPE, 16 + ENVELOPE]]
+    assert found.answered.T.tolist() == [[0, 24 + ENVELOPE, 20 + ENVELOPE], [0, 24 + ENVELOPE, 40 + ENVELOPE]]
+    assert found.sent.tolist() == [
+        16 + 2 * ENVELOPE + 64 + 2 * ENVELOPE, 24 + 2 * ENVELOPE + 44 + 2 * ENVELOPE,
+    ]  # fmt: skip
+    assert (found.remote_rows, found.nodes, found.steps) == (1.5, 3.0, 1.0)
+    rows = count_traffic(loader, owner, 2, topology="whole")
+    assert rows.asked.shape == (1, 2)
+
+
+def test_edges_that_do_not_come_hop_by_hop_are_refused():
+    data = GRAPHS["plain"]()
+    with pytest.raises(ValueError, match="directional"):
+        count_traffic(_loader("induced", data), {None: np.zeros(60, int)}, 1)
+
+
+def test_memory_of_a_machine(tmp_path):
+    data = GRAPHS["typed"]()
+    _parted(data, tmp_path / "parts", 1)
+    sizes = {name: (data[name].num_nodes,) * 2 for name in data.node_types}
+    counts = {name: (data[name].num_edges,) * 2 for name in data.edge_types}
+    found = machine_memory(sizes, counts, row_bytes(data), 1, batch_bytes=100, batches=3, cache=7)
+    files = {kind: sum(path.stat().st_size - 128 for path in (tmp_path / "parts" / "part-00000").glob(f"{kind}*.npy"))
+             for kind in ("node", "edge")}  # fmt: skip
+    assert (found["rows"], found["lists"]) == (files["node"], files["edge"])
+    assert (found["owners"], found["cache"], found["mini-batches"]) == (70, 7, 300)
