@@ -54,7 +54,8 @@ def gather_kernel(
     start = table + row * row_stride
     if SHARDS > 1:
         shard, place = place_of(tl.where(valid, row, 0), SHARDS, SHIFT)
-        start = tl.load(cache + shard).to(table.dtype) + place * row_stride
+        # Parts begin where memory was allocated, so that rows are read as many values at a time as of one table.
+        start = tl.multiple_of(tl.load(cache + shard).to(table.dtype), 16) + place * row_stride
     if CACHED:
         place = tl.load(slot + row, mask=valid, other=-1).to(tl.int64)
         # Choosing the address leaves one load per value, where two masked loads would take twice the registers.

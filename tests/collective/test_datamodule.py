@@ -314,11 +314,12 @@ def test_a_plan_of_another_machine_is_not_used(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_plan(tmp_path):
-    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1, filename="{step}")
+    # In the second epoch, at whose beginning the plan is waited for.
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1, filename="{step}")
     data = collective("auto", cache_plan=False)
     fitted(data, callbacks=[saver])
     resumed = collective("auto", cache_plan=False)
-    fitted(resumed, ckpt_path=tmp_path / "step=13.ckpt")
+    fitted(resumed, ckpt_path=tmp_path / "step=20.ckpt")
     assert resumed.plan == data.plan
 
 
