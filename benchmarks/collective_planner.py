@@ -15,6 +15,7 @@ what order costs, and what a short search. Nothing is timed but the planning its
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import statistics
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -39,10 +41,10 @@ from lightning_gnn.collective.simulate import drawn_durations, makespan
 
 SIZES = {
     "settings": (1000, 3),
-    "ablated": (100, 1),
+    "ablated": (40, 1),
     "processes": (2, 1),
     "judged": (6, 1),
-    "again": (24, 2),
+    "again": (16, 2),
     "shown": (2, 1),
 }
 SPREADS = (0.0, 0.05, 0.1, 0.2, 0.3)
@@ -62,7 +64,7 @@ class Schedule(Protocol):
     def claim(self) -> int | None:
         """Give a CPU worker its next mini-batch."""
 
-    def ready(self, number: int) -> None:
+    def ready(self, number: int) -> object:
         """Take one that is finished."""
 
     def next(self) -> Step:
@@ -293,7 +295,7 @@ def contestants(
         }
     found = {name: judged(setting, schedule, again if ablated else judge) for name, schedule in schedules.items()}
     ratios = {name: found[OURS] / seconds for name, seconds in found.items() if name != OURS}
-    about = {"rounds": plan.rounds, "planning_s": planning, "mode": plan.mode, "seconds": found}
+    about = {"rounds": plan.rounds, "planning_s": planning, "mode": plan.mode, "seconds": dict(found)}
     if near := [name for name in peers if ratios[name] > NEAR] if setting.spread and not ablated else []:
         found |= {name: judged(setting, schedules[name], again) for name in (OURS, *near)}
         ratios |= {name: found[OURS] / found[name] for name in near}
@@ -320,7 +322,8 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("collective_planner", __doc__, SIZES, argv)
+    paths = {"resume": "a file with what each setting came to, to go on from where it ends"}
+    args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
     described = machine()
     sizes, source = args.sizes, random.Random(0)
     judge, shown = range(10_000, 10_000 + sizes["judged"]), range(20_000, 20_000 + sizes["shown"])
@@ -331,10 +334,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     planned, over = [], []
     settings = [draw(source) for _ in range(sizes["settings"])]
     ablated = [number < sizes["ablated"] for number in range(len(settings))]
+    results: list[tuple[dict[str, float], Any]] = []
+    if args.resume is not None and Path(args.resume).exists():
+        results = [tuple(json.loads(line)) for line in Path(args.resume).read_text().splitlines()][: len(settings)]
     with ProcessPoolExecutor(sizes["processes"], get_context("fork")) as processes:
-        results = list(
-            processes.map(partial(contestants, judge=judge, again=again, shown=shown), settings, ablated, chunksize=4)
-        )
+        each = partial(contestants, judge=judge, again=again, shown=shown)
+        done, kept = processes.map(each, settings[len(results) :], ablated[len(results) :]), args.resume
+        for one in done:
+            results.append(one)
+            if kept is not None:
+                with Path(kept).open("a") as file:
+                    file.write(json.dumps(one) + "\n")
     for number, (setting, (found, about)) in enumerate(zip(settings, results, strict=True)):
         planned.append(about)
         found[BEST] = max(ratio for name, ratio in found.items() if name not in WITHOUT)
