@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
-"""How the warning begins that torch 2.13 has for Lightning 2.6 whenever that puts loaders together, whoever's they are."""
+"""How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
