@@ -60,7 +60,6 @@ def test_the_long_help(command, capfd, monkeypatch):
     assert ("model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage" in text) == (command != "plan")
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--help", "--help-all", "--version", "--cfg job"])
 def test_a_reader_who_leaves_ends_it_in_silence(arguments):
@@ -81,7 +80,6 @@ def test_head_takes_what_it_wants(installed):
     assert ended.stderr == ""
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "offered"),

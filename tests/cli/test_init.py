@@ -34,7 +34,6 @@ def python(project, *arguments):
     )  # fmt: skip
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_script_learns_and_takes_settings(project):
     ran = python(project, "train.py", "datamodule.num_workers=0")
@@ -49,7 +48,6 @@ def test_the_script_learns_and_takes_settings(project):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_runs(project, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
