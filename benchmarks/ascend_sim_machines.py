@@ -16,11 +16,12 @@ leave through the unified buffer. No Atlas A2 part is like that; the first-gener
 
 What the numbers are for: every parameter of the twin's cost model (``ascend_ops/twin/include/twin/cost.h``) under the
 same name, and a few facts of the whole chip. A copy between global memory and a core costs its head, a penalty per
-further run of bytes, and its bytes at the rate of the level that has them; an instruction of the cube or vector unit
-costs its head and its size at full rate. What is not modelled: bank conflicts, the scalar unit's arithmetic,
-instruction fetch, the write-back of L2 to HBM, address translation.
+further run of bytes, and its bytes at the rate of the level that has them; it ends a latency later, while others of its
+pipe go on. An instruction of the cube or vector unit costs its head, its size at full rate, and what banks of UB make it
+wait. What is not modelled: the scalar unit's arithmetic, instruction fetch, the write-back of L2 to HBM, address
+translation, the bandwidth of L2 that all cores share. ``ascend_ops/twin/RULES.md`` has the rules and what is known.
 
-The L2 model: one cache for all cores, sectors of 128 bytes, first in, first out; what is read or written enters it. So
+The L2 model: one cache for all cores, lines of 512 bytes, first in, first out; what is read or written enters it. So
 a row that several cores of a group read comes from HBM once, for as long as it stays. A read takes as long as the
 slower of HBM, for what is missing, and L2, for all of it.
 
@@ -31,8 +32,12 @@ Sources:
 
 ini
     CANN 8.1.RC1, ``data/platform_config/Ascend910B1.ini`` (``B3`` for 20 cores) and ``Ascend910B.ini``.
+sim
+    CANN 8.1.RC1, ``simulator/Ascend910B1/lib/config.json``: what CANN's own simulator takes for L2.
 docs
     Ascend C documents and performance tests of the asc-devkit repository.
+measured
+    On an Atlas A2, by the examples ``data_copy``, ``add_high_performance`` and ``bank_conflict_ub`` of asc-devkit.
 guess
     No public number was found; chosen to be plausible. The simulation reports what happens when it is wrong.
 """
