@@ -41,7 +41,6 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
     return CompressedGraph.from_graph(CSCGraph.from_edge_index(data.edge_index, nodes), num_chunks=8, order=order)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "nodes", "edges", "columns", "groups", "cores"),
@@ -150,7 +149,6 @@ def test_graphs_without_edges_have_a_plan(chips, nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(parts=4)
 @pytest.mark.parametrize("name", ["unified", "split"])
 @pytest.mark.parametrize(
     ("dataset", "shrink"), [("CiteSeer", 1), ("Cora", 1), ("PubMed", 1), ("Reddit, smaller", 4), ("Products", 16)]

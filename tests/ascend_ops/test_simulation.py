@@ -53,7 +53,6 @@ def agrees(ours, real, makespan):
     assert ours.cycles == pytest.approx(real.makespan, rel=makespan)
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("columns", "groups", "workers"), [(256, 1, 4), (100, 2, 6), (602, 3, 3)])
 @pytest.mark.parametrize("flat", [True, False])
@@ -101,7 +100,6 @@ def cube_case(seed, columns, groups, members, **sizes):
     return chunks, cube_tables(chunks.tables, chunks.even_ranges(members), groups, columns, **sizes)
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unified", "split"])
 @pytest.mark.parametrize(("columns", "groups", "members"), [(256, 1, 3), (41, 2, 2), (602, 4, 2)])

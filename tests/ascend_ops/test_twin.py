@@ -333,7 +333,6 @@ print("clean")
 """
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_under_the_sanitizers():
@@ -358,7 +357,6 @@ sys.exit(pytest.main([*options, *files, "-k", "not compile and not narrowed and 
 """
 
 
-@pytest.mark.campaign(parts=8, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_all_kernels_under_the_sanitizers():
