@@ -17,8 +17,8 @@ leave through the unified buffer. No Atlas A2 part is like that; the first-gener
 What the numbers are for: every parameter of the twin's cost model (``ascend_ops/twin/include/twin/cost.h``) under the
 same name, and a few facts of the whole chip. A copy between global memory and a core costs its head, a penalty per
 further run of bytes, and its bytes at the rate of the level that has them; it ends a latency later, while others of its
-pipe go on. An instruction of the cube or vector unit costs its head, its size at full rate, and what banks of UB make it
-wait. What is not modelled: the scalar unit's arithmetic, instruction fetch, the write-back of L2 to HBM, address
+pipe go on. An instruction of the cube or vector unit costs its head, its size at full rate, and what banks of UB make
+it wait. What is not modelled: the scalar unit's arithmetic, instruction fetch, the write-back of L2 to HBM, address
 translation, the bandwidth of L2 that all cores share. ``ascend_ops/twin/RULES.md`` has the rules and what is known.
 
 The L2 model: one cache for all cores, lines of 512 bytes, first in, first out; what is read or written enters it. So
