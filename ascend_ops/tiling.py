@@ -83,8 +83,8 @@ class GatheredTables(CubeTables):
         batches: int32 ``[.., 4]``.
         sources: int32 ``[.., 2]``, runs of neighbouring rows of the features.
         cells: uint16, the tables of tiles whose values are picked.
-        places: int64 ``[num_values]``, the place of each value in the kept tiles of a head, ``dense_halves`` for fillers;
-            empty where tiles are not kept.
+        places: int64 ``[num_values]``, the place of each value in the kept tiles of a head, ``dense_halves`` for
+            fillers; empty where tiles are not kept.
         dense_halves: Numbers of the kept tiles of a head.
     """
 

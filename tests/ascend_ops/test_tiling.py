@@ -208,7 +208,7 @@ def test_gathered_tables_share_out_the_rows_of_each_wave(case, sizes, waves, gro
         tiles, strange = tables.dense(values)
         assert not strange
         assert tiles.sum() == heads * num_edges
-        for column, count, *halves, _, fractal, height, _, _, _ in tables.tiles:
+        for _, count, *halves, _, fractal, height, _, _, _ in tables.tiles:
             k = tiling.up(count)
             tile = tiles[:, fractal * 256 :][:, : height * k].reshape(heads, height, k)
             for half in range(2):
