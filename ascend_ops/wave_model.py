@@ -29,7 +29,7 @@ BATCH_HALVES, BATCH_ROWS, MOST_HALVES = 8192, 256, 16384
 """Numbers and rows that a vector core gathers at once, and the longest row that it can (host_tiling.h)."""
 PICK_FILL = 8
 """A tile is picked where at least this part of its cells holds entries (host_tiling.h)."""
-EXPOSED = {"gather": 0.1, "multiply": 0.035}
+EXPOSED = {"gather": 0.1, "multiply": 0.08}
 """Part of the cycles of all but the busiest unit that nothing hides."""
 FILL = 1.0
 """Part of a tile's or a batch's such cycles that a core waits at the beginning and the end of each wave."""
@@ -59,13 +59,15 @@ class Waves:
 def cut_waves(counts: Counts, number: int) -> Array:
     """Cut chunks into waves that gather about as many rows each: int64 ``[number + 1]``, fewer where some are empty.
 
+    The first is a quarter of the others, for nothing is multiplied while it is gathered.
+
     Args:
         counts: Of the chunks.
         number: How many waves.
     """
     ends = np.cumsum(_up(counts.columns))
     total = ends[-1] if ends.size else 0
-    inner = np.searchsorted(ends, total * np.arange(1, number) / number, "left") + 1
+    inner = np.searchsorted(ends, total * (np.arange(1, number) - 0.75) / (number - 0.75), "left") + 1
     return np.unique(np.concatenate([[0], inner.clip(max=ends.size), [ends.size]]))
 
 
@@ -134,19 +136,21 @@ def _rows(
     batches = -(-rows // fits)
     copies = of_waves(runs) + batches
     share = -(-batches // cores) / np.maximum(batches, 1)  # of the core that has one batch more than others
-    head, flag, look_up = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"]
+    head, flag, look_up, latency = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"], p["l2_read_latency"]
     moved = 2 * width * rows
+    copied = head * copies + 2 * width * of_waves(c.columns) * row_byte("gathered", c, num_columns, p)
+    # So many copies are in flight, and each ends so much later.
+    copied = np.maximum(copied, (copied + latency * copies) / p["copies_in_flight"])
     units = share * np.stack([
-        batches * (7 * look_up + 22 * flag) + 4 * copies,
-        batches * 8 * p["vector_head"] + 3.125 * moved / p["vector_bytes"],
-        head * (batches + copies) + 8 * copies * list_byte(p)
-        + 2 * width * of_waves(c.columns) * row_byte("gathered", c, num_columns, p),
+        batches * (7 * look_up + latency / 2 + 22 * flag) + 4 * copies,
+        batches * 8 * p["vector_head"] + (3.125 + p["bank_cycles"]) * moved / p["vector_bytes"],
+        head * batches + 8 * copies * list_byte(p) + copied,
         head * batches + moved * stored_byte(p),
     ])  # fmt: skip
     busiest = units.max(0)
     others = units.sum(0) - busiest
     # The last batch of a wave is cleaned and sent when nothing else is left to do.
-    last = FILL * others / np.maximum(share * batches, 1)
+    last = FILL * others / np.maximum(share * batches, 1) + 2 * latency + p["l2_write_latency"]
     return busiest + EXPOSED["gather"] * others + last, float(copies.sum())
 
 
@@ -159,16 +163,16 @@ def _parts(c: Counts, heads: int, p: Mapping[str, float], cores: int, of_waves: 
     pieces = heads * of_waves(np.where(picked, np.maximum(cells / 2048, 2 * _tiles(c)), 0))
     full = heads * of_waves(np.where(picked, cells, 0))
     thin, entries = (heads * of_waves(np.where(picked, 0, values)) for values in (cells, c.entries))
-    head, flag, look_up = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"]
+    head, flag, look_up, latency = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"], p["l2_read_latency"]
     units = share * np.stack([
-        parts * (7 * look_up + 20 * flag) + 12 * flag * pieces + 1.5 * p["scalar_cycles"] * entries,
+        parts * (7 * look_up + 1.5 * latency + 20 * flag) + 12 * flag * pieces + 1.5 * p["scalar_cycles"] * entries,
         # Gathering takes a block of UB for each element; two casts come before.
         4 * p["vector_head"] * (parts + pieces) + (32 + 8) * full / p["vector_bytes"] + 2 * thin / p["vector_bytes"],
-        head * (2 * parts + pieces) + list_byte(p) * (4 * entries + 2 * full),
+        (head + latency) * parts + head * (parts + pieces) + list_byte(p) * (4 * entries + 2 * full),
         head * (parts + pieces) + 2 * (full + thin) * stored_byte(p),
     ])  # fmt: skip
     # A tile's entries, their stores and its copy follow one another: little of it is side by side.
-    return np.asarray(units.max(0) + 0.5 * (units.sum(0) - units.max(0)))
+    return np.asarray(units.max(0) + 0.3 * (units.sum(0) - units.max(0)))
 
 
 def _multiplied(
@@ -177,15 +181,19 @@ def _multiplied(
     """Return the cycles of a cube core for each chunk and the widest group, and what a tile takes at either end."""
     width, pieces = panels(num_columns, num_groups, "gathered", heads)
     tiles, m, k = _tiles(c), _up(c.rows), _up(c.columns)
-    head, flag, look_up = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"]
+    head, flag, look_up, latency = p["mte_head"], p["flag_cycles"], p["scalar_gm_cycles"], p["l2_read_latency"]
     cold = list_byte(p) - 1 / p["l2_read_bytes"]
     strided = (k - tiles) * p["burst_cycles"] * pieces if pieces * num_groups > 1 else 0
     runs = pieces * c.runs
+    copies = 2 * pieces * tiles * head + strided + (2 * pieces * m * k + 2 * width * k) / p["l2_read_bytes"]
+    loads = p["load_head"] * (pieces * tiles * m / 16 + k / 16 * -(-width // 128))
+    loads += 512 * (pieces * m * k / 256 / p["l1_to_l0a_bytes"] + k * width / 256 / p["l1_to_l0b_bytes"])
     units = np.stack([
-        pieces * tiles * (8 * look_up + 40 * flag) + runs * (3 * look_up + flag),
-        2 * pieces * tiles * head + strided + (2 * pieces * m * k + 2 * width * k) / p["l2_read_bytes"],
-        p["load_head"] * (pieces * tiles * m / 16 + k / 16 * -(-width // 128))
-        + 512 * (pieces * m * k / 256 / p["l1_to_l0a_bytes"] + k * width / 256 / p["l1_to_l0b_bytes"]),
+        pieces * tiles * (8 * look_up + 40 * flag) + (tiles + 1) * latency
+        + runs * (3 * look_up + flag) + c.runs * latency / 4,
+        copies,
+        loads,
+        (copies + pieces * tiles * latency + loads) / 2,  # two buffers in turn
         p["cube_head"] * tiles * -(-width // 128) + m * k * width / 4096 / p["cube_macs"],
         runs * head + pieces * (c.rows - c.runs) * p["burst_cycles"]
         + 2 * width * c.rows * max(1 / p["l2_write_bytes"], 1 / p["l0c_to_gm_bytes"]),
@@ -195,11 +203,12 @@ def _multiplied(
         # A tile comes from global memory for the first panel of each head, and from L2 for the others.
         first_panels = max(heads / num_groups, 1) / pieces
         cold_units = first_panels * units
-        cold_units[1] += 2 * max(heads / num_groups, 1) * m * k * cold
+        cold_units[[1, 3]] += 2 * max(heads / num_groups, 1) * m * k * cold * np.array([[1], [0.5]])
         busiest = (1 - first_panels) * busiest + cold_units.max(0)
         units[1] += 2 * max(heads / num_groups, 1) * m * k * cold
-    others = units.sum(0) - busiest
+    others = units.sum(0) - units[3] - np.minimum(busiest, units.sum(0) - units[3])
     first = FILL * float(others.sum()) / max(float((pieces * tiles).sum()), 1.0)
+    first += 3 * latency + p["l2_write_latency"]
     return np.asarray(busiest + EXPOSED["multiply"] * others), first
 
 

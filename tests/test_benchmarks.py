@@ -58,7 +58,6 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
@@ -589,7 +588,7 @@ def test_the_ablation_sets_predictions_beside_what_was_measured(load, monkeypatc
     assert (row["speedup"], row["against"]) == (1.25, f"{benchmark.ALONE}, 2x the CPU trainer")
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
 def test_a_script_that_fails_says_why(load, tmp_path):
     scripts = load("scripts")
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*KeyError: 'nodes'") as error:
@@ -597,7 +596,6 @@ def test_a_script_that_fails_says_why(load, tmp_path):
     assert "Traceback" in str(error.value)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_hybrid_benchmark_needs_no_hydra():
     check = "import sys, benchmarks.hyscale; assert 'hydra' not in sys.modules"
@@ -624,7 +622,7 @@ def test_a_disturbed_loader_sleeps_as_it_should(load):
     assert min(seconds) > 12 * 0.001
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
 def test_the_stages_of_the_sleeping_machine_give_the_epochs_they_were_solved_from(load):
     simulated = load("collective_simulated")
     for setting in (simulated.UK, simulated.PAPERS):
@@ -653,7 +651,7 @@ WAYS = {
 }
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sleeping_machine_trains_each_mini_batch_once_and_in_order(way, load):
     times = load("collective_simulated").UK.times(4, 1 / 100)

@@ -17,7 +17,7 @@ from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.graph.folder import class_numbers, load_folder
 from lightning_gnn.graph.hetero_folder import BETWEEN, EDGES, NODES
 from lightning_gnn.graph.published_files import Published, published, read_ids, unpack
-from lightning_gnn.graph.row_file import ROW_DTYPES, write_rows
+from lightning_gnn.graph.row_file import ROW_DTYPES, RowFile, write_rows
 from lightning_gnn.graph.synthetic_labels import Labels
 from lightning_gnn.graph.table_files import Columns, TableFiles, listed, quoted, text
 
@@ -91,20 +91,19 @@ def convert_tables(
     if not isinstance(rows, bool) and rows not in ROW_DTYPES:
         raise ValueError(f"rows={rows!r} is unknown; use true, false, or one of {', '.join(ROW_DTYPES)}")
     out = Path(out)
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already; remove it, or choose another folder")
-    edges, tables, alone = _named(source, nodes)
     folder = out.with_name(f"{out.name}.partial")
+    if os.path.lexists(out):
+        left = f" ({folder}, which is left of its conversion, can go)" if folder.exists() else ""
+        raise FileExistsError(f"{out} exists already{left}; remove it, or choose another folder")
+    edges, tables, alone = _named(source, nodes)
     form = published(edges[_BETWEEN_ALONE], folder / "unpacked") if alone else None
     of_edges = edges.values() if form is None else form.files
     files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
     drawn = random_features, random_labels
     given = [sorted((str(kind), str(path)) for kind, path in names.items()) for names in (edges, tables)]
     of = [3, *given, undirected, *drawn, rows, files]
-    database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of)
-    if not database.resumed:
-        shutil.rmtree(folder / "graph", ignore_errors=True)
-    else:
+    database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of, folder / "graph")
+    if database.resumed:
         say("going on with what an earlier run has left")
     try:
         work = _Conversion(database, folder / "graph", edges, tables, alone, form, say)
@@ -211,15 +210,17 @@ class _Conversion:
     def _read_nodes(self, form: Published) -> None:
         """Make the table of nodes that a published form has, or write its arrays."""
         for name, (archive, member) in form.arrays.items():
-            if not (path := self.folder / f"{name}.npy").exists():
+            if not _is_there(path := self.folder / f"{name}.npy"):
                 self.say(f"unpacking {member} of {archive}")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unpack(archive, member, self.folder / "unpacked.npy")
                 (self.folder / "unpacked.npy").rename(path)
         if form.arrays:
-            x, y = (load_array(self.folder / f"{name}.npy") for name in ("x", "y"))
-            save_arrays(self.folder, {"y": class_numbers(y, x.size(0), f"node_label of {form.arrays['y'][0]}")})
-            self.rows = x.size(0)
+            rows = self.folder / "x.rows"
+            count = RowFile.open(rows).num_rows if rows.exists() else load_array(rows.with_suffix(".npy")).size(0)
+            y = load_array(self.folder / "y.npy")
+            save_arrays(self.folder, {"y": class_numbers(y, count, f"node_label of {form.arrays['y'][0]}")})
+            self.rows = count
         if form.features is not None:
             self.say(f"reading {form.features}")
             self.database.read("features", form.features, header=False)
@@ -332,7 +333,7 @@ class _Conversion:
         elif "time" in columns:
             self._write_column(table, "time", columns["time"], folder / "time.npy", count)
         width = sum(used.values()) or random_features
-        if (folder / "x.npy").exists():
+        if _is_there(folder / "x.npy"):
             return
         if not width and self.alone:
             raise ValueError("nodes have no features: give nodes=FILE with columns of numbers, or random_features=64")
@@ -499,6 +500,11 @@ class _Conversion:
                     nodes = self.tables.get(of, "the edges")
                     raise ValueError(f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no node of {nodes}")
         return name
+
+
+def _is_there(path: Path) -> bool:
+    """Say whether an earlier run has written features, as an array or as rows that it has become since."""
+    return path.exists() or path.with_suffix(".rows").exists()
 
 
 def _of(kind: Kind) -> str:

@@ -175,12 +175,39 @@ class RowFile:
                     if not np.array_equal(block_sums(groups.view(np.uint64), BLOCK_BYTES // 8), expected):
                         raise ValueError(f"{self.path} is damaged: a checksum does not fit; write it again")
                 rows = groups.reshape(-1, self.group_bytes)[:, : per * width].reshape(-1, width)[: part.size(0)]
-                if self.dtype == torch.int8:
-                    scales = torch.from_numpy(rows[:, :_SCALE_BYTES].copy().view(np.float32))
-                    torch.mul(torch.from_numpy(rows[:, _SCALE_BYTES:].view(np.int8)), scales, out=part)
-                else:
-                    part.view(torch.uint8).copy_(torch.from_numpy(rows))
+                self._decode(rows, part)
         return out
+
+    def read_some(self, ids: Tensor) -> Tensor:
+        """Return a few rows, read one by one; :class:`DiskFeatures` reads many.
+
+        Args:
+            ids: Which, int64 ``[n]``.
+
+        Returns:
+            ``[n, num_columns]`` of ``read_dtype``.
+
+        Raises:
+            ValueError: The file is truncated.
+        """
+        raw = np.empty((ids.numel(), self.row_bytes), np.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            for place, row in enumerate(ids.tolist()):
+                group, within = divmod(row, self.rows_per_group)
+                file.seek(self.offset + group * self.group_bytes + within * self.row_bytes)
+                if file.readinto(raw[place].data) != self.row_bytes:
+                    raise ValueError(f"{self.path} ends before row {row}: it is truncated; write it again")
+        out = torch.empty((ids.numel(), self.num_columns), dtype=self.read_dtype)
+        self._decode(raw, out)
+        return out
+
+    def _decode(self, rows: npt.NDArray[np.uint8], out: Tensor) -> None:
+        """Turn rows as they lie in the file, uint8 ``[n, row_bytes]``, into numbers."""
+        if self.dtype == torch.int8:
+            scales = torch.from_numpy(rows[:, :_SCALE_BYTES].copy().view(np.float32))
+            torch.mul(torch.from_numpy(rows[:, _SCALE_BYTES:].view(np.int8)), scales, out=out)
+        else:
+            out.view(torch.uint8).copy_(torch.from_numpy(rows))
 
     def read_checksums(self) -> npt.NDArray[np.uint32]:
         """Return the checksum of each block of rows, uint32 ``[num_blocks]``.

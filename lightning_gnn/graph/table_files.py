@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from lightning_gnn.graph.arrays import load_array
+from lightning_gnn.runtime.files import write_whole
 
 Columns = dict[str, npt.NDArray[Any]]
 _CSV, _PARQUET, _ARROW = (".csv", ".tsv", ".txt", ".edges"), (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
@@ -25,13 +27,14 @@ class TableFiles:
         folder: Where it lies.
         memory: Bytes that it may hold; what is more lies on the disk.
         of: What identifies the conversion: if another one left its database here, it is removed.
+        made: The folder of what is made of the tables, which goes with them.
 
     Raises:
         ModuleNotFoundError: DuckDB is missing.
         ValueError: The memory is too little.
     """
 
-    def __init__(self, folder: Path, memory: int, of: Any) -> None:
+    def __init__(self, folder: Path, memory: int, of: Any, made: Path) -> None:
         try:
             import duckdb
         except ImportError as error:
@@ -43,9 +46,11 @@ class TableFiles:
         path, note = folder / "tables.duckdb", folder / "of.json"
         told = json.dumps(of, default=str)
         if not note.exists() or note.read_text() != told:
+            note.unlink(missing_ok=True)  # first, so that what is left of a run that is killed here is not gone on with
             for old in (path, path.with_name(f"{path.name}.wal")):
                 old.unlink(missing_ok=True)
-            note.write_text(told)
+            shutil.rmtree(made, ignore_errors=True)
+            write_whole(note, told)
             self.resumed = False
         else:
             self.resumed = path.exists()

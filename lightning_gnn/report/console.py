@@ -12,6 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from lightning_gnn.runtime.messages import OF_NEWER_TORCH
+
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
@@ -52,7 +54,7 @@ def be_quiet() -> None:
     ours.setLevel(logging.INFO)
     ours.addFilter(_is_ours)
     for message in (
-        ".*isinstance\\(treespec, LeafSpec\\).*",
+        OF_NEWER_TORCH,
         ".*does not have many workers.*",
         ".*smaller than the logging interval.*",
         ".*Checkpoint directory .* exists and is not empty.*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.rendezvous import rendezvous
 
 _LOOK = 0.25
@@ -28,6 +29,8 @@ timeout is short."""
 RENDEZVOUS = timedelta(minutes=30)
 """How long ranks may take to find one another at the start, at least: what a process imports, compiles and loads before
 says nothing about how long a collective may take. As long as torch waits by itself."""
+_MEETINGS = itertools.count()
+"""Of this process, which may join its ranks again after it has left them."""
 _COMMUNICATION = re.compile(
     r"gloo|nccl|hccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE
 )
@@ -88,11 +91,22 @@ def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
     Raises:
         DistError: A rank did not come.
+        RuntimeError: torchrun gave these ranks the store of those before them, which are looked for at their addresses.
     """
     limit = max(RENDEZVOUS, timeout)
     store: Store
     store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=limit))
     store.set_timeout(limit)
+    # torchrun's own store outlives a restart (pytorch/pytorch#135712). Its number tells the starts apart where there is
+    # one agent; several count each for itself.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if store.add(f"lightning_gnn/came/{next(_MEETINGS)}/{rank}", 1) > 1:
+        raise RuntimeError(
+            f"rank {rank} was given the store of the ranks before it, and would look for the others where those were: "
+            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start has a "
+            "store of its own"
+        )
     # Of torchrun's store nobody waits for the others.
     store.set(f"lightning_gnn/met/{rank}", "")
     store.wait([f"lightning_gnn/met/{other}" for other in range(num_ranks)])

@@ -23,6 +23,8 @@ _MARGIN = 1.25
 """How much larger than the one that was measured mini-batches are taken to be."""
 
 _USUAL_BATCH = 1024
+_COMPARED = 258
+"""Rows of a given file that are compared with those in the graph: the first, the last, and some evenly between."""
 
 
 class OnDisk:
@@ -35,12 +37,13 @@ class OnDisk:
         lookahead: Mini-batches that are sampled ahead, or bytes of them (``"500MB"``); by default an eighth of the
             memory.
         store: Files of :func:`~lightning_gnn.graph.write_rows` or ``.npy`` files, one or by type; by default those
-            from which ``x`` is memory-mapped.
+            from which ``x`` is memory-mapped. Where the graph has ``x`` too, some rows are compared.
         verify: Compare what is read with checksums.
 
     Raises:
         TypeError, ValueError: An option that is none.
         FileNotFoundError: There is no such file.
+        ValueError: Also for a file with other numbers than the graph's ``x``.
     """
 
     def __init__(
@@ -165,7 +168,48 @@ def _files(data: Any, store: Any) -> dict[Any, RowFile]:
         if isinstance(x, Tensor) and (x.requires_grad or x.size(-1) != file.num_columns):
             why = "is trained" if x.requires_grad else f"has {x.size(-1)} features and the file {file.num_columns}"
             raise ValueError(f"{where}.x {why}, so {file.path} cannot stand for it")
+        if store is not None and isinstance(x, Tensor):
+            _check_same(file, x, where)
     return found
+
+
+def _check_same(file: RowFile, x: Tensor, where: str) -> None:
+    """Compare some rows of a file with those in the graph, which may have been changed after it was written.
+
+    Raises:
+        ValueError: They differ by more than what the coarser of both dtypes rounds.
+    """
+    behind = RowFile.behind(x)
+    if behind == file:
+        return
+    ids = torch.linspace(0, file.num_rows - 1, min(_COMPARED, file.num_rows), dtype=torch.float64).long()
+    there = file.read_some(ids)
+    if behind is not None and file_of(x) is not None:  # the graph has no rows itself
+        given = behind.read_some(ids)
+    else:
+        given = x.detach()[ids.to(x.device)].cpu()
+    wrong = ~_alike(there, given, file.dtype == torch.int8)
+    if wrong.any():
+        rows = wrong.any(1)
+        place, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{file.path} holds other features than {where}.x: column {column} of row {int(ids[place])} is "
+            f"{there[place, column].item():g} in the file and {given[place, column].item():g} in {where}.x (of "
+            f"{ids.numel()} rows that were compared {int(rows.sum())} differ); write the file again from these "
+            f"features, or leave {where}.x out where the file is right"
+        )
+
+
+def _alike(there: Tensor, given: Tensor, int8: bool) -> Tensor:
+    """Say which numbers of a file are those given, but for what the coarser of both dtypes rounds, bool ``[n, f]``."""
+    a, b = there.double(), given.double()
+    allowed = torch.zeros_like(b)
+    if there.dtype != given.dtype:
+        coarser = max(torch.finfo(there.dtype), torch.finfo(given.dtype), key=lambda info: info.eps)
+        allowed = coarser.eps * (b.abs() + coarser.tiny)
+    if int8:  # half a step of the row's scale
+        allowed = allowed + a.abs().amax(1, keepdim=True) * (0.5 / 127 * (1 + 1e-5))
+    return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed)
 
 
 def _measured(loader: Any, files: Mapping[Any, RowFile]) -> tuple[dict[Any, int], int]:

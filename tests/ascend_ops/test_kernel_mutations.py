@@ -15,7 +15,6 @@ from tests.ascend_ops.test_kernels import aggregated, check
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
-    pytest.mark.campaign(parts=8, seldom=True),
     pytest.mark.slow,
 ]
 
@@ -91,7 +90,11 @@ GATHERED = {
         "rowsQueue",
         "race",
     ),
-    "fillers hold what was there": ("if (vertex >= 0) {", "if (vertex < 0) {} else {", "uninit|"),
+    "fillers hold what was there": (
+        "if (vertex >= 0) {",
+        "if (vertex < 0) {\n            } else if (true) {",
+        "uninit|",
+    ),
     "the end of a batch is left": ("if (halves < compared) {", "if (false) {", "uninit"),
     "rows go to another place": ("batchesGm.GetValue(at + 2), halves", "0, halves", "race|uninit|"),
     "neighbours are left out": ("list.GetValue(run * SOURCE_FIELDS + 1) * tiling.ldx", "tiling.ldx", "uninit|race|"),

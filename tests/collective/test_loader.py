@@ -310,7 +310,6 @@ def test_an_error_does_not_wait_for_the_other_workers():
     assert not threads()
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "drop", "another", "break"])
 @pytest.mark.parametrize("taken", [0, 1, 5])

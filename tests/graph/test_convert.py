@@ -5,8 +5,7 @@ import errno
 import gzip
 import os
 import signal
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import to_undirected
 
 from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert, convert_tables, table_files
+from lightning_gnn.graph import CSCGraph, convert, convert_tables, row_file, table_files
 from lightning_gnn.graph.folder import load_folder
-from tests.patience import PATIENCE
+from tests.full_graph.launch import observe
 
 duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
@@ -308,31 +307,71 @@ def test_features_as_rows(tmp_path, tables, capsys):
     assert "rows='float8' is unknown; use true, false, or one of float32" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_killed_conversion_goes_on(tmp_path, tables):
+def _killed(rank, step, *arguments):
+    """Convert, and vanish at a step."""
+    where, name, count, after = STEPS[step]
+    real, left = getattr(where, name), iter(range(count))
+
+    def vanishing(*args, **options):
+        last = next(left, None) is None
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = real(*args, **options)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    setattr(where, name, vanishing)
+    convert_tables(*arguments, rows="bfloat16")
+
+
+STEPS = {
+    "indices": (convert, "index_dtype", 1, False),
+    "the first x.rows": (row_file, "block_sums", 0, True),
+    "an x.npy beside its x.rows": (convert, "write_rows", 0, True),
+    "the second x.rows": (convert, "write_rows", 1, False),
+    "all x.rows": (convert, "write_rows", 1, True),
+    "checking": (convert, "load_folder", 0, True),
+}
+"""Where a conversion of two types is killed: before or after a call of a function, of which so many came before."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     source, nodes = tables
-    convert_tables(source, tmp_path / "whole", nodes)
-    arguments = [f"source={source}", f"nodes={nodes}", f"out={tmp_path / 'graph'}"]
-    program = (
-        "import os, signal, sys\n"
-        "from lightning_gnn.graph import convert\n"
-        "real = convert.write_blocks\n"
-        "def write_blocks(path, *rest):\n"
-        "    if path.name == 'indices.npy':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    real(path, *rest)\n"
-        "convert.write_blocks = write_blocks\n"
-        "from lightning_gnn.cli import convert_command\n"
-        "convert_command.main(sys.argv[1:])\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, *arguments], timeout=PATIENCE, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert (tmp_path / "graph.partial/graph/x.npy").exists()
+    source, nodes = {"a__to__a": source, "b__to__a": source}, {"a": nodes}
+    (tmp_path / "b.csv").write_text("id,f,g\n" + "".join(f"n{n},{n / 7},1\n" for n in range(50)))
+    nodes["b"] = str(tmp_path / "b.csv")
+    convert_tables(source, tmp_path / "whole", nodes, rows="bfloat16")
+    ended = observe(_killed, 1, step, source, tmp_path / "graph", nodes)
+    assert ended.exit_codes == [-signal.SIGKILL], ended.errors
     assert not (tmp_path / "graph").exists()
     told = []
-    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    convert_tables(source, tmp_path / "graph", nodes, rows="bfloat16", say=told.append)
     assert told[0] == "going on with what an earlier run has left"
-    assert contents(tmp_path / "graph") == contents(tmp_path / "whole")
+    assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
+    assert not (tmp_path / "graph.partial").exists()
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_rows_of_a_killed_conversion_are_not_written_again(tmp_path, tables, monkeypatch):
+    source, nodes = tables
+    monkeypatch.setattr(convert, "load_folder", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert_tables(source, tmp_path / "graph", nodes, rows=True)
+    monkeypatch.undo()
+    rows = tmp_path / "graph.partial/graph/x.rows"
+    os.utime(rows, (1, 1))
+    convert_tables(source, tmp_path / "graph", nodes, rows=True)
+    assert (tmp_path / "graph/x.rows").stat().st_mtime == 1
+    (tmp_path / "graph.partial").mkdir()
+    with pytest.raises(
+        FileExistsError, match=r"graph exists already \(.*graph\.partial, which is left of its conversion"
+    ):
+        convert_tables(source, tmp_path / "graph", nodes, rows=True)
 
 
 def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):

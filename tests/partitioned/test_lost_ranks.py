@@ -77,7 +77,6 @@ def _train(rank, folder, stage, said):
     trainer.fit(module_of(), datamodule=datamodule)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_rank_ends_the_others_by_name(folder, stage, tmp_path):

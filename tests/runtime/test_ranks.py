@@ -1,11 +1,20 @@
 """How the processes of a run end."""
 
 import os
+import runpy
 import subprocess
 import sys
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import TCPStore
+
+from lightning_gnn.runtime import heartbeat
+from tests.full_graph.launch import run
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -51,3 +60,105 @@ def test_the_process_group_is_closed_unless_a_rank_may_be_lost(fails, tmp_path):
     assert (done.returncode != 0) == fails, done.stderr
     assert done.stdout.count("closed") == (0 if fails else 2), done.stdout
     assert ("no more" in done.stderr) == fails
+
+
+SOON = timedelta(seconds=30)
+
+
+@pytest.fixture
+def torchruns_store(monkeypatch):
+    """The store of an agent of torchrun, and a call that joins a rank as if its process had just started."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def join(restarts, agents, fresh=True):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(agents))
+        if fresh:
+            monkeypatch.setattr(heartbeat, "_MEETINGS", count())
+        return heartbeat.meet(0, 1, SOON)
+
+    yield join
+    del store
+
+
+def test_ranks_that_torchrun_starts_again_do_not_find_what_those_before_have_left(torchruns_store):
+    torchruns_store(0, 1).set("address", "of a process that is gone")
+    again = torchruns_store(1, 1)
+    assert not again.check(["address"])
+    again.set("address", "new")
+    assert torchruns_store(1, 1, fresh=False).get("address") == b"new", "a process may join twice"
+
+
+def test_a_store_of_several_agents_that_outlives_a_start_is_refused(torchruns_store):
+    torchruns_store(0, 2)
+    with pytest.raises(RuntimeError, match="start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        torchruns_store(1, 2)
+
+
+TRAIN = """
+import os, signal, sys
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from lightning_gnn import FullGraphDataModule
+from lightning_gnn.nn import GCN, NodeClassifier
+from tests.full_graph.training import small_data
+from tests.hyscale.training import Plain, datamodule, hybrid
+
+class Kill(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+kind, folder = sys.argv[1:]
+torch.set_num_threads(1)
+pl.seed_everything(1, verbose=False)
+if kind == "hyscale":
+    module, data, strategy, epochs = Plain(), datamodule(), hybrid(2), 2
+else:
+    data, strategy, epochs = FullGraphDataModule(small_data(dtype=torch.float32)), "ascend_hybrid", 8
+    module = NodeClassifier(GCN(6, 8, 2, 7), num_classes=7)
+callbacks = [Kill(), ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)]
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False, enable_progress_bar=False,
+    limit_val_batches=0, callbacks=callbacks, enable_model_summary=False,
+)
+trainer.fit(module, data, ckpt_path="last", weights_only=True)
+if trainer.is_global_zero:
+    torch.save((trainer.global_step, module.state_dict()), folder + "/trained")
+"""
+"""Trains from the last checkpoint on; the second rank vanishes on the way, the first time."""
+
+
+def _whole(rank, *arguments):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # nobody vanishes
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+@pytest.mark.campaign(seldom=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hyscale", "ascend_hybrid"])
+def test_a_strategy_goes_on_when_torchrun_has_started_its_ranks_again(kind, tmp_path):
+    """With torchrun as it is, whose ranks get the store of those before them."""
+    script, folders = tmp_path / "train.py", [tmp_path / "killed", tmp_path / "whole"]
+    script.write_text(TRAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, str(script), kind, str(folders[0])],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Restored all states from the checkpoint" in done.stdout + done.stderr
+    run(_whole, 2, str(script), kind, str(folders[1]))
+    (steps, killed), (others, whole) = (torch.load(folder / "trained", weights_only=True) for folder in folders)
+    assert steps == others == 8
+    for name, value in whole.items():
+        torch.testing.assert_close(killed[name], value, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """DataModules whose features stay on disk: the mini-batches of memory, whatever is read when, and nothing left."""
 
+import copy
 import gc
 import shutil
 import threading
@@ -137,6 +138,47 @@ def test_features_may_lie_in_the_store_alone(folder):
     assert torch.equal(batch.x, expected.x)
     assert module.batch_data.x.shape == x.shape
     assert module.batch_data.x[0].isnan().all(), "nobody takes it for features"
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, dtype, mmap):
+    data = load_folder(folder, mmap=mmap)
+    data.x = data.x.clone() if not mmap else data.x
+    data.x[5, 1], data.x[9] = 1e-6, 0.0  # small beside the others, and a row without a scale
+    store = write_rows(data.x, tmp_path / "x.rows", dtype).path
+    (batch, *_) = datamodule(data, memory=MEMORY, check_features=False, store=store).train_dataloader()
+    torch.testing.assert_close(batch.x.float(), data.x[batch.n_id], rtol=0.01, atol=0.02)
+    if dtype in ("float16", "bfloat16"):  # both made from the same numbers
+        less = copy.copy(data)
+        less.x = data.x.bfloat16()
+        datamodule(less, memory=MEMORY, check_features=False, store=store)
+    for wrong in (data.x * 1.02, data.x.roll(1, 0), data.x.index_fill(0, torch.tensor([NODES - 1]), float("nan"))):
+        other = copy.copy(data)
+        other.x = wrong
+        with pytest.raises(ValueError, match=r"x\.rows holds other features than data\.x: column \d+ of row \d+ is"):
+            datamodule(other, memory=MEMORY, check_features=False, store=store)
+    nan = data.x.clone()
+    nan[0, 3] = float("nan")
+    if dtype != "int8":
+        both = copy.copy(data)
+        both.x = nan
+        datamodule(both, memory=MEMORY, check_features=False, store=write_rows(nan, tmp_path / "nan.rows", dtype).path)
+    other.x = nan
+    said = r"column 3 of row 0 is \S+ in the file and nan in data\.x \(of 258 rows that were compared 1 differ\); write"
+    with pytest.raises(ValueError, match=said):
+        datamodule(other, memory=MEMORY, check_features=False, store=store)
+
+
+def test_two_stores_with_other_numbers(folder, tmp_path):
+    root = tmp_path / "graph"
+    shutil.copytree(folder, root)
+    (root / "x.npy").unlink()
+    left_there = load_folder(root, memory=MEMORY)
+    x = load_folder(folder).x
+    datamodule(left_there, memory=MEMORY, store=write_rows(x, tmp_path / "same.rows", "bfloat16").path)
+    with pytest.raises(ValueError, match="holds other features"):
+        datamodule(left_there, memory=MEMORY, store=write_rows(x - x.mean(0), tmp_path / "other.rows").path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
