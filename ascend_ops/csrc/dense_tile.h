@@ -121,7 +121,6 @@ public:
             AscendC::DataCopy(places, cellsGm[table + at], n);
             cellQueue.EnQue(places);
             places = cellQueue.DeQue<int16_t>();
-            AscendC::PipeBarrier<PIPE_V>();
             // There is no cast from 16 to 32 bits of an integer; in float32 these are exact.
             AscendC::Cast(wide, places, AscendC::RoundMode::CAST_NONE, n);
             cellQueue.FreeTensor(places);
