@@ -5,7 +5,7 @@ tables give. ``run_cube`` is aggregate_cube for split cores; ``run_cube_unified`
 everything: one scalar unit issues it all, a tile goes from UB to L1 without a workspace, results leave through UB.
 
 Why not the twin's own counts, scaled: it runs ``aggregate_cube`` and ``update`` of split cores only, one core after the
-other; and the planner's cost model, which is fitted to it, is up to 12 % off these sums (``ascend_planned``), since
+other; and the planner's cost model, which is fitted to it, is up to 10 % off these sums (``ascend_planned``), since
 nothing in it waits for another unit or for HBM.
 
 A queue is a row of numbers: times at which its buffers were freed, times at which its tensors were enqueued (as many as
