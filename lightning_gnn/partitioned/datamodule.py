@@ -392,13 +392,14 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
 
     Args:
         root: As for :class:`PartitionedDataModule`, as what is not named here.
-        *args: Edges to train on, validate, test and score, by the ids of the whole graph; training edges must be given.
+        *args: Edges to train on, validate, test and score, by the ids of the whole graph; by default those that the
+            graph was partitioned with (``lgnn partition task=link``).
         order: ``"local"``: each rank trains on the edges into the nodes of its part.
         **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
-        ValueError: Training edges are missing, or as for :class:`PartitionedDataModule`.
+        ValueError: There are no training edges, or as for :class:`PartitionedDataModule`.
 
     Examples:
         >>> import tempfile, torch
@@ -420,9 +421,15 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
         edges = [*given[::3], *(value for name, value in kwargs.items() if re.fullmatch("input_.*_edges", name))]
         if any(isinstance(value, tuple) and all(isinstance(part, str) for part in value) for value in edges):
             raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
+        for place, stage in enumerate(("train", "val", "test")):  # each has its labels and times behind it
+            if len(given) <= 3 * place and kwargs.get(f"input_{stage}_edges") is None:
+                kwargs[f"input_{stage}_edges"] = self.partition.links(stage)
+                if (labels := self.partition.links(f"{stage}_labels")) is not None:
+                    kwargs[f"input_{stage}_labels"] = labels
         if not given and kwargs.get("input_train_edges") is None:
             raise ValueError(
-                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on"
+                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on, or "
+                "partition with some (lgnn partition task=link)"
             )
         return kwargs
 
