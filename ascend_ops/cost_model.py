@@ -31,9 +31,13 @@ BATCH = 256
 """Entries that aggregate_vector brings to UB at once."""
 HBM_GB_S = 1421.0
 """Of an Atlas A2: 24 cores times ``ddr_rate`` of CANN's platform configuration (Ascend910B1.ini) times the clock."""
-EXPOSED = {("vector", 2): 0.02, ("vector", 1): 0.25, ("cube", 2): 0.035, ("cube", 1): 0.10}
-"""Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue."""
-FILL = {"vector": 0.0, "cube": 0.9}
+EXPOSED = {
+    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.08, ("unified", 2): 0.035,
+    ("unified", 1): 0.02,
+}  # fmt: skip
+"""Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue; ``"unified"`` is
+the cube kernel on a core that has both units."""
+FILL = {"vector": 0.0, "cube": 0.5, "unified": 0.5}
 """Part of a tile's such cycles that a core waits at its beginning and its end."""
 
 
@@ -47,6 +51,8 @@ class Counts:
         columns: Distinct columns: rows of the features that the cube kernel loads.
         runs: Runs of rows whose results lie side by side.
         batches: Lists that the vector kernel brings to UB, of at most 256 entries of one row.
+        pairs: Pairs of rows of the features that it copies one after the other, of lists of more than two entries.
+        short: Lists of one or two entries.
         num_sources: Rows of the features that are read at all.
     """
 
@@ -55,6 +61,8 @@ class Counts:
     columns: Array
     runs: Array
     batches: Array
+    pairs: Array
+    short: Array
     num_sources: int
 
 
@@ -83,12 +91,14 @@ def chunk_cycles(
     unified = chip.get("ub_to_l1_bytes", 0) > 0
     row_byte = _row_byte(kernel, counts, num_columns, chip)
     if kernel == "vector":
-        busiest, total = _vector(counts, width, pieces, chip, row_byte)
+        busiest, total = _vector(counts, width, pieces, chip, row_byte, buffers)
     else:
-        busiest, total = _cube(counts, width, pieces, chip, row_byte, unified)
+        busiest, total = _cube(counts, width, pieces, chip, row_byte, unified, buffers)
+    kind = "unified" if unified and kernel == "cube" else kernel
     others = total - busiest
     steps = np.maximum(pieces * _tiles(counts, unified), 1)
-    return busiest + EXPOSED[kernel, buffers] * others, FILL[kernel] * float((others / steps).max(initial=0))
+    start = FILL[kind] * float((others / steps).max(initial=0))
+    return busiest + EXPOSED[kind, buffers] * others, start + (_fill(chip) if kernel == "cube" else 0.0)
 
 
 def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: int, chip: Mapping[str, float]) -> float:
@@ -111,16 +121,20 @@ def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: in
     entries = rows * num_entries / max(num_rows, 1)
     lists = pieces * -(-entries // BATCH)
     head, flag, vector = p["mte_head"], p["flag_cycles"], p["vector_head"]
-    instruction = pieces * vector + 4 * width / p["vector_bytes"]
+    latency, repeats = p["l2_read_latency"], 4 * width / p["vector_bytes"]
+    move, add = pieces * vector + repeats, pieces * vector + repeats * (1 + p["bank_cycles"])
     row = pieces * head + 2 * width * _cold(p)
+    # As in aggregate_vector, but a list serves many rows, and copies go on over their borders.
+    waited = lists * (2 * head + latency) + 8 * _cold(p) * entries * pieces
     units = (
-        lists * (head + 8 * flag) + pieces * (rows * (p["scalar_gm_cycles"] + 6 * flag) + entries * (4 * flag + 7)),
-        (2 * entries + 3 * rows) * instruction,
-        lists * 2 * head + entries * row,
+        pieces * (rows * (p["scalar_gm_cycles"] + latency / 16 + 6 * flag) + entries * (4 * flag + 7))
+        + lists * 8 * flag,
+        entries * (move + add) + 2 * rows * move,
+        waited + entries / 2 * (row + pieces * (latency + 4 * flag) + move),
         rows * (pieces * head + 2 * width * _out(p)),
     )
     busiest = max(units)
-    return busiest + EXPOSED["vector", 2] * (sum(units) - busiest) + lists * (2 * head + row)
+    return busiest + EXPOSED["vector", 2] * (sum(units) - busiest)
 
 
 def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]) -> float:
@@ -143,15 +157,18 @@ def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]
     taken = 1 / p["l2_read_bytes"]
     left, right = (taken + (_cold(p) - taken) * min(bands / stored, 1) for bands in (down, across))
     runs = (high + wide - 2) * p["burst_cycles"] if steps > 1 else 0
+    copies = 2 * p["mte_head"] + runs + 2 * depth * (high * left + wide * right)
+    loads = p["load_head"] * (high // 16 + 1) + 2 * depth * (high / p["l1_to_l0a_bytes"] + wide / p["l1_to_l0b_bytes"])
     units = (
-        share * (2 * p["mte_head"] + runs + 2 * depth * (high * left + wide * right)),
-        share * (p["load_head"] * (high // 16 + 1))
-        + share * 2 * depth * (high / p["l1_to_l0a_bytes"] + wide / p["l1_to_l0b_bytes"]),
+        share * copies,
+        share * (copies + p["l2_read_latency"] + loads) / 2,  # two buffers in turn
+        share * loads,
         share * (p["cube_head"] + depth * high * wide / 4096 / p["cube_macs"]),
         stored * (p["mte_head"] + high * p["burst_cycles"] + 4 * high * wide / p["l0c_to_gm_bytes"]),
     )
-    busiest = max(units)
-    return busiest + EXPOSED["cube", 2] * (sum(units) - busiest) + FILL["cube"] * (sum(units) - busiest) / share
+    busiest, others = max(units), sum(units) - max(units)
+    fill = 16 * p["scalar_gm_cycles"] + 2 * p["l2_read_latency"] + p["l2_write_latency"]  # first the tiling is read
+    return busiest + fill + EXPOSED["cube", 2] * others + FILL["cube"] * others / share
 
 
 def panels(num_columns: int, num_groups: int, kernel: Kernel) -> tuple[int, int]:
@@ -185,40 +202,68 @@ def _row_byte(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[st
     return missed * _cold(chip) + (1 - missed) / chip["l2_read_bytes"]
 
 
-def _vector(c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float) -> tuple[Array, Array]:
+def _vector(
+    c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, buffers: int
+) -> tuple[Array, Array]:
     """Return the cycles of the busiest unit in each chunk and those of all; aggregate_vector.cpp says what they do."""
-    head, flag = p["mte_head"], p["flag_cycles"]
-    work = 2 * (c.rows + c.entries)  # vector instructions over a panel
-    lists = pieces * (2 * head * c.batches + 8 * _cold(p) * c.entries)
+    head, flag, latency = p["mte_head"], p["flag_cycles"], p["l2_read_latency"]
+    repeats = 4 * width / p["vector_bytes"]  # of a row in float32
+    # Rounding from and to half goes without waiting for banks, about; a sum and what is added lie in the same groups.
+    move, add = pieces * p["vector_head"] + repeats, pieces * p["vector_head"] + repeats * (1 + p["bank_cycles"])
+    row = pieces * head + 2 * width * row_byte
+    # The rows of a list wait for it, and a row for its buffer, free once the one before has come and been cast.
+    waited = pieces * (2 * head + latency) * c.batches + 8 * _cold(p) * c.entries * pieces
+    turn = row + pieces * (latency + 4 * flag) + move
+    if buffers > 1:
+        copies = (
+            waited
+            + turn * c.pairs
+            + 1.5 * row * c.batches
+            + pieces * (3 * p["scalar_gm_cycles"] + latency / 4) * c.short
+        )
+    else:
+        copies = waited + turn * c.entries + add * c.batches
+    look_up = c.rows * (3 * p["scalar_gm_cycles"] + latency / 4 + 12)
     units = np.stack([
-        # The scalar unit waits for a vertex's lists before it can ask for its rows.
-        lists + pieces * (c.rows * (3 * p["scalar_gm_cycles"] + 12) + 10 * c.batches * flag
-                          + c.entries * (4 * flag + 7)),
-        work * (pieces * p["vector_head"] + 4 * width / p["vector_bytes"]),
-        lists + pieces * head * c.entries + 2 * width * row_byte * c.entries,
+        pieces * (look_up + 10 * c.batches * flag + c.entries * (4 * flag + 7)),
+        2 * move * c.rows + (move + add) * c.entries,
+        copies,
         c.rows * (pieces * head + 2 * width * _out(p)),
     ])  # fmt: skip
     return units.max(0), units.sum(0)
 
 
 def _cube(
-    c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, unified: bool
+    c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, unified: bool, buffers: int
 ) -> tuple[Array, Array]:
     """Return the same for aggregate_cube; half a tile is a vector core's where cores are split."""
     head, vector_head, flag, look_up = p["mte_head"], p["vector_head"], p["flag_cycles"], p["scalar_gm_cycles"]
+    latency = p["l2_read_latency"]
     tiles = _tiles(c, unified)
     m, k = 16 * -(-c.rows // 16), 16 * -(-c.columns // 16)
     half = 1 if unified else 2
     lists = pieces * (3 * head * tiles * (2 if unified else 1) + _cold(p) * (4 * k + 4 * c.entries) / half)
-    rows = c.columns / half * pieces * head + 2 * width * row_byte * c.columns / half
-    scatter = pieces * (1.5 * p["scalar_cycles"] * c.entries + 2 * c.columns) / half
-    clean = (pieces * tiles * 6 * vector_head
-             + (2 * pieces * m * k + 2 * width * k * 3.125) / half / p["vector_bytes"])  # fmt: skip
+    # So many copies are in flight, and each ends so much later.
+    row = head + 2 * width / pieces * row_byte
+    row = max(row, (row + latency) / p["copies_in_flight"])
+    rows = c.columns / half * pieces * row
+    # Words of a row block, of its panels and tiles; a line of the scalar unit's cache holds two row blocks or tiles.
+    opened = (1 + tiles) * latency / 2 + (5 + pieces * (3 + 6 * tiles)) * look_up
+    scatter = pieces * (1.5 * p["scalar_cycles"] * c.entries + 4 * c.columns) / half + opened
+    empty = pieces * (vector_head * tiles + 2 * m * k / half / p["vector_bytes"])
+    clean = pieces * tiles * 5 * vector_head + 2 * width * k * (3.125 + p["bank_cycles"]) / half / p["vector_bytes"]
+    # The lists of the next tile are asked for once this one's weights are in their places, and its rows once its lists
+    # and the rows before them are there. Meanwhile the vector unit cleans those, before it empties the next dense tile.
+    dense, gather = scatter + empty, lists + pieces * tiles * (latency + 20 * flag)
+    if buffers > 1:
+        gather = gather + np.maximum(rows, dense + np.maximum(clean - gather, 0))
+    else:
+        gather = gather + clean + np.maximum(rows, dense)
     loads = p["load_head"] * (pieces * tiles * m / 16 + k / 16 * -(-width // 128))
     loads += 512 * (pieces * m * k / 256 / p["l1_to_l0a_bytes"] + k * width / 256 / p["l1_to_l0b_bytes"])
     cube = p["cube_head"] * tiles * -(-width // 128) + m * k * width / 4096 / p["cube_macs"]
-    issue = pieces * tiles * (6 * look_up + 40 * flag)
-    runs = pieces * c.runs * (3 * look_up + flag)
+    issue = opened + pieces * tiles * 40 * flag
+    runs = pieces * c.runs * (3 * look_up + latency / 4 + flag)
     tile_bytes = 2 * pieces * m * k + 2 * width * k
     store = pieces * (c.runs * head + (c.rows - c.runs) * p["burst_cycles"])
     if unified:
@@ -226,24 +271,36 @@ def _cube(
         drain = pieces * vector_head + 4 * m * width / p["l0c_to_ub_bytes"]
         store = store + 2 * width * _out(p) * c.rows
         # The scalar unit asks for no rows while it sends results away, so the last tile of a row block takes longer.
-        rest = 1 - 1 / np.maximum(tiles, 1)
-        before = np.stack([issue + scatter, clean, lists + rows, to_l1, loads, cube])
-        end = np.zeros_like(before)
+        last = 1 / np.maximum(tiles, 1)
+        units = np.stack([issue + scatter, clean + empty, gather, to_l1, loads, cube])
+        end = np.zeros_like(units)
         end[0], end[1], end[3] = runs, drain, store
-        return rest * before.max(0) + ((1 - rest) * before + end).max(0), (before + end).sum(0)
-    moved = 2 * pieces * tiles * head
-    units = np.stack([
-        pieces * tiles * (6 * look_up + 20 * flag) + scatter,
-        clean,
-        lists + rows,
-        moved + tile_bytes / 2 * _out(p),
-        issue + runs,
-        moved + tile_bytes / p["l2_read_bytes"],
-        loads,
-        cube,
-        store + 2 * width * c.rows * max(1 / p["l2_write_bytes"], 1 / p["l0c_to_gm_bytes"]),
-    ])  # fmt: skip
-    return units.max(0), units.sum(0)
+    else:
+        moved = 2 * pieces * tiles * head
+        # A slot of the workspace is written, read and given back, and there are two: so many tiles may be waiting while
+        # the cube core's scalar unit sends results away.
+        slot = p["l2_write_latency"] + latency + 2 * p["cross_flag_cycles"]
+        last = np.minimum(2 / np.maximum(tiles, 1), 1)
+        units = np.stack([
+            scatter,
+            clean + empty,
+            gather,
+            moved + tile_bytes / 2 * _out(p),
+            (pieces * tiles * slot + 2 * moved + tile_bytes * (_out(p) / 2 + 1 / p["l2_read_bytes"])) / 2,
+            issue,
+            moved + tile_bytes / p["l2_read_bytes"],
+            loads,
+            cube,
+            store + 2 * width * c.rows * max(1 / p["l2_write_bytes"], 1 / p["l0c_to_gm_bytes"]),
+        ])  # fmt: skip
+        end = np.zeros_like(units)
+        end[5] = runs
+    return (1 - last) * units.max(0) + (last * units + end).max(0), (units + end).sum(0)
+
+
+def _fill(p: Mapping[str, float]) -> float:
+    """Return the cycles from the first tile's lists to its results that are no unit's work."""
+    return 3 * p["l2_read_latency"] + 2 * p["l2_write_latency"] + p["cross_flag_cycles"]
 
 
 def _cold(p: Mapping[str, float]) -> float:

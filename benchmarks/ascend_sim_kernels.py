@@ -29,9 +29,11 @@ from benchmarks.ascend_sim_engine import (
     M,
     S,
     V,
+    bank_stalls,
     barrier,
     copy_in,
     copy_out,
+    end,
     fixpipe,
     inner,
     jit,
@@ -52,6 +54,7 @@ _FIELDS = 8
 BATCH = 1024  # entries that aggregate_cube brings to UB at once
 VECTOR_BATCH = 256
 CUBE_COLUMNS = 128
+PIECE = 2048  # columns that combine_parts adds up at once
 
 
 def queues(*shape: int) -> np.ndarray:
@@ -88,6 +91,18 @@ def _dequeue(c, r, pipe, q):
 
 
 @inner
+def _taken(q, buffers):
+    """Return the buffer that came out of a queue last."""
+    return (int(q[7]) - 1) % buffers
+
+
+@inner
+def _made(q, buffers):
+    """Return the buffer that was allocated last."""
+    return (int(q[2]) - 1) % buffers
+
+
+@inner
 def _up(value, unit):
     return (value + unit - 1) // unit * unit
 
@@ -103,25 +118,33 @@ def _earliest(times, active):
 
 # aggregate_vector: list, rows, out
 @jit
-def run_vector(c, sectors, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, q, ends):
+def run_vector(
+    c, lines, tables, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, q, ends
+):  # fmt: skip
     """Aggregate vertex by vertex; block b is member b % members of group b // members.
 
-    ``sectors``: first sectors of x, y, columns, values. ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
+    ``lines``: first lines of x, y, columns, values. ``tables``: first lines, as the scalar unit's cache has them, of
+    tiling, plan, vertices. ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
     """
     blocks = ends.size
     at = np.zeros(blocks, np.int64)
     panel = np.zeros(blocks, np.int64)
     active = np.zeros(blocks, np.bool_)
     now = np.zeros(blocks)
+    range_at = first_panel.size
+    panel_at = range_at + ranges.size
+    stalls = _vector_stalls(panels, buffers)
     for b in range(blocks):
-        look_up(c, b, 16 + 4)  # the tiling, the range
-        group = b // members
+        group, member = b // members, b % members
+        look_up(c, b, tables[0], 0, 16)
+        look_up(c, b, tables[1], range_at + member, 2)
+        look_up(c, b, tables[1], group, 2)
         at[b], panel[b] = ranges[b % members], first_panel[group]
         active[b] = panel[b] < first_panel[group + 1]
         if active[b]:
-            look_up(c, b, 3)
+            look_up(c, b, tables[1], panel_at + 4 * panel[b], 3)
             active[b] = at[b] < ranges[b % members + 1]
-        now[b] = c.t[b].max()
+        now[b] = end(c, b)
     while True:
         b = _earliest(now, active)
         if b < 0:
@@ -129,136 +152,162 @@ def run_vector(c, sectors, vertices, columns, first_panel, panels, ranges, membe
         column, width = panels[panel[b], 0], panels[panel[b], 1]
         i = at[b]
         v = vertices[i]
-        _vertex(c, b, q[b], sectors, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers)
+        look_up(c, b, tables[2], 4 * i, 3)
+        waits = stalls[panel[b]]
+        _vertex(c, b, q[b], lines, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers, waits)
         at[b] += 1
         if at[b] == ranges[b % members + 1]:
             panel[b] += 1
             at[b] = ranges[b % members]
             active[b] = panel[b] < first_panel[b // members + 1]
             if active[b]:
-                look_up(c, b, 3)
+                look_up(c, b, tables[1], panel_at + 4 * panel[b], 3)
         now[b] = c.t[b, S]
     for b in range(blocks):
-        ends[b] = c.t[b].max()
+        ends[b] = end(c, b)
 
 
 @inner
-def _vertex(c, r, q, sectors, vertex, begin, end, columns, column, width, ld, weighted, buffers):
+def _vector_stalls(panels, buffers):
+    """Count the stalls of a vertex's instructions: rows to float32 and results from it, by buffer, and additions."""
+    stalls = np.zeros((panels.shape[0], 5), np.int64)
+    widest = panels[:, 1].max() if panels.shape[0] > 0 else 0
+    rows = buffers * VECTOR_BATCH * 8
+    out = rows + buffers * widest * 2
+    total = out + buffers * widest * 2
+    wide = total + widest * 4
+    for panel in range(panels.shape[0]):
+        width = panels[panel, 1]
+        for buffer in range(2):
+            row, result = rows + buffer * widest * 2, out + buffer * widest * 2
+            stalls[panel, buffer] = bank_stalls(width * 4, wide, width * 4, row, width * 2, 0, 0)
+            stalls[panel, 2 + buffer] = bank_stalls(width * 4, result, width * 2, total, width * 4, 0, 0)
+        stalls[panel, 4] = bank_stalls(width * 4, total, width * 4, total, width * 4, wide, width * 4)
+    return stalls
+
+
+@inner
+def _vertex(c, r, q, lines, vertex, begin, end, columns, column, width, ld, weighted, buffers, stalls):
     listed, rows, out = q[0], q[1], q[2]
-    look_up(c, r, 3)
     barrier(c, r)
-    vector(c, r, width, 4)
+    vector(c, r, width, 4, 0)
     for first in range(begin, end, VECTOR_BATCH):
         n = min(end - first, VECTOR_BATCH)
         _take(c, r, MTE2, listed, buffers)
-        copy_in(c, r, sectors[2], first * 4, n * 4, n * 4, 1, P_UB)
+        copy_in(c, r, lines[2], first * 4, n * 4, n * 4, 1, P_UB)
         if weighted:
-            copy_in(c, r, sectors[3], first * 4, n * 4, n * 4, 1, P_UB)
+            copy_in(c, r, lines[3], first * 4, n * 4, n * 4, 1, P_UB)
         _enqueue(c, r, MTE2, listed)
         _dequeue(c, r, V, listed)
         sync(c, r, MTE2, S)
         if buffers > 1:
-            _row(c, r, rows, sectors[0], columns[first], column, width, ld, buffers)
+            _row(c, r, rows, lines[0], columns[first], column, width, ld, buffers)
         for e in range(n):
             if buffers == 1:
-                _row(c, r, rows, sectors[0], columns[first + e], column, width, ld, buffers)
+                _row(c, r, rows, lines[0], columns[first + e], column, width, ld, buffers)
             elif e + 1 < n:
-                _row(c, r, rows, sectors[0], columns[first + e + 1], column, width, ld, buffers)
+                _row(c, r, rows, lines[0], columns[first + e + 1], column, width, ld, buffers)
             _dequeue(c, r, V, rows)
             barrier(c, r)
-            vector(c, r, width, 4)
+            vector(c, r, width, 4, stalls[_taken(rows, buffers)])
             _give(c, r, V, rows, buffers)
             barrier(c, r)
             if weighted:
                 spend(c, r, c.p[SCALAR])
-            vector(c, r, width, 4)
+            vector(c, r, width, 4, stalls[4])
         sync(c, r, S, MTE2)
         _give(c, r, V, listed, buffers)
     _take(c, r, V, out, buffers)
     barrier(c, r)
-    vector(c, r, width, 4)
+    vector(c, r, width, 4, stalls[2 + _made(out, buffers)])
     _enqueue(c, r, V, out)
     _dequeue(c, r, MTE3, out)
-    copy_out(c, r, sectors[1], (vertex * ld + column) * 2, width * 2, width * 2, 1)
+    copy_out(c, r, lines[1], (vertex * ld + column) * 2, width * 2, width * 2, 1)
     _give(c, r, MTE3, out, buffers)
 
 
 @inner
-def _row(c, r, q, sector, vertex, column, width, ld, buffers):
+def _row(c, r, q, line, vertex, column, width, ld, buffers):
     spend(c, r, c.p[SCALAR])
     _take(c, r, MTE2, q, buffers)
-    copy_in(c, r, sector, (vertex * ld + column) * 2, width * 2, width * 2, 1, P_UB)
+    copy_in(c, r, line, (vertex * ld + column) * 2, width * 2, width * 2, 1, P_UB)
     _enqueue(c, r, MTE2, q)
 
 
 # aggregate_cube: where a block stands is row block, panel, tile, step.
 @inner
-def _open_row_block(c, r):
-    look_up(c, r, 5 + 3 + 6)
+def _open(c, r, tables, panel_at, place, what):
+    """Read what a core has to know of its place: of the tile (1), of its panel too (2), of the row block too (3)."""
+    if what > 2:
+        look_up(c, r, tables[2], 8 * place[0], 5)
+    if what > 1:
+        look_up(c, r, tables[1], panel_at + 4 * place[1], 3)
+    if what > 0:
+        look_up(c, r, tables[3], 8 * place[2], 6)
 
 
 @inner
 def _next(place, row_blocks, panel_begin, panel_end):
-    """Move on to the next tile; return the words of the tables that a core reads for it."""
+    """Move on to the next tile; return what a core reads of the tables for it, as :func:`_open` counts."""
     rb, panel, tile = place[0], place[1], place[2]
     place[3] += 1
     place[2] += 1
     if tile + 1 < row_blocks[rb, 1]:
-        return 6
+        return 1
     place[1] += 1
     place[2] = row_blocks[rb, 0]
     if panel + 1 < panel_end:
-        return 3 + 6
+        return 2
     place[0] += 1
     place[1] = panel_begin
     if place[0] < place[4]:
         place[2] = row_blocks[place[0], 0]
-        return 5 + 3 + 6
+        return 3
     return 0
 
 
 @inner
-def _fetch(c, r, q, sectors, tiles, tile, sub, parts, buffers):
+def _fetch(c, r, q, lines, tiles, tile, sub, parts, buffers):
     """Bring the columns and the first entries of a tile (or of half of it) to UB."""
     k = _up(tiles[tile, 1], 16)
     part = k // parts
     _take(c, r, MTE2, q[0], buffers)
-    copy_in(c, r, sectors[2], (tiles[tile, 0] + sub * part) * 4, part * 4, part * 4, 1, P_UB)
+    copy_in(c, r, lines[2], (tiles[tile, 0] + sub * part) * 4, part * 4, part * 4, 1, P_UB)
     _enqueue(c, r, MTE2, q[0])
     for half in range(sub, sub + 3 - parts):
         count = tiles[tile, 3 + 2 * half]
         if count > 0:
-            _fetch_entries(c, r, q[1], sectors, tiles[tile, 2 + 2 * half], min(count, BATCH), buffers)
+            _fetch_entries(c, r, q[1], lines, tiles[tile, 2 + 2 * half], min(count, BATCH), buffers)
 
 
 @inner
-def _fetch_entries(c, r, q, sectors, begin, count, buffers):
+def _fetch_entries(c, r, q, lines, begin, count, buffers):
     _take(c, r, MTE2, q, buffers)
-    copy_in(c, r, sectors[3], begin * 2, count * 2, count * 2, 1, P_UB)
-    copy_in(c, r, sectors[4], begin * 2, count * 2, count * 2, 1, P_UB)
+    copy_in(c, r, lines[3], begin * 2, count * 2, count * 2, 1, P_UB)
+    copy_in(c, r, lines[4], begin * 2, count * 2, count * 2, 1, P_UB)
     _enqueue(c, r, MTE2, q)
 
 
 @inner
-def _gather(c, r, q, sectors, columns, first, valid, column, width, ld, buffers):
+def _gather(c, r, q, lines, columns, first, valid, column, width, ld, buffers):
     _dequeue(c, r, V, q[0])
     _take(c, r, MTE2, q[2], buffers)
     sync(c, r, MTE2, S)
     for i in range(valid):
         spend(c, r, c.p[SCALAR])
-        copy_in(c, r, sectors[0], (np.int64(columns[first + i]) * ld + column) * 2, width * 2, width * 2, 1, P_UB)
+        copy_in(c, r, lines[0], (np.int64(columns[first + i]) * ld + column) * 2, width * 2, width * 2, 1, P_UB)
     sync(c, r, S, MTE2)
     _give(c, r, V, q[0], buffers)
     _enqueue(c, r, MTE2, q[2])
 
 
 @inner
-def _densify(c, r, q, sectors, tiles, tile, half, buffers):
+def _densify(c, r, q, lines, tiles, tile, half, buffers):
     begin, count = tiles[tile, 2 + 2 * half], tiles[tile, 3 + 2 * half]
     for done in range(0, count, BATCH):
         n = min(count - done, BATCH)
         if done > 0:
-            _fetch_entries(c, r, q[1], sectors, begin + done, n, buffers)
+            _fetch_entries(c, r, q[1], lines, begin + done, n, buffers)
         _dequeue(c, r, V, q[1])
         if done > 0:
             sync(c, r, MTE2, S)
@@ -268,20 +317,31 @@ def _densify(c, r, q, sectors, tiles, tile, half, buffers):
 
 
 @inner
-def _clean(c, r, q, valid, features, buffers):
-    """Replace what is not finite and fill up with zeros: rows -> clean."""
+def _clean(c, r, q, valid, features, most_features, dense_bytes, list_bytes, buffers):
+    """Replace what is not finite and fill up with zeros: rows -> clean.
+
+    ``most_features``, ``dense_bytes``, ``list_bytes``: sizes of the buffers of rows, of the dense tile, of the lists,
+    which say where in UB they lie.
+    """
     _dequeue(c, r, V, q[2])
     _take(c, r, V, q[4], buffers)
+    first = buffers * (list_bytes + dense_bytes)
+    rows = first + _taken(q[2], buffers) * most_features * 2
+    clean = first + (buffers + _made(q[4], buffers)) * most_features * 2
+    below = first + 2 * buffers * most_features * 2
+    mask_bytes = _up(most_features // 8, 32)
+    above, finite = below + mask_bytes, below + 2 * mask_bytes
+    bits, size = features // 8, features * 2
     if valid < features:
-        vector(c, r, features - valid, 2)
+        vector(c, r, features - valid, 2, 0)
         barrier(c, r)
-    vector(c, r, features, 2)
-    vector(c, r, features, 2)
+    vector(c, r, features, 2, bank_stalls(size, below, bits, rows, size, 0, 0))
+    vector(c, r, features, 2, bank_stalls(size, above, bits, rows, size, 0, 0))
     barrier(c, r)
-    vector(c, r, features // 16, 2)
+    vector(c, r, features // 16, 2, bank_stalls(bits, below, bits, below, bits, above, bits))
     barrier(c, r)
-    vector(c, r, features // 16, 2)
-    vector(c, r, features, 2)
+    vector(c, r, features // 16, 2, bank_stalls(bits, finite, bits, finite, bits, below, bits))
+    vector(c, r, features, 2, bank_stalls(size, clean, size, below, bits, rows, size))
     barrier(c, r)
     _give(c, r, V, q[2], buffers)
     _enqueue(c, r, V, q[4])
@@ -312,12 +372,13 @@ def _products(c, r, q, m, k, width, buffers):
 
 @jit
 def run_cube(
-    c, sectors, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_rows, tile_columns,
-    slot_halves, accumulators, buffers, slots, serial, qp, qc, ends
+    c, lines, tables, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_rows,
+    tile_columns, slot_halves, accumulators, buffers, slots, serial, qp, qc, ends
 ):  # fmt: skip
     """Aggregate on split cores: block b has the cube core 3 b and the vector cores 3 b + 1 and 3 b + 2.
 
-    ``sectors``: first sectors of x, y, columns, positions, values, parts, workspace. ``qp``: ``[blocks, 2, 5]`` for
+    ``lines``: first lines of x, y, columns, positions, values, parts, workspace. ``tables``: first lines, as the scalar
+    unit's cache has them, of tiling, plan, row blocks, tiles, runs. ``qp``: ``[blocks, 2, 5]`` for
     index, entries, rows, dense, clean. ``qc``: ``[blocks, 5]`` for a1, b1, a2, b2, sums. ``serial``: nothing of a step
     begins before all of the last one has ended.
     """
@@ -329,23 +390,28 @@ def run_cube(
     widest = 0
     for panel in range(panels.shape[0]):
         widest = max(widest, panels[panel, 1])
-    mask_bytes = _up(tile_columns // 2 * widest // 8, 32)
+    most_features = tile_columns // 2 * widest
+    mask_bytes = _up(most_features // 8, 32)
+    list_bytes, dense_bytes = tile_columns // 2 * 4 + BATCH * 4, (tile_rows // 2 * tile_columns + 16) * 2
+    range_at = first_panel.size
+    panel_at = range_at + ranges.size
     for b in range(blocks):
         group, member = b // members, b % members
         for r in range(3 * b, 3 * b + 3):
-            look_up(c, r, 16 + 2)
+            look_up(c, r, tables[0], 0, 16)
+            look_up(c, r, tables[1], group, 2)
         if first_panel[group] < first_panel[group + 1]:
             for r in range(3 * b, 3 * b + 3):
-                look_up(c, r, 2)
+                look_up(c, r, tables[1], range_at + member, 2)
             place[b, 0], place[b, 4] = ranges[member], ranges[member + 1]
             active[b] = place[b, 0] < place[b, 4]
         if active[b]:
             place[b, 1], place[b, 2] = first_panel[group], row_blocks[place[b, 0], 0]
             for r in range(3 * b, 3 * b + 3):
-                _open_row_block(c, r)
+                _open(c, r, tables, panel_at, place[b], 3)
             for sub in range(2):
-                vector(c, 3 * b + 1 + sub, mask_bytes // 2, 2)
-                _fetch(c, 3 * b + 1 + sub, qp[b, sub], sectors, tiles, place[b, 2], sub, 2, buffers)
+                vector(c, 3 * b + 1 + sub, mask_bytes // 2, 2, 0)
+                _fetch(c, 3 * b + 1 + sub, qp[b, sub], lines, tiles, place[b, 2], sub, 2, buffers)
         now[b] = c.t[3 * b, S]
     while True:
         b = _earliest(now, active)
@@ -358,7 +424,7 @@ def run_cube(
         first, last = tile == row_blocks[rb, 0], tile + 1 == row_blocks[rb, 1]
         slot = step % slots
         base = (b * slots + slot) * slot_halves * 2
-        words = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
+        opened = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
         active[b] = place[b, 0] < place[b, 4]
         ready = 0.0
         for sub in range(2):
@@ -366,25 +432,25 @@ def run_cube(
             q = qp[b, sub]
             cells, features = m // 2 * k, k // 2 * width
             valid = min(max(tiles[tile, 1] - sub * (k // 2), 0), k // 2)
-            _gather(c, r, q, sectors, columns, tiles[tile, 0] + sub * (k // 2), valid, column, width, ld, buffers)
+            _gather(c, r, q, lines, columns, tiles[tile, 0] + sub * (k // 2), valid, column, width, ld, buffers)
             _take(c, r, V, q[3], buffers)
-            vector(c, r, cells + 16, 2)
+            vector(c, r, cells + 16, 2, 0)
             sync(c, r, V, S)
-            _densify(c, r, q, sectors, tiles, tile, sub, buffers)
+            _densify(c, r, q, lines, tiles, tile, sub, buffers)
             sync(c, r, S, MTE3)
-            look_up(c, r, words)
+            _open(c, r, tables, panel_at, place[b], opened)
             if active[b]:
-                _fetch(c, r, q, sectors, tiles, place[b, 2], sub, 2, buffers)
+                _fetch(c, r, q, lines, tiles, place[b, 2], sub, 2, buffers)
             if step >= slots:
                 c.t[r, S] = max(c.t[r, S], free[b, slot])
                 spend(c, r, c.p[FLAG])
             _enqueue(c, r, V, q[3])
             _dequeue(c, r, MTE3, q[3])
-            copy_out(c, r, sectors[6], base + sub * cells * 2, cells * 2, cells * 2, 1)
+            copy_out(c, r, lines[6], base + sub * cells * 2, cells * 2, cells * 2, 1)
             _give(c, r, MTE3, q[3], buffers)
-            _clean(c, r, q, valid * width, features, buffers)
+            _clean(c, r, q, valid * width, features, most_features, dense_bytes, list_bytes, buffers)
             to = base + (tile_rows * tile_columns + sub * features) * 2
-            copy_out(c, r, sectors[6], to, features * 2, features * 2, 1)
+            copy_out(c, r, lines[6], to, features * 2, features * 2, 1)
             _give(c, r, MTE3, q[4], buffers)
             ready = max(ready, signal(c, r, MTE3) + c.p[CROSS_FLAG])
         r = 3 * b
@@ -395,8 +461,8 @@ def run_cube(
         _take(c, r, MTE2, q[1], buffers)
         c.t[r, S] = max(c.t[r, S], ready)
         spend(c, r, c.p[FLAG])
-        copy_in(c, r, sectors[6], base, m * k * 2, m * k * 2, 1, P_L1)
-        copy_in(c, r, sectors[6], base + tile_rows * tile_columns * 2, k * width * 2, k * width * 2, 1, P_L1)
+        copy_in(c, r, lines[6], base, m * k * 2, m * k * 2, 1, P_L1)
+        copy_in(c, r, lines[6], base + tile_rows * tile_columns * 2, k * width * 2, k * width * 2, 1, P_L1)
         free[b, slot] = signal(c, r, MTE2) + c.p[CROSS_FLAG]
         _enqueue(c, r, MTE2, q[0])
         _enqueue(c, r, MTE2, q[1])
@@ -405,16 +471,16 @@ def run_cube(
             _enqueue(c, r, M, q[4])
             _dequeue(c, r, FIX, q[4])
             for run in range(row_blocks[rb, 3], row_blocks[rb, 4]):
-                look_up(c, r, 3)
+                look_up(c, r, tables[4], 4 * run, 3)
                 count, target = runs[run, 1], runs[run, 2]
                 if target >= 0:
-                    fixpipe(c, r, sectors[1], (target * ld + column) * 2, width * 2, ld * 2, count)
+                    fixpipe(c, r, lines[1], (target * ld + column) * 2, width * 2, ld * 2, count)
                 else:
-                    fixpipe(c, r, sectors[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
+                    fixpipe(c, r, lines[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
             _give(c, r, FIX, q[4], accumulators)
-        look_up(c, r, words)
+        _open(c, r, tables, panel_at, place[b], opened)
         if serial:
-            c.t[r : r + 3] = c.t[r : r + 3].max()
+            c.t[r : r + 3] = max(end(c, r), max(end(c, r + 1), end(c, r + 2)))
         # a block's cores wait for each other: the vector cores are ahead of the cube core by the slots at most
         now[b] = min(c.t[r + 1, S], c.t[r + 2, S])
         if not active[b]:
@@ -429,18 +495,18 @@ def run_cube(
                 sync(c, r, V, S)
                 spend(c, r, mask_bytes // 8 * c.p[SCALAR])
     for b in range(blocks):
-        ends[b] = max(c.t[3 * b].max(), max(c.t[3 * b + 1].max(), c.t[3 * b + 2].max()))
+        ends[b] = max(end(c, 3 * b), max(end(c, 3 * b + 1), end(c, 3 * b + 2)))
 
 
 @jit
 def run_cube_unified(
-    c, sectors, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_columns, accumulators,
-    buffers, serial, qp, qc, ends
+    c, lines, tables, row_blocks, tiles, columns, runs, first_panel, panels, ranges, members, ld, tile_rows,
+    tile_columns, accumulators, buffers, serial, qp, qc, ends
 ):  # fmt: skip
     """Aggregate on unified cores; block b has core b.
 
-    ``sectors`` and ``serial`` as for :func:`run_cube`, without the workspace. ``qp``: ``[blocks, 5]``, ``qc``:
-    ``[blocks, 6]``, the sixth for what leaves L0C: one buffer, for which UB just has room.
+    ``lines``, ``tables`` and ``serial`` as for :func:`run_cube`, without the workspace. ``qp``: ``[blocks, 5]``,
+    ``qc``: ``[blocks, 6]``, the sixth for what leaves L0C: one buffer, for which UB just has room.
     """
     blocks = ends.size
     place = np.zeros((blocks, 5), np.int64)
@@ -449,18 +515,23 @@ def run_cube_unified(
     widest = 0
     for panel in range(panels.shape[0]):
         widest = max(widest, panels[panel, 1])
+    most_features = tile_columns * widest
+    list_bytes, dense_bytes = tile_columns * 4 + BATCH * 4, (tile_rows * tile_columns + 16) * 2
+    range_at = first_panel.size
+    panel_at = range_at + ranges.size
     for b in range(blocks):
         group, member = b // members, b % members
-        look_up(c, b, 16 + 2)
+        look_up(c, b, tables[0], 0, 16)
+        look_up(c, b, tables[1], group, 2)
         if first_panel[group] < first_panel[group + 1]:
-            look_up(c, b, 2)
+            look_up(c, b, tables[1], range_at + member, 2)
             place[b, 0], place[b, 4] = ranges[member], ranges[member + 1]
             active[b] = place[b, 0] < place[b, 4]
         if active[b]:
             place[b, 1], place[b, 2] = first_panel[group], row_blocks[place[b, 0], 0]
-            _open_row_block(c, b)
-            vector(c, b, _up(tile_columns * widest // 8, 32) // 2, 2)
-            _fetch(c, b, qp[b], sectors, tiles, place[b, 2], 0, 1, 2)
+            _open(c, b, tables, panel_at, place[b], 3)
+            vector(c, b, _up(most_features // 8, 32) // 2, 2, 0)
+            _fetch(c, b, qp[b], lines, tiles, place[b, 2], 0, 1, 2)
         now[b] = c.t[b, S]
     while True:
         b = _earliest(now, active)
@@ -471,26 +542,26 @@ def run_cube_unified(
         column, width = panels[panel, 0], panels[panel, 1]
         m, k = _up(row_blocks[rb, 2], 16), _up(tiles[tile, 1], 16)
         first, last = tile == row_blocks[rb, 0], tile + 1 == row_blocks[rb, 1]
-        words = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
+        opened = _next(place[b], row_blocks, first_panel[group], first_panel[group + 1])
         active[b] = place[b, 0] < place[b, 4]
         q, g = qp[b], qc[b]
-        _gather(c, b, q, sectors, columns, tiles[tile, 0], tiles[tile, 1], column, width, ld, buffers)
+        _gather(c, b, q, lines, columns, tiles[tile, 0], tiles[tile, 1], column, width, ld, buffers)
         _take(c, b, V, q[3], buffers)
-        vector(c, b, m * k + 16, 2)
+        vector(c, b, m * k + 16, 2, 0)
         sync(c, b, V, S)
-        _densify(c, b, q, sectors, tiles, tile, 0, 2)
-        _densify(c, b, q, sectors, tiles, tile, 1, 2)
+        _densify(c, b, q, lines, tiles, tile, 0, 2)
+        _densify(c, b, q, lines, tiles, tile, 1, 2)
         sync(c, b, S, MTE3)
-        look_up(c, b, words)
+        _open(c, b, tables, panel_at, place[b], opened)
         if active[b]:
-            _fetch(c, b, q, sectors, tiles, place[b, 2], 0, 1, 2)
+            _fetch(c, b, q, lines, tiles, place[b, 2], 0, 1, 2)
         _enqueue(c, b, V, q[3])
         _dequeue(c, b, MTE3, q[3])
         _take(c, b, MTE3, g[0], buffers)
         ub_to_l1(c, b, m * 32, k // 16)
         _give(c, b, MTE3, q[3], buffers)
         _enqueue(c, b, MTE3, g[0])
-        _clean(c, b, q, tiles[tile, 1] * width, k * width, buffers)
+        _clean(c, b, q, tiles[tile, 1] * width, k * width, most_features, dense_bytes, list_bytes, buffers)
         _take(c, b, MTE3, g[1], buffers)
         ub_to_l1(c, b, k * 32, width // 16)
         _give(c, b, MTE3, q[4], buffers)
@@ -507,24 +578,24 @@ def run_cube_unified(
             _enqueue(c, b, V, g[5])
             _dequeue(c, b, MTE3, g[5])
             for run in range(row_blocks[rb, 3], row_blocks[rb, 4]):
-                look_up(c, b, 3)
+                look_up(c, b, tables[4], 4 * run, 3)
                 count, target = runs[run, 1], runs[run, 2]
                 if target >= 0:
-                    copy_out(c, b, sectors[1], (target * ld + column) * 2, width * 2, ld * 2, count)
+                    copy_out(c, b, lines[1], (target * ld + column) * 2, width * 2, ld * 2, count)
                 else:
-                    copy_out(c, b, sectors[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
+                    copy_out(c, b, lines[5], ((-1 - target) * ld + column) * 4, width * 4, ld * 4, count)
             _give(c, b, MTE3, g[5], 1)
         if serial:
-            c.t[b] = c.t[b].max()
+            c.t[b] = end(c, b)
         now[b] = c.t[b, S]
     for b in range(blocks):
-        ends[b] = c.t[b].max()
+        ends[b] = end(c, b)
 
 
 # update: y[m, n] = a[m, k] x b[k, n]
 @inner
-def _load_filled(c, r, sector, start, rows, columns, ld, constants):
-    copy_in(c, r, sector, start, columns * 2, ld * 2, rows, P_L1)
+def _load_filled(c, r, line, start, rows, columns, ld, constants):
+    copy_in(c, r, line, start, columns * 2, ld * 2, rows, P_L1)
     padded = _up(rows, 16)
     if padded > rows:
         copy_in(c, r, constants, 0, (padded - rows) * columns * 2, (padded - rows) * columns * 2, 1, P_L1)
@@ -552,7 +623,7 @@ def _step(c, r, q, m, k, n, transpose_a, transpose_b, buffers):
 @jit
 def run_update(
     c,
-    sectors,
+    lines,
     m,
     k,
     n,
@@ -569,7 +640,7 @@ def run_update(
     q,
     ends,
 ):
-    """Multiply matrices, tiles of 128 in turn; ``sectors``: a, b, bias, constants, y. ``q``: ``[blocks, 6]``."""
+    """Multiply matrices, tiles of 128 in turn; ``lines``: a, b, bias, constants, y. ``q``: ``[blocks, 6]``."""
     tile = 128
     blocks = ends.size
     across, down, steps = -(-n // tile), -(-m // tile), -(-k // tile)
@@ -579,7 +650,7 @@ def run_update(
     now = np.zeros(blocks)
     size = 4 if float_out else 2
     for b in range(blocks):
-        look_up(c, b, 16)
+        look_up(c, b, 0, 0, 16)
         at[b], active[b], now[b] = b, b < tiles, c.t[b, S]
     while True:
         b = _earliest(now, active)
@@ -593,8 +664,8 @@ def run_update(
         if bias:
             _take(c, b, MTE2, q[b, 0], buffers)
             _take(c, b, MTE2, q[b, 1], buffers)
-            copy_in(c, b, sectors[3], 4096, height * 32, height * 32, 1, P_L1)
-            copy_in(c, b, sectors[2], column * 2, width * 2, n * 2, 16, P_L1)
+            copy_in(c, b, lines[3], 4096, height * 32, height * 32, 1, P_L1)
+            copy_in(c, b, lines[2], column * 2, width * 2, n * 2, 16, P_L1)
             _enqueue(c, b, MTE2, q[b, 0])
             _enqueue(c, b, MTE2, q[b, 1])
             _step(c, b, q[b], height, 16, width, False, False, buffers)
@@ -604,14 +675,14 @@ def run_update(
             _take(c, b, MTE2, q[b, 0], buffers)
             _take(c, b, MTE2, q[b, 1], buffers)
             if transpose_a:
-                _load_filled(c, b, sectors[0], (begin * lda + row) * 2, depth, height, lda, sectors[3])
+                _load_filled(c, b, lines[0], (begin * lda + row) * 2, depth, height, lda, lines[3])
             else:
-                _load_filled(c, b, sectors[0], (row * lda + begin) * 2, rows, _up(depth, 16), lda, sectors[3])
+                _load_filled(c, b, lines[0], (row * lda + begin) * 2, rows, _up(depth, 16), lda, lines[3])
             if transpose_b:
                 stored = min(stored_n - column, width)
-                _load_filled(c, b, sectors[1], (column * ldb + begin) * 2, stored, _up(depth, 16), ldb, sectors[3])
+                _load_filled(c, b, lines[1], (column * ldb + begin) * 2, stored, _up(depth, 16), ldb, lines[3])
             else:
-                _load_filled(c, b, sectors[1], (begin * ldb + column) * 2, depth, width, ldb, sectors[3])
+                _load_filled(c, b, lines[1], (begin * ldb + column) * 2, depth, width, ldb, lines[3])
             _enqueue(c, b, MTE2, q[b, 0])
             _enqueue(c, b, MTE2, q[b, 1])
             _step(c, b, q[b], height, _up(depth, 16), width, transpose_a, transpose_b, buffers)
@@ -624,47 +695,52 @@ def run_update(
             _give(c, b, V, q[b, 4], buffers)
             _enqueue(c, b, V, q[b, 5])
             _dequeue(c, b, MTE3, q[b, 5])
-            copy_out(c, b, sectors[4], to, width * size, split_k * n * size, rows)
+            copy_out(c, b, lines[4], to, width * size, split_k * n * size, rows)
             _give(c, b, MTE3, q[b, 5], buffers)
         else:
             _dequeue(c, b, FIX, q[b, 4])
-            fixpipe(c, b, sectors[4], to, width * size, split_k * n * size, rows)
+            fixpipe(c, b, lines[4], to, width * size, split_k * n * size, rows)
             _give(c, b, FIX, q[b, 4], buffers)
         at[b] += blocks
         active[b] = at[b] < tiles
         now[b] = c.t[b, S]
     for b in range(blocks):
-        ends[b] = c.t[b].max()
+        ends[b] = end(c, b)
 
 
 @jit
-def run_combine(c, sectors, first_part, num_columns, size, buffers, q, ends):
-    """Add up float parts, rows in turn; ``sectors``: parts, y. ``q``: ``[blocks, 2]``."""
+def run_combine(c, lines, tables, first_part, num_columns, size, buffers, q, ends):
+    """Add up float parts, rows in turn; ``lines``: parts, y; ``tables``: tiling, list. ``q``: ``[blocks, 2]``."""
     blocks = ends.size
     rows = first_part.size - 1
+    piece = min(num_columns, PIECE)
+    out = buffers * piece * 4
+    total = 2 * out
     for b in range(blocks):
-        look_up(c, b, 8)
+        look_up(c, b, tables[0], 0, 8)
     for i in range(rows):
         b = i % blocks
-        look_up(c, b, 3)
-        for column in range(0, num_columns, 2048):
-            width = min(num_columns - column, 2048)
-            vector(c, b, width, 4)
+        look_up(c, b, tables[1], 4 * i, 3)
+        for column in range(0, num_columns, PIECE):
+            width = min(num_columns - column, PIECE)
+            vector(c, b, width, 4, 0)
             for part in range(first_part[i], first_part[i + 1]):
                 _take(c, b, MTE2, q[b, 0], buffers)
-                copy_in(c, b, sectors[0], (part * num_columns + column) * 4, width * 4, width * 4, 1, P_UB)
+                copy_in(c, b, lines[0], (part * num_columns + column) * 4, width * 4, width * 4, 1, P_UB)
                 _enqueue(c, b, MTE2, q[b, 0])
                 _dequeue(c, b, V, q[b, 0])
                 barrier(c, b)
-                vector(c, b, width, 4)
+                values = _taken(q[b, 0], buffers) * piece * 4
+                vector(c, b, width, 4, bank_stalls(width * 4, total, width * 4, total, width * 4, values, width * 4))
                 _give(c, b, V, q[b, 0], buffers)
             barrier(c, b)
             _take(c, b, V, q[b, 1], buffers)
-            vector(c, b, width, 4)
+            to = out + _made(q[b, 1], buffers) * piece * 4
+            vector(c, b, width, 4, bank_stalls(width * 4, to, width * size, total, width * 4, 0, 0))
             _enqueue(c, b, V, q[b, 1])
             _dequeue(c, b, MTE3, q[b, 1])
-            copy_out(c, b, sectors[1], (i * num_columns + column) * size, width * size, width * size, 1)
+            copy_out(c, b, lines[1], (i * num_columns + column) * size, width * size, width * size, 1)
             _give(c, b, MTE3, q[b, 1], buffers)
             barrier(c, b)
     for b in range(blocks):
-        ends[b] = c.t[b].max()
+        ends[b] = end(c, b)

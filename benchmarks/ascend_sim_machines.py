@@ -16,11 +16,12 @@ leave through the unified buffer. No Atlas A2 part is like that; the first-gener
 
 What the numbers are for: every parameter of the twin's cost model (``ascend_ops/twin/include/twin/cost.h``) under the
 same name, and a few facts of the whole chip. A copy between global memory and a core costs its head, a penalty per
-further run of bytes, and its bytes at the rate of the level that has them; an instruction of the cube or vector unit
-costs its head and its size at full rate. What is not modelled: bank conflicts, the scalar unit's arithmetic,
-instruction fetch, the write-back of L2 to HBM, address translation.
+further run of bytes, and its bytes at the rate of the level that has them; it ends a latency later, while others of its
+pipe go on. An instruction of the cube or vector unit costs its head, its size at full rate, and what banks of UB make
+it wait. What is not modelled: the scalar unit's arithmetic, instruction fetch, the write-back of L2 to HBM, address
+translation, the bandwidth of L2 that all cores share. ``ascend_ops/twin/RULES.md`` has the rules and what is known.
 
-The L2 model: one cache for all cores, sectors of 128 bytes, first in, first out; what is read or written enters it. So
+The L2 model: one cache for all cores, lines of 512 bytes, first in, first out; what is read or written enters it. So
 a row that several cores of a group read comes from HBM once, for as long as it stays. A read takes as long as the
 slower of HBM, for what is missing, and L2, for all of it.
 
@@ -31,8 +32,12 @@ Sources:
 
 ini
     CANN 8.1.RC1, ``data/platform_config/Ascend910B1.ini`` (``B3`` for 20 cores) and ``Ascend910B.ini``.
+sim
+    CANN 8.1.RC1, ``simulator/Ascend910B1/lib/config.json``: what CANN's own simulator takes for L2.
 docs
     Ascend C documents and performance tests of the asc-devkit repository.
+measured
+    On an Atlas A2, by the examples ``data_copy``, ``add_high_performance`` and ``bank_conflict_ub`` of asc-devkit.
 guess
     No public number was found; chosen to be plausible. The simulation reports what happens when it is wrong.
 """
@@ -118,22 +123,24 @@ class Machine:
 CHIP_FACTS = ("hbm_gb_s", "l0c_to_ub_bytes", "ub_to_l1_bytes", "launch_us")
 """Facts that the twin's cost model has no parameter for."""
 
-_HEAD = "guess; docs: copies reach about the full bandwidth from 16 KB on, which 40 cycles make 93 %"
 _SHARED = {
     "cube_macs": Fact(1, "16x16x16 fp16 products a cycle", "ini (cube_m/n/k_size), docs", "high"),
     "cube_head": Fact(21, "cycles before the first product", "docs (mmad_perf)", "high"),
     "vector_bytes": Fact(256, "bytes a cycle", "ini (vec_calc_size 128 fp16), paper section 2.1", "high"),
     "vector_exp_bytes": Fact(128, "bytes a cycle of Exp, Ln, Div, Sqrt", "docs (32 fp32 a cycle)", "medium"),
-    "vector_head": Fact(14, "cycles before the first result", "guess", "low"),
+    "vector_head": Fact(23, "cycles before the first result", "measured: 22 to 24 (Add)", "medium"),
+    "bank_cycles": Fact(1, "cycles for every further access to a bank group in one repeat", "docs, measured", "high"),
     "scalar_cycles": Fact(1, "cycles a scalar access to UB", "guess", "low"),
     "scalar_gm_cycles": Fact(20, "cycles a scalar access to global memory, cached", "guess", "low"),
+    "dcache_bytes": Fact(16384, "bytes of the scalar unit's cache", "guess; its lines of 64 bytes: docs", "low"),
     "issue_cycles": Fact(1, "cycles of the scalar unit to issue an instruction", "guess", "low"),
     "l2_read_bytes": Fact(110, "bytes a cycle a core", "ini (l2_read_rate)", "medium"),
     "l2_write_bytes": Fact(86, "bytes a cycle a core", "ini (l2_write_rate)", "medium"),
     "ub_to_gm_bytes": Fact(64, "bytes a cycle", "ini (ub_to_ddr_rate, ub_to_l2_rate)", "medium"),
     "l0c_to_gm_bytes": Fact(64, "bytes a cycle", "guess (as ub_to_gm_bytes)", "low"),
-    "mte_head": Fact(40, "cycles before the first byte of a copy with global memory", _HEAD, "low"),
-    "burst_cycles": Fact(2, "cycles for every further run of bytes in a copy", "guess", "low"),
+    "copies_in_flight": Fact(
+        16, "copies of a pipe that have begun and not ended", "guess; measured: 12 or more", "low"
+    ),
     "load_head": Fact(28, "cycles before the first fractal from L1", "docs", "medium"),
     "flag_cycles": Fact(2, "cycles of SetFlag and WaitFlag", "guess", "low"),
     "cross_flag_cycles": Fact(100, "cycles from CrossCoreSetFlag to the waiting core", "guess", "low"),
@@ -144,6 +151,12 @@ _SHARED = {
 }
 
 _SPLIT = _SHARED | {
+    "l2_read_latency": Fact(241, "cycles from a read of L2 to its end", "sim", "medium"),
+    "l2_write_latency": Fact(96, "cycles from a write to L2 to its end", "sim", "medium"),
+    "mte_head": Fact(13, "cycles of a copy beside those of its bytes", "measured (data_copy, 128 bytes)", "medium"),
+    "burst_cycles": Fact(
+        0.8, "cycles for every further run of bytes in a copy", "measured: 0.5 to UB, 1.15 to L1 (data_copy)", "medium"
+    ),
     "clock_mhz": Fact(1850, "MHz", "ini (cube_freq)", "high"),
     "hbm_bytes": Fact(32, "bytes a cycle a core from HBM at most", "ini (ddr_read_rate)", "medium"),
     "hbm_gb_s": Fact(1421, "GB/s of HBM, all cores", "ini (24 cores x ddr_rate x clock); documents say 1600", "medium"),
@@ -154,7 +167,12 @@ _SPLIT = _SHARED | {
     "ub_to_l1_bytes": Fact(0, "no such path without a workspace", "docs", "high"),
 }
 
+_LIKE_A2 = "guess (as the A2's)"
 _UNIFIED = _SHARED | {
+    "l2_read_latency": Fact(241, "cycles from a read of L2 to its end", _LIKE_A2, "low"),
+    "l2_write_latency": Fact(96, "cycles from a write to L2 to its end", _LIKE_A2, "low"),
+    "mte_head": Fact(13, "cycles of a copy beside those of its bytes", _LIKE_A2, "low"),
+    "burst_cycles": Fact(0.8, "cycles for every further run of bytes in a copy", _LIKE_A2, "low"),
     "clock_mhz": Fact(900, "MHz", "ini (cube_freq)", "high"),
     "hbm_bytes": Fact(
         42.5, "bytes a cycle a core from HBM at most", "hbm_gb_s over 30 cores; the ini says 32", "medium"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ascend_sim_engine import LOGGED, PATHS, UNITS, Chip, layout, make_chip
+from benchmarks.ascend_sim_engine import DATA_LINE, LOGGED, PATHS, UNITS, Chip, layout, make_chip
 from benchmarks.ascend_sim_kernels import queues, run_combine, run_cube, run_cube_unified, run_update, run_vector
 from benchmarks.ascend_sim_machines import Machine
 from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables, fields, up
@@ -45,11 +45,11 @@ class Setting:
         parameters = {name: fact.value for name, fact in self.machine.facts.items()} | dict(self.changes)
         return parameters | {"l2_bytes": parameters["l2_bytes"] * self.l2_scale}
 
-    def chip(self, cores: int, num_sectors: int, log_cores: int = 1) -> Chip:
+    def chip(self, cores: int, num_lines: int, num_table_lines: int, log_cores: int = 1) -> Chip:
         """Return an idle chip."""
         parameters = self.parameters
         rate = parameters["hbm_gb_s"] * 1e3 / parameters["clock_mhz"] if self.share_hbm else None
-        return make_chip(cores, parameters, num_sectors, rate, self.log, log_cores)
+        return make_chip(cores, parameters, num_lines, num_table_lines, rate, self.log, log_cores)
 
     def with_buffers(self, buffers: int) -> Setting:
         """Return the same with another number of buffers."""
@@ -115,11 +115,12 @@ def aggregate_vector(setting: Setting, tables: RowTables, num_rows: int, num_sou
     ld = int((panels[:, 0] + panels[:, 1]).max())
     blocks = tables.num_groups * tables.num_members
     edges = tables.columns.size
-    sectors = layout(num_sources * ld * 2, num_rows * ld * 2, edges * 4, edges * 4)
-    chip = setting.chip(blocks, sectors[-1])
+    lines = layout(num_sources * ld * 2, num_rows * ld * 2, edges * 4, edges * 4)
+    read = layout(64, plan.size * 4, tables.vertices.size * 4, line=DATA_LINE)
+    chip = setting.chip(blocks, lines[-1], read[-1])
     ends = np.zeros(blocks)
     run_vector(
-        chip, np.array(sectors), tables.vertices.astype(np.int64), tables.columns.astype(np.int64),
+        chip, np.array(lines), np.array(read), tables.vertices.astype(np.int64), tables.columns.astype(np.int64),
         plan[: tables.range_offset].astype(np.int64), panels, plan[tables.range_offset : at].astype(np.int64),
         tables.num_members, ld, weighted, setting.buffers, queues(blocks, 3), ends,
     )  # fmt: skip
@@ -145,26 +146,29 @@ def aggregate_cube(
     blocks, ld = tables.num_blocks, field["ldx"]
     accumulators = min(field["accumulators"], setting.buffers)
     serial = setting.serial and setting.buffers == 1
-    sectors = layout(
+    lines = layout(
         num_sources * ld * 2, num_rows * ld * 2, tables.columns.nbytes, tables.positions.nbytes,
         tables.positions.nbytes, tables.num_parts * ld * 4, tables.workspace_bytes,
     )  # fmt: skip
+    read = layout(
+        64, plan.size * 4, tables.row_blocks.size * 4, tables.tiles.size * 4, tables.runs.size * 4, line=DATA_LINE
+    )
     common = (
         tables.row_blocks.astype(np.int64), tables.tiles.astype(np.int64), tables.columns, tables.runs.astype(np.int64),
         plan[: field["rangeOffset"]], panels, plan[field["rangeOffset"] : at], members, ld,
     )  # fmt: skip
     ends = np.zeros(blocks)
     if setting.machine.unified:
-        chip = setting.chip(blocks, sectors[-1])
+        chip = setting.chip(blocks, lines[-1], read[-1])
         run_cube_unified(
-            chip, np.array(sectors), *common, field["tileColumns"], accumulators, setting.buffers, serial,
-            queues(blocks, 5), queues(blocks, 6), ends,
+            chip, np.array(lines), np.array(read), *common, field["tileRows"], field["tileColumns"], accumulators,
+            setting.buffers, serial, queues(blocks, 5), queues(blocks, 6), ends,
         )  # fmt: skip
     else:
-        chip = setting.chip(3 * blocks, sectors[-1], 3)
+        chip = setting.chip(3 * blocks, lines[-1], read[-1], 3)
         run_cube(
-            chip, np.array(sectors), *common, field["tileRows"], field["tileColumns"], field["slotHalves"],
-            accumulators, setting.buffers, setting.buffers if slots is None else slots, serial,
+            chip, np.array(lines), np.array(read), *common, field["tileRows"], field["tileColumns"],
+            field["slotHalves"], accumulators, setting.buffers, setting.buffers if slots is None else slots, serial,
             queues(blocks, 2, 5), queues(blocks, 5), ends,
         )  # fmt: skip
     return _launch("aggregate_cube", chip, ends)
@@ -196,11 +200,11 @@ def update(
     wide = up(n)
     lda, ldb = up(m if transpose_a else k), up(k if transpose_b else n)
     a, b = (k if transpose_a else m) * lda, (n if transpose_b else k) * ldb
-    sectors = layout(a * 2, b * 2, 32 * wide, 8192, m * split_k * wide * 4)
-    chip = setting.chip(blocks, sectors[-1])
+    lines = layout(a * 2, b * 2, 32 * wide, 8192, m * split_k * wide * 4)
+    chip = setting.chip(blocks, lines[-1], 1)
     ends = np.zeros(blocks)
     run_update(
-        chip, np.array(sectors), m, k, wide, lda, ldb, transpose_a, transpose_b, bias, n, split_k, split_k > 1,
+        chip, np.array(lines), m, k, wide, lda, ldb, transpose_a, transpose_b, bias, n, split_k, split_k > 1,
         setting.machine.unified, setting.buffers, queues(blocks, 6), ends,
     )  # fmt: skip
     return _launch("update", chip, ends)
@@ -214,10 +218,11 @@ def combine_parts(
     blocks = blocks or setting.machine.vector_cores
     first = np.asarray(first_part, np.int64)
     wide, size = up(num_columns), 4 if float_out else 2
-    sectors = layout(int(first[-1]) * wide * 4, (first.size - 1) * wide * size)
-    chip = setting.chip(blocks, sectors[-1])
+    lines = layout(int(first[-1]) * wide * 4, (first.size - 1) * wide * size)
+    read = layout(32, (first.size - 1) * 16, line=DATA_LINE)
+    chip = setting.chip(blocks, lines[-1], read[-1])
     ends = np.zeros(blocks)
-    run_combine(chip, np.array(sectors), first, wide, size, setting.buffers, queues(blocks, 2), ends)
+    run_combine(chip, np.array(lines), np.array(read), first, wide, size, setting.buffers, queues(blocks, 2), ends)
     return _launch("combine_parts", chip, ends)
 
 

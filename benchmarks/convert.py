@@ -3,10 +3,14 @@
 Nodes have ids that are no numbers of rows, a label and eight features; edges are drawn at random, so that joining them
 with the ids and sorting them by target has no order to lean on. Tables are Parquet files. The memory is the peak of the
 whole process, with Python, torch and what it has mapped; what is below the budget by less than that is missed.
+
+What an engine takes for the heart of it alone, ids replaced by numbers and edges sorted by target, is measured beside
+it: of DuckDB, which ``lgnn convert`` stands on, and of Polars' streaming engine, where that is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,8 +25,32 @@ from benchmarks.harness import measure, parse, publish
 from benchmarks.machine import machine
 
 SIZES = {"edges": (200_000_000, 20_000), "nodes": (10_000_000, 1_000)}
-BUDGETS = ("1GB", "4GB")
+BUDGETS = ("1GB", "3GB")
 FEATURES = 8
+ENGINES = {
+    "DuckDB": """
+import duckdb, sys
+folder, out = sys.argv[1:]
+with duckdb.connect() as database:
+    database.execute(f"SET memory_limit = '3GB'; SET temp_directory = '{out}.spill'")
+    database.execute("SET preserve_insertion_order = false")
+    nodes = f"read_parquet('{folder}/nodes.parquet', file_row_number = true)"
+    database.execute(f"CREATE TABLE ids AS SELECT id, file_row_number AS n FROM {nodes}")
+    ends = "JOIN ids a ON a.id = e.source JOIN ids b ON b.id = e.target"
+    edges = f"SELECT a.n AS s, b.n AS t FROM '{folder}/edges.parquet' e {ends} ORDER BY t, s"
+    database.execute(f"COPY ({edges}) TO '{out}'")
+""",
+    "Polars": """
+import polars, sys
+folder, out = sys.argv[1:]
+ids = polars.scan_parquet(f"{folder}/nodes.parquet").select("id").with_row_index("n")
+edges = polars.scan_parquet(f"{folder}/edges.parquet")
+for end, number in (("source", "s"), ("target", "t")):
+    edges = edges.join(ids.rename({"id": end, "n": number}), on=end)
+edges.select("s", "t").sort("t", "s").sink_parquet(out, engine="streaming")
+""",
+}
+"""Programs that are given the folder of tables and the file to write."""
 
 
 def draw(folder: Path, edges: int, nodes: int) -> None:
@@ -46,26 +74,29 @@ def draw(folder: Path, edges: int, nodes: int) -> None:
 
 
 class Contestant:
-    """Converts the tables with a budget; keeps the most memory that it took, in GB."""
+    """Runs a command that makes something of the tables; keeps the most memory that it took, in GB."""
 
-    def __init__(self, folder: Path, budget: str) -> None:
-        self.folder, self.budget, self.peak = folder, budget, 0.0
+    def __init__(self, command: Sequence[str], out: Path) -> None:
+        self.command, self.out, self.peak = [sys.executable, *command], out, 0.0
 
     def __call__(self) -> float:
         """Return the seconds that it took."""
-        out = self.folder / f"graph {self.budget}"
-        shutil.rmtree(out, ignore_errors=True)
-        command = [sys.executable, "-m", "lightning_gnn", "convert", f"source={self.folder}/edges.parquet"]
-        command += [f"nodes={self.folder}/nodes.parquet", f"out={out}", f"memory={self.budget}"]
         start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise RuntimeError(f"lgnn convert ended with {process.returncode}")
+            raise RuntimeError(f"{' '.join(self.command[1:3])} ended with {process.returncode}")
         self.peak = max(self.peak, usage.ru_maxrss * 1024 / 1e9)
-        shutil.rmtree(out)
+        shutil.rmtree(self.out) if self.out.is_dir() else self.out.unlink()
         return time.perf_counter() - start
+
+
+def converted(folder: Path, budget: str) -> Contestant:
+    """Return what ``lgnn convert`` does with a budget."""
+    out = folder / f"graph {budget}"
+    command = ["-m", "lightning_gnn", "convert", f"source={folder}/edges.parquet", f"nodes={folder}/nodes.parquet"]
+    return Contestant([*command, f"out={out}", f"memory={budget}"], out)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -74,8 +105,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         draw(folder, args.edges, args.nodes)
-        made = {f"ours, memory={budget}": Contestant(folder, budget) for budget in BUDGETS}
-        contestants: dict[str, Callable[[], float] | None] = {key: c for key, c in made.items() if args.only in key}
+        made: dict[str, Contestant | None] = {f"ours, memory={budget}": converted(folder, budget) for budget in BUDGETS}
+        for engine, program in ENGINES.items():
+            found = importlib.util.find_spec(engine.lower())
+            command = ["-c", program, str(folder), str(folder / engine)]
+            made[f"{engine}, ids and order alone"] = Contestant(command, folder / engine) if found else None
+        made = {key: contestant for key, contestant in made.items() if args.only in key}
+        contestants: dict[str, Callable[[], float] | None] = {**made}
         rows = measure(contestants, args.runs, warmup=0)
         tables = sum(path.stat().st_size for path in folder.glob("*.parquet")) / 1e9
     result = {
@@ -87,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "comparisons": [],
         "extra": {
-            "peak memory, GB": {key: round(made[key].peak, 2) for key in contestants},
+            "peak memory, GB": {key: round(each.peak, 2) for key, each in made.items() if each},
             "tables, GB": round(tables, 2),
         },
     }

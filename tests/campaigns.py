@@ -1,9 +1,8 @@
 """Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
 
 ``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
-a parametrised test cuts its cases; ``@pytest.mark.campaign(parts=3)`` into fewer parts, of which each slice takes one.
-Each slice takes a case at least, unless the mark says ``seldom=True``: a test without cases is then in one part alone.
-What is marked slow, and no campaign, is one of three parts, ``seldom``.
+a parametrised test cuts its cases, of which each slice takes one at least. What is marked slow is cut by itself, and a
+slice may take none of it: one without cases is in one slice of the eight.
 """
 
 from __future__ import annotations
@@ -45,18 +44,14 @@ def place_cases(items: Sequence[pytest.Item]) -> None:
 
 
 def is_of_slice(item: pytest.Item, chosen: int) -> bool:
-    """Say whether a slice takes a test, as each does with one that is no campaign."""
-    mark = item.get_closest_marker("campaign")
-    if mark is None:
-        if not item.get_closest_marker("slow"):
-            return True
-        mark = pytest.mark.campaign(parts=3, seldom=True).mark
+    """Say whether a slice takes a test, as each does with one that is neither slow nor a campaign."""
+    slow, campaign = item.get_closest_marker("slow"), item.get_closest_marker("campaign")
+    if not slow and not campaign:
+        return True
     if "number" in (given := item.callspec.params if hasattr(item, "callspec") else {}):
         return bool(given["number"] == chosen)
     place, count, test = item.stash[_PLACE]
-    parts = mark.kwargs.get("parts", SLICES)
-    if not mark.kwargs.get("seldom", False):
-        parts = min(parts, count)
+    parts = SLICES if slow else min(SLICES, count)
     return (place + test) % parts == chosen % parts
 
 

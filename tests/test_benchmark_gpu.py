@@ -78,7 +78,6 @@ def test_a_page_without_figures_or_with_wrong_samples(load):
     assert page.verdicts({"wrong": "WRONG SAMPLE"}) == ["**WRONG SAMPLE**: no figure below counts."]
 
 
-@pytest.mark.campaign(parts=8, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
 def test_what_fills_the_page_runs(load):

@@ -25,7 +25,6 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @interpreted
 def test_describes_what_it_measured(load, tmp_path, capsys):
@@ -55,7 +54,6 @@ def test_describes_what_it_measured(load, tmp_path, capsys):
     assert "hop_by_hop" in capsys.readouterr().out
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @interpreted
 def test_a_wrong_sample_loses_nothing_and_ends_in_an_error(load, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn.collective.dispatcher import initial_ratio
-from lightning_gnn.collective.plan import Duration, StageTimes
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.planning import MachineLimits
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,6 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
@@ -588,7 +587,7 @@ def test_the_ablation_sets_predictions_beside_what_was_measured(load, monkeypatc
     assert (row["speedup"], row["against"]) == (1.25, f"{benchmark.ALONE}, 2x the CPU trainer")
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
 def test_a_script_that_fails_says_why(load, tmp_path):
     scripts = load("scripts")
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*KeyError: 'nodes'") as error:
@@ -596,7 +595,6 @@ def test_a_script_that_fails_says_why(load, tmp_path):
     assert "Traceback" in str(error.value)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_hybrid_benchmark_needs_no_hydra():
     check = "import sys, benchmarks.hyscale; assert 'hydra' not in sys.modules"
@@ -623,7 +621,7 @@ def test_a_disturbed_loader_sleeps_as_it_should(load):
     assert min(seconds) > 12 * 0.001
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
 def test_the_stages_of_the_sleeping_machine_give_the_epochs_they_were_solved_from(load):
     simulated = load("collective_simulated")
     for setting in (simulated.UK, simulated.PAPERS):
@@ -643,7 +641,7 @@ def test_the_stages_of_the_sleeping_machine_give_the_epochs_they_were_solved_fro
 
 
 WAYS = {
-    "collective": lambda machine: machine.collective(4, 3, 7),
+    "collective": lambda machine: machine.collective(CollectivePlan("collective", 4, 3)),
     "CPU-only": lambda machine: machine.cpu_only(),
     "GPU-only": lambda machine: machine.gpu_only(),
     "random split": lambda machine: machine.random_split(0.5),
@@ -652,7 +650,7 @@ WAYS = {
 }
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sleeping_machine_trains_each_mini_batch_once_and_in_order(way, load):
     times = load("collective_simulated").UK.times(4, 1 / 100)
@@ -738,18 +736,17 @@ def test_planners_are_judged_on_epochs_that_they_have_not_seen(load, tmp_path):
     out = tmp_path / "found.json"
     result = load("collective_planner").main(["--quick", "--out", str(out)])
     assert json.loads(out.read_text())["extra"] == json.loads(json.dumps(result["extra"]))
-    against = result["extra"]["against"]
-    assert set(against) == {
-        "the authors'",
-        "the CPU alone",
-        "the GPU alone",
-        "the better one alone",
-        "trying everything",
-        "without turns",
+    against, without = result["extra"]["against"], result["extra"]["against the best of them, without"]
+    peers = {"the authors'", "the CPU alone", "the GPU alone", "brute force", "the best of them"}
+    assert peers | set(load("collective_planner").WITHOUT) == set(against)
+    assert {against[name]["settings"] for name in peers} == {3}
+    assert against["the best of them"]["worst"] == max(against[name]["worst"] for name in peers) < 1.05
+    assert {name: found["settings"] for name, found in without.items()} == {
+        "ours": 1,
+        "without turns": 1,
+        "without cover": 1,
+        "without backup": 1,
     }
-    assert against["the better one alone"]["settings"] == 3
-    assert against["trying everything"]["settings"] == against["without turns"]["settings"] == 1
-    assert against["the better one alone"]["worst"] < 1.05
 
 
 def test_parts_of_the_resource_manager_are_switched_off(load, tmp_path):

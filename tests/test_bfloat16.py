@@ -85,7 +85,7 @@ def test_what_cannot_be_kept_is_told_at_once(kind, data, change, dtype, error, m
         build(kind, data, feature_dtype=dtype)
 
 
-@pytest.mark.campaign(parts=4)
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 @pytest.mark.parametrize("model", [GraphSAGE, GCN, GAT])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -34,7 +34,7 @@ def test_kinds(kind, number):
 def test_grid(one, two):
     pass
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("one", range(10))
 def test_parts(one):
     pass
@@ -42,10 +42,6 @@ def test_parts(one):
 @pytest.mark.campaign
 @pytest.mark.parametrize("one", range(2))
 def test_few(one):
-    pass
-
-@pytest.mark.campaign(parts=4, seldom=True)
-def test_seldom():
     pass
 
 @pytest.mark.slow
@@ -89,15 +85,13 @@ def test_all_slices_together_are_everything(run):
     assert "campaigns: all slices" in shown
     ran = Counter(test for tests, _, _ in parts for test in tests)
     assert ran.keys() == set(whole)
-    # In fewer parts than there are slices, several slices take the same.
+    # Of fewer cases than there are slices, several slices take the same.
     often = {test.rpartition("::")[2].partition("[")[0] for test in ran if ran[test] > 1}
-    assert often == {"test_no_campaign", "test_parts", "test_few", "test_seldom", "test_slow"}
-    assert sum(test.endswith("test_seldom") for tests, _, _ in parts for test in tests) == SLICES // 4
-    assert sum(test.endswith("test_slow") for tests, _, _ in parts for test in tests) in (2, 3)
+    assert often == {"test_no_campaign", "test_few"}
     for tests, _, _ in parts:
         counts = Counter(test.rpartition("::")[2].partition("[")[0] for test in tests)
         assert counts["test_grid"] in (2, 3)
-        assert counts["test_parts"] in (3, 4)
+        assert counts["test_parts"] in (1, 2)
         assert counts["test_few"] == 1
     assert sum((lines for _, lines, _ in parts), Counter()) == printed
     assert {f"case {case}" for case in range(100)} <= printed.keys()
@@ -106,23 +100,23 @@ def test_all_slices_together_are_everything(run):
 
 
 def test_a_run_says_its_slice_and_begins_with_what_takes_long(run):
-    ran, _, shown = run("--slice=3", "-k", "not seldom and not test_slow")
+    ran, _, shown = run("--slice=3", "-k", "not test_slow and not test_parts")
     assert "campaigns: slice 3 of 8; repeat it with --slice=3" in shown
     names = [test.rpartition("::")[2] for test in ran]
     assert names[:3] == ["test_kinds[a-3]", "test_kinds[b-3]", "test_cases[3]"]
     others = list(dict.fromkeys(name.partition("[")[0] for name in names[3:]))
-    assert others == ["test_grid", "test_parts", "test_few", "test_draws", "test_no_campaign"]
+    assert others == ["test_grid", "test_few", "test_draws", "test_no_campaign"]
 
 
 def test_a_test_that_is_named_is_run_whole(run, pytester):
     (path,) = pytester.path.glob("test_*.py")
     assert len(run(f"{path}::test_grid")[0]) == 20
-    assert len(run(f"{path}::test_seldom")[0]) == 1
+    assert len(run(f"{path}::test_slow")[0]) == 1
     (one,) = run(f"{path}::test_parts[4]")[0]
     assert one.endswith("test_parts[4]")
     # A slice has the same cases, whichever are named with it.
-    assert sum(one in run(f"--slice={number}", f"{path}::test_parts")[0] for number in range(3)) == 1
-    assert sum(one in run(f"--slice={number}")[0] for number in range(3)) == 1
+    assert sum(one in run(f"--slice={number}", f"{path}::test_parts")[0] for number in range(SLICES)) == 1
+    assert sum(one in run(f"--slice={number}")[0] for number in range(SLICES)) == 1
 
 
 def test_a_small_profile_draws_a_tenth():

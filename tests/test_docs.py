@@ -173,7 +173,6 @@ def flags_of(command):
 ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
 
 
-@pytest.mark.campaign
 @pytest.mark.slow  # a composition reads some twenty files
 @pytest.mark.parametrize("part", range(4))
 def test_commands_compose(part):
@@ -296,7 +295,6 @@ def small_graphs():
             "datamodule": datamodule, "pl": pl, "NeighborDataModule": lightning_gnn.NeighborDataModule}  # fmt: skip
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])

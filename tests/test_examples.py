@@ -27,7 +27,6 @@ def outputs_of(name):
     return printed, values, outputs
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_runs_and_learns():
     printed, values, outputs = outputs_of("quickstart")
@@ -39,7 +38,6 @@ def test_the_notebook_runs_and_learns():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_loaders_measures_them():
     printed, values, outputs = outputs_of("choosing_a_loader")
@@ -48,7 +46,6 @@ def test_the_notebook_about_loaders_measures_them():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_full_graphs_evaluates_both_alike():
     printed, values, outputs = outputs_of("full_graph_or_mini_batches")
@@ -59,7 +56,6 @@ def test_the_notebook_about_full_graphs_evaluates_both_alike():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_notebook_about_types_learns_and_sees_no_future():
     printed, _, _ = outputs_of("typed_and_temporal")
@@ -90,7 +86,6 @@ def run(name, *arguments):
     return done
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_script_runs():
     done = run("node_classification.py", "--epochs", "6")
@@ -104,7 +99,6 @@ def own_module(system, ranks):
     return accuracy, done.stderr
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_an_own_module_trains_the_same_whoever_prepares_its_mini_batches():
     accuracy, _ = own_module("plain", ranks=1)
@@ -118,14 +112,12 @@ def test_an_own_module_trains_the_same_whoever_prepares_its_mini_batches():
             assert said in stderr
 
 
-@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["hyscale", "ascend_hybrid"])
 def test_an_own_module_trains_on_two_processes(system):
     own_module(system, ranks=2)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_requests_are_answered_as_the_whole_graph_does():
     pytest.importorskip("fastapi")
@@ -148,7 +140,6 @@ def test_requests_that_cannot_be_answered_are_told_why(nodes, monkeypatch):
         endpoint(serving.Question(nodes=nodes))
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_both_samplers_train_the_same():
     done = run("gpu_sampling.py", "--num-nodes", "10000")
@@ -161,7 +152,6 @@ def test_both_samplers_train_the_same():
         assert "There is no GPU here: these times compare the CPU with itself." in done.stdout
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_tables_are_learned():
     done = run("tables.py", "--customers", "1500")
@@ -169,7 +159,6 @@ def test_tables_are_learned():
     assert accuracy > constant + 0.05
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_whole_graph_is_learned():
     done = run("full_graph.py", "--num-nodes", "5000", "--epochs", "20")
@@ -177,7 +166,6 @@ def test_the_whole_graph_is_learned():
     assert "1 workers = 1 groups x 1 members" in done.stdout
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_cpu_and_what_stands_for_an_accelerator_share_the_work():
     done = run("hybrid.py", "--num-nodes", "20000", "--epochs", "3", "--batch-size", "128", "--cpu-share", "0.4")
@@ -190,7 +178,6 @@ def test_the_cpu_and_what_stands_for_an_accelerator_share_the_work():
         assert float(mteps) > 0
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_both_ways_to_prepare_train_the_same(tmp_path):
     timeline = str(tmp_path / "timeline")

@@ -86,7 +86,6 @@ def test_files_are_named_after_what_they_hold(module):
     assert MODULES[module].name not in ("utils.py", "helpers.py", "manager.py")
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_everything_but_the_command_works_without_hydra():
     packages = ", ".join(f"lightning_gnn.{package}" for package in BELOW)

@@ -59,7 +59,6 @@ def test_the_wheel_holds_one_package(wheel):
     assert "lightning_gnn/ascend_ops/host/CMakeLists.txt" in names
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_wheel_is_for_every_platform(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")

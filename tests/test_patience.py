@@ -43,7 +43,6 @@ def test_a_new_process_breaks_the_silence():
     assert watched.look(1e9) == 0
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hang",

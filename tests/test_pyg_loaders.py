@@ -419,7 +419,6 @@ def test_ranks_with_one_seed_draw_differently(monkeypatch):
     assert picks[0] != picks[1]
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_spawned_worker_processes():
     data = small_data()

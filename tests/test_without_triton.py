@@ -65,7 +65,7 @@ print("done")
 """
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
+@pytest.mark.slow
 def test_all_but_gpu_kernels_works_without_triton():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "done", done.stderr

@@ -17,7 +17,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import RandomLinkSplit
 
 from lightning_gnn.accelerators.npu import why_unavailable
-from lightning_gnn.cli.check_arguments import check_arguments, fits, shown
+from lightning_gnn.cli.check_arguments import check_arguments, fits, shown, without_null
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
@@ -269,8 +269,21 @@ def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
 
 
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """Build what ``task.name`` asks for."""
-    return TASKS[cfg.task.name](cfg, data)
+    """Build what ``task.name`` asks for.
+
+    Raises:
+        ValueError: The metric that is to pick the checkpoint is none that the module logs.
+    """
+    datamodule, module = TASKS[cfg.task.name](cfg, data)
+    if type(module).__module__.startswith("lightning_gnn."):  # a user's own may log whatever it likes
+        given = (getattr(module, "metric_name", None), *getattr(module, "metric_names", ()), "loss")
+        logged = [name for name in given if name is not None]
+        if cfg.mode == "train" and cfg.task.metric not in logged:
+            raise ValueError(
+                f"task.metric={cfg.task.metric} is none of what is logged ({', '.join(logged)}); "
+                f"add it by 'task.metrics=[{cfg.task.metric}]'"
+            )
+    return datamodule, module
 
 
 def build_trainer(cfg: DictConfig) -> pl.Trainer:
@@ -311,7 +324,8 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
         Exception: What building has raised; a note names ``name``.
     """
     try:
-        return instantiate(node, _partial_=True, _convert_="all")(**kwargs)
+        partial = instantiate(node, _partial_=True, _convert_="all")
+        return partial.func(*partial.args, **without_null(partial.func, partial.keywords | kwargs))
     except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         target = str(node.get("_target_")).rpartition(".")[2]
         raise ValueError(f"{name}: {target} cannot be built so: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -29,6 +30,8 @@ def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     if sys.argv[1:2] == ["predict"]:
         sys.argv[1] = "mode=predict"
+    if os.getcwd() not in sys.path:  # for _target_=my_module.MyModel
+        sys.path.append(os.getcwd())
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     if command in PRINTING:
@@ -48,23 +51,35 @@ def main() -> None:
 
 
 def _help(command: str) -> None:
-    """Print the version, or let Hydra print help."""
+    """Print the version, or let Hydra print help or what the Tab key offers."""
     if "--version" in sys.argv:
         from lightning_gnn.cli.versions import versions
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return
-    import hydra
+    shell = next((item.removeprefix("query=") for item in sys.argv if item.startswith("query=")), None)
+    if shell is not None and not {"-sc", "--shell-completion"}.isdisjoint(sys.argv):
+        from lightning_gnn.cli.completion import offer
 
-    argv, config_name = sys.argv, "train"
-    if command == "plan":
-        argv, config_name = [argv[0], *argv[2:]], "plan"
+        line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT") or sys.maxsize)]
+        found = offer(line, sorted({*PRINTING, "plan", "predict"}), lambda name: _hydra(sys.argv, name))
+        print("\n".join(found))
+        return
+    argv = [sys.argv[0], *sys.argv[2:]] if command == "plan" else sys.argv
     if "--help-all" in argv:
         argv = ["--help" if item == "--help-all" else item for item in argv]
-        argv += ["hydra/help=all"] * (config_name == "train")
+        argv += ["hydra/help=all"] * (command != "plan")
+    _hydra(argv, command)
+
+
+def _hydra(argv: list[str], command: str) -> None:
+    """Let Hydra show what it is asked for of a command's configuration."""
+    import hydra
+
     before, sys.argv = sys.argv, argv
+    name = "plan" if command == "plan" else "train"
     try:
-        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=config_name)(_never_run)()
+        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=name)(_never_run)()
     finally:
         sys.argv = before
 

@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, runs in given.items():
         before, start = num_compiled(), time.perf_counter()
         try:
-            for overrides in runs:
-                _try(overrides)
+            with console.status(f"compiling for {name}" if name in USUAL else "compiling"):  # on a terminal alone
+                for overrides in runs:
+                    _try(overrides)
         except (HydraException, UserError) as error:
             say(f"error: {error}", "red")
             return 2

@@ -29,6 +29,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.files import read_json, read_text
+from lightning_gnn.runtime.messages import OF_NEWER_TORCH
 from lightning_gnn.runtime.store import checksum, kept
 
 _FORMAT = 1
@@ -115,6 +116,7 @@ def mask_of(nodes: Tensor, num_nodes: int) -> Tensor:
 
 def only_batch(batch: Data) -> DataLoader[Data]:
     """Return a loader of one batch, which each of several processes gets."""
+    warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*number of training batches .* is smaller than the logging interval.*")
     # A sampler of this kind is left alone by Lightning, whose own would share the one batch out.

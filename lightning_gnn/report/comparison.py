@@ -95,13 +95,13 @@ def compare_runs(
         returned: See :func:`compare`.
 
     Returns:
-        One row per run, in order: ``job`` (its name), ``status`` (``ok`` or ``failed``), what it was told that differs
-        from other runs, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in
-        the seed only, and ``error``.
+        One row per run, in order: ``job`` (its name), ``status`` (``ok`` or ``failed``), what was typed for one of the
+        runs and is not the same in all, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that
+        differ in the seed only, and ``error``.
     """
-    told = [dict(item.lstrip("+").partition("=")[::2] for item in run.overrides) for run in runs.values()]
-    keys = list(dict.fromkeys(key for given in told for key in given))
-    varied = [key for key in keys if len({given.get(key) for given in told}) > 1]
+    keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for run in runs.values() for item in run.overrides)
+    told = [run.settings(keys) for run in runs.values()]
+    varied = [key for key in keys if len({given[key] for given in told}) > 1]
     rows = []
     for (name, run), given in zip(runs.items(), told, strict=True):
         metrics = run.metrics or {"error": "the run has left no metrics.json"}
@@ -112,7 +112,7 @@ def compare_runs(
             {
                 "job": name,
                 "status": "failed" if error and not succeeded else "ok",
-                **{key: given.get(key, "") for key in varied},
+                **{key: given[key] for key in varied},
                 **{name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))},
                 "error": error or "",
             }

@@ -52,9 +52,9 @@ STAGE_COLORS = {
 OTHER = "#cc79a7"
 PHASES = {"filling": "#f3f0e6", "blocking": "#fbeee6", "flushing": "#e3eef6"}
 PHASE_NAMES = {
-    "filling": "filling: CPU and GPU prepare mini-batches",
-    "blocking": "blocking: one of them waits for the other",
-    "flushing": "flushing: what they have prepared is trained on",
+    "filling": "filling: the GPU prepares, the CPU beside it",
+    "blocking": "blocking: what is next to train is still with the CPU",
+    "flushing": "flushing: what both have prepared is trained on",
 }
 STAGE_NAMES = {
     "cpu_batching": "batching, CPU",

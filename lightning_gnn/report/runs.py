@@ -55,6 +55,14 @@ class Run:
             name: value for name, value in found.items() if name[-5:] != "_loss" and isinstance(value, (int, float))
         }
 
+    def settings(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return what was in force under some keys or groups, typed or not, as it is typed; empty where none was."""
+        typed = dict(item.lstrip("+").partition("=")[::2] for item in self.overrides)
+        typed |= {item: "yes" for item in typed if item.startswith("~")}
+        config, hydra = (_yaml(self.folder / ".hydra" / name) for name in ("config.yaml", "hydra.yaml"))
+        chosen = _inside(_inside(_inside(hydra, "hydra"), "runtime"), "choices")
+        return {key: typed[key] if key in typed else _typed(chosen.get(key, _below(config, key))) for key in keys}
+
     @property
     def command(self) -> str:
         """What to type to repeat it."""
@@ -156,6 +164,21 @@ def _yaml(path: Path) -> Any:
 def _inside(value: Any, key: str) -> dict[str, Any]:
     found = value.get(key) if isinstance(value, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _below(value: Any, key: str) -> Any:
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _typed(value: Any) -> str:
+    """Return a setting as one types it; what is null or a whole section counts as left out."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_typed, value))}]"
+    return "" if value is None or isinstance(value, dict) else str(value)
 
 
 def _state(folder: Path, metrics: dict[str, Any], config_name: str) -> State:

@@ -13,6 +13,8 @@ _NARROW = 540.0
 """A wider drawing is scrolled where there is no room for it: made smaller, nobody could read it."""
 _WIDE = 1080.0
 """What fits a page."""
+_APART = 0.05
+"""Share of an axis between two labels that can both be read."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 44.0, 34.0
 
 
@@ -59,7 +61,7 @@ def line_chart(
     for tick in ticks:
         if low <= tick <= high:
             parts.append(_line(_LEFT, up(tick), width - _RIGHT, up(tick), "faint"))
-            label = f"{tick:.0%}" if percent else f"{tick:.4g}"
+            label = f"{tick:.0%}" if percent else _plain(tick)
             parts.append(tag("text", label, x=_LEFT - 6, y=_at(up(tick) + 4), class_="end"))
     for tick in _ticks(first, last):
         if tick == int(tick) and first <= tick <= last:
@@ -164,9 +166,12 @@ def _axis(values: Sequence[str | float | None]) -> tuple[list[float | None], lis
             return (number - low) / (high - low)
 
         distinct = sorted({*known})
-        labelled = distinct if len(distinct) <= 6 else [low, high]
+        labelled = [low, high]
+        for number in distinct if len(distinct) <= 6 else ():
+            if all(abs(share(number) - share(other)) > _APART for other in labelled):
+                labelled.append(number)
         return [None if number is None else share(number) for number in numbers], [
-            (f"{number:.4g}", share(number)) for number in labelled
+            (_plain(number), share(number)) for number in labelled
         ]
     texts = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
     at = {text: (i + 0.5) / len(texts) for i, text in enumerate(texts)}
@@ -179,6 +184,11 @@ def _number(value: str | float | None) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _plain(number: float) -> str:
+    """Return a number with four digits, and as people write it where it is large."""
+    return f"{number:,.0f}" if 1e4 <= abs(number) < 1e7 and number == int(number) else f"{number:.4g}"
 
 
 def _ticks(low: float, high: float) -> list[float]:

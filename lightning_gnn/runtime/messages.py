@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+"""How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
+
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
     """Return a number as ``int``.

@@ -20,7 +20,7 @@ from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.runtime.messages import keywords_of, true_or_false, whole_number
+from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
 from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
@@ -304,6 +304,7 @@ class MiniBatchDataModule(ResumableDataModule):
             ValueError: There are none.
         """
         self.check_count(stage, num_seeds)
+        warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
         warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
         training = stage == "train"

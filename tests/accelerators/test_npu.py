@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 without_npu = pytest.mark.skipif(hasattr(torch, "npu"), reason="torch has an NPU backend")
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_training_on_a_simulated_npu():
     """In a process of its own: the backend is renamed for good."""

@@ -353,7 +353,6 @@ def test_gat_trains_as_on_the_cpu():
     assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
 def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
@@ -374,7 +373,6 @@ def test_cora_reaches_the_accuracy_of_the_cpu(tmp_path):
     assert twin_losses == pytest.approx(cpu_losses, rel=0.05)
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
     """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: nothing but the chip is missing."""
@@ -383,7 +381,6 @@ def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_sampled_batches_train_on_a_simulated_npu_with_the_twin_behind_it():
     """``Trainer(accelerator="npu")`` with ``NeighborDataModule``: the losses of the CPU, in float32 and float16."""

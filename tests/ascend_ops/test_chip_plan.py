@@ -41,7 +41,6 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
     return CompressedGraph.from_graph(CSCGraph.from_edge_index(data.edge_index, nodes), num_chunks=8, order=order)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "nodes", "edges", "columns", "groups", "cores"),
@@ -58,12 +57,11 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
 def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores):
     check, chip = load("ascend_sim_check"), load("ascend_sim_machines").machine("split")
     chunks = graph_of(nodes, edges, exponent=2.6, seed=3).forward
-    workers = 2 * cores
-    plan = plan_chip(
-        columns, {"": chunks}, PlanSettings(num_groups=groups), cores, chip.parameters(workers), kernels=(kernel,)
-    )
+    # HBM costs nothing here: the twin's first core would pay for rows that on a chip whoever comes first does.
+    numbers = chip.parameters(2 * cores) | {"hbm_bytes": 1e9}
+    plan = plan_chip(columns, {"": chunks}, PlanSettings(num_groups=groups), cores, numbers, kernels=(kernel,))
     compare = check.compare_cube if kernel == "cube" else check.compare_vector
-    _, real = compare(chip, chunks.recut(plan.height), plan)
+    _, real = compare(chip, chunks.recut(plan.height), plan, flat=True)
     assert plan.candidates[0].cost == pytest.approx(real.makespan, rel=0.1)
 
 
@@ -151,7 +149,6 @@ def test_graphs_without_edges_have_a_plan(chips, nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(parts=4)
 @pytest.mark.parametrize("name", ["unified", "split"])
 @pytest.mark.parametrize(
     ("dataset", "shrink"), [("CiteSeer", 1), ("Cora", 1), ("PubMed", 1), ("Reddit, smaller", 4), ("Products", 16)]

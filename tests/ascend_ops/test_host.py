@@ -40,7 +40,6 @@ def stand_ins(tmp_path):
     }
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @needs_tools
 def test_binding_equals_the_twins_backend(stand_ins, tmp_path):

@@ -13,7 +13,6 @@ from tests.ascend_ops import run_kernels as run
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
-    pytest.mark.campaign(parts=8, seldom=True),
     pytest.mark.slow,
 ]
 

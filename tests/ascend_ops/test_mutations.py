@@ -75,6 +75,7 @@ MULTIPLY_CAUGHT = {
     "ND2NZ_STRIDE": ("parameter range", r"dstNzC0Stride is 16400, it must be from 1 to 16384"),
     "FIXPIPE_STRIDE": ("fractal", r"srcStride is 16: .* at least mSize = 32"),
     "FIXPIPE_SHORT_RUN": ("fractal", r"srcStride is 16, but Mmad wrote L0C with 32 rows"),
+    "FIXPIPE_ROWS_OVERLAP": ("parameter range", r"dstStride is 16, less than nSize = 32: rows .* lie over each other"),
     "FIXPIPE_COLUMNS": ("fractal", r"nSize is 24: it must be a multiple of 16"),
     "FIXPIPE_QUANT": ("quant mode", r"NoQuant"),
     "MISSING_PIPE_M": ("accumulation", r"4 result fractals are fewer than 10: PipeBarrier<PIPE_M> is needed"),

@@ -181,7 +181,7 @@ def test_counts_and_timeline(twin):
     result = twin.launch("atomic_sum", [ReadOnly(x), np.zeros(n, np.float32), n], blocks, timeline=True)
     assert result.bytes["gm_to_ub"] == x.nbytes
     assert result.bytes["l2_read"] == x.nbytes
-    assert result.bytes["hbm_read"] == x.nbytes  # every sector once
+    assert result.bytes["hbm_read"] == x.nbytes  # every line once
     assert result.bytes["gm_write"] == x.nbytes
     assert len(result.cores) == blocks
     table = result.timeline
@@ -211,8 +211,8 @@ def test_blocks_beyond_the_cores_wait_for_one(twin):
     for blocks in (48, 49, 96):
         x = np.ones((blocks, 64), np.float32)
         y = np.zeros(64, np.float32)
-        # all sectors from L2 or all from HBM cost the same, so that the blocks are equal
-        options = {"parameters": {"hbm_bytes": 110, "scalar_gm_cycles": 20}, "timeline": True}
+        # what comes from HBM costs no more than what is in L2, so that the blocks are equal
+        options = {"parameters": {"hbm_bytes": 1e9}, "timeline": True}
         result = twin.launch("atomic_sum", [x, y, 64], blocks, **options)
         np.testing.assert_array_equal(y, blocks)
         times.append(result.makespan)
@@ -333,7 +333,6 @@ print("clean")
 """
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_under_the_sanitizers():
@@ -358,7 +357,6 @@ sys.exit(pytest.main([*options, *files, "-k", "not compile and not narrowed and 
 """
 
 
-@pytest.mark.campaign(parts=8, seldom=True)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_all_kernels_under_the_sanitizers():

@@ -46,7 +46,6 @@ def assert_same_weights(left, right):
         assert torch.equal(value, right[name]), name
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", [2, 5, 8])
@@ -110,7 +109,6 @@ def test_interrupted_in_the_test(tmp_path, capfd):
     assert "checkpoints/" in capfd.readouterr().err
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "one-cycle"])
 def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):

@@ -142,7 +142,6 @@ def test_without_an_npu_and_a_compiler_it_says_what_to_get(monkeypatch, capsys, 
     assert "to simulate them, a C++ compiler (apt install g++)" in capsys.readouterr().out
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_it_is_a_command_of_lgnn(tmp_path):
     command = [sys.executable, "-m", "lightning_gnn", "doctor", "--json"]

@@ -60,7 +60,6 @@ def test_the_long_help(command, capfd, monkeypatch):
     assert ("model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage" in text) == (command != "plan")
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--help", "--help-all", "--version", "--cfg job"])
 def test_a_reader_who_leaves_ends_it_in_silence(arguments):
@@ -81,7 +80,6 @@ def test_head_takes_what_it_wants(installed):
     assert ended.stderr == ""
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "offered"),
@@ -90,6 +88,8 @@ def test_head_takes_what_it_wants(installed):
         ("lgnn model=s", {"model=sage"}),
         ("lgnn model=gcn trainer.max_", {"trainer.max_epochs="}),
         ("lgnn experiment=cora_gc", {"experiment=cora_gcn", "experiment=cora_gcn_tuned"}),
+        ("lgnn plan plan.net", {"plan.network="}),
+        ("lgnn --nothing", {""}),
     ],
 )
 def test_the_tab_key_completes(installed, typed, offered):
@@ -105,6 +105,38 @@ def test_the_tab_key_completes(installed, typed, offered):
     assert rule.endswith("hydra_bash_completion lgnn")
     assert set(found) == offered
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("lgnn pre", "predict predictions="),
+        ("lgnn pl", "plan"),
+        ("lgnn -m data.num_n", "data.num_nodes="),
+        ("lgnn predict ckpt", "ckpt_path="),
+        ("lgnn tune --steps 20 task.l", "task.label_smoothing= task.lr="),
+        ("lgnn ckpt_path=ou", "ckpt_path=outputs/"),
+        ("lgnn predict ckpt_path=outputs/b", "ckpt_path=outputs/best.ckpt"),
+        ("lgnn report ou", "outputs/"),
+        ("lgnn ~callbacks.last datamodule.num_neighbors=[5,5] model.drop", "model.dropout="),
+        ("lgnn model=unknown trainer.max_ep", ""),
+        ("lgnn plan nothing data.num_n", "data.num_nodes="),
+        ("lgnn report --o", ""),
+        ("lgnn seed=", "seed=0"),
+        ("lgnn model.hidden=", ""),
+    ],
+)
+def test_commands_their_settings_and_files_are_offered(typed, offered, tmp_path, capfd, monkeypatch):
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/best.ckpt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMP_LINE", f"{typed} data=reddit")  # the cursor is before the last word
+    monkeypatch.setenv("COMP_POINT", str(len(typed)))
+    monkeypatch.setattr(sys, "argv", ["lgnn", "-sc", "query=bash"])
+    main()
+    shown = capfd.readouterr()
+    assert shown.out.split() == offered.split()
+    assert shown.err == ""
 
 
 @pytest.mark.slow

@@ -110,7 +110,6 @@ def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", BUILT)
 def test_a_configuration_that_cannot_be_built(tmp_path, capfd, overrides):

@@ -288,7 +288,6 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
 # -- what is refused
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),

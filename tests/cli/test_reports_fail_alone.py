@@ -29,7 +29,6 @@ def one_warning(err, path):
     assert err.count("\n") == 1, err
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.png", "metrics.json", "curves.csv", "report.html"])
 def test_a_file_that_cannot_be_written(tmp_path, capfd, name):

@@ -110,7 +110,6 @@ TYPED = [
 ]  # fmt: skip
 
 
-@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["rgcn", "hetero_sage", "rgat", "hgt"])
 def test_graphs_with_types(tmp_path, model):
@@ -258,7 +257,6 @@ def test_full_graph(tmp_path, capfd):
     assert plain["test_loss"] == pytest.approx(metrics["test_loss"], rel=1e-3)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["model=gat", "logger=none", "callbacks=none", "trainer=fast_dev", "experiment=smoke"]
@@ -338,7 +336,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", ERRORS)
 def test_wrong_configurations_are_one_line(tmp_path, capfd, overrides):
@@ -394,7 +391,6 @@ def test_sweep_compares_and_a_failed_job_does_not_hide_the_others(tmp_path, capf
     assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_sweep_with_joblib(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -404,7 +400,6 @@ def test_sweep_with_joblib(tmp_path):
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "ok"]
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_sweep_with_optuna(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

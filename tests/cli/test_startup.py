@@ -43,7 +43,6 @@ def start(tmp_path, module, *command):
     )
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.train"])
 def test_interrupted_while_importing(module, tmp_path):
@@ -94,7 +93,7 @@ print((brought, "npu" in AcceleratorRegistry,
     }
 
 
-@pytest.mark.campaign(parts=2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
 def test_help_imports_no_library_but_hydra(arguments, monkeypatch):
     code = """

@@ -34,7 +34,6 @@ def counted(tmp_path, *arguments):
     ).stdout.splitlines()  # fmt: skip
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_after_it_the_default_run_compiles_nothing(tmp_path):
     *_, kept, number = counted(tmp_path, "warmup")

@@ -79,7 +79,6 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
         assert_same_training(fitted(collective(plan)), expected)
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -115,7 +114,6 @@ def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
 # -- a life with Lightning
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

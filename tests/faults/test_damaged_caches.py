@@ -260,7 +260,6 @@ print("alive")
 """
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_process_that_samples_survives(tmp_path, cache):
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(data_folder(tmp_path / "g")), str(cache / "topology")]

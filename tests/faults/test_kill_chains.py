@@ -153,7 +153,6 @@ def train_on_ranks(rank, folder, act):
     return chain.kills
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [interrupt, kill])
 def test_full_graph_training_on_two_ranks(act, tmp_path):
@@ -173,7 +172,6 @@ def train_until_killed(folder, data, hook, count, out):
     torch.save(results, out)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["neighbor", "full"])
 def test_killed_processes(data, tmp_path):
@@ -219,7 +217,6 @@ class SaveAt(At):
             raise Killed
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"max_steps": 15, "max_epochs": -1}], ids=str)
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from tests.cli.command import TINY, lgnn, metrics_of, spawn
 LEFT_OUT = ("datamodule.num_workers=0", "trainer.enable_progress_bar=false")
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_two_devices_give_what_one_gives(tmp_path):
     overrides = [item for item in TINY if item not in LEFT_OUT]

@@ -72,7 +72,6 @@ def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
     assert run(comes_late, 2, 2, 2.0) == [(2, 2.0)] * 2
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the heartbeats are
 def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
@@ -83,7 +82,6 @@ def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
         assert "died" in outcome.errors[rank]
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_rank_that_stops_ends_the_others(lost):

@@ -311,7 +311,7 @@ def compare(found, expected, tolerance=1e-12):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=why)
 
 
-@pytest.mark.campaign(parts=4)
+@pytest.mark.campaign
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_all_ranks_have_what_a_plain_trainer_has(name, num_ranks, request):
@@ -347,7 +347,7 @@ def by_options(session, num_ranks):
     return run(some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks], limit=200)
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_any_options_of_the_strategy(name, request):
     for found in by_options(request.session, OPTIONS[name][0]):

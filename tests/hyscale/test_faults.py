@@ -114,7 +114,6 @@ class Said:
 
 
 # Rank 0 keeps the store in which the signs of life are.
-@pytest.mark.campaign
 @pytest.mark.parametrize(("lost", "place"), [(0, "training"), (1, "preparing"), (1, "validation")])
 def test_a_rank_that_is_killed(lost, place):
     """Nobody waits for a timeout."""
@@ -123,7 +122,6 @@ def test_a_rank_that_is_killed(lost, place):
     said.name(found, "died: its process has ended without a word")
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(("lost", "place"), [(1, "training"), (0, "preparing"), (0, "validation")])
 def test_a_rank_that_is_stopped(lost, place):
     """Gloo would wait on, for half an hour."""
@@ -141,7 +139,6 @@ def run_for_ever():
         pass
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("lost", "place", "own", "where"),
     [
@@ -171,7 +168,6 @@ def raise_it():
     raise ArithmeticError("the labels are odd")
 
 
-@pytest.mark.campaign(parts=2)
 @pytest.mark.parametrize("place", ["training", "backward", "preparing", "validation"])
 def test_a_rank_that_raises(place):
     said = Said(1, None, place)

@@ -185,7 +185,7 @@ def compare(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", BY_NAME)
 def test_weights_that_are_returned_make_it_the_undivided_batch(name, request):
     kind, options = BY_NAME[name]

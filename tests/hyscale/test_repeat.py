@@ -323,7 +323,6 @@ def errors(request, tmp_path_factory):
     return run(play, 2, str(tmp_path_factory.mktemp("repeat")), scenarios)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_on_two_ranks(scenario, errors):

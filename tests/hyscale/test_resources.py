@@ -184,7 +184,6 @@ def beyond(node, made):
     return mean(node.seconds(mapping) > 1.05 * best for mapping in made)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 3, 4, 5])
 @pytest.mark.parametrize("settings", [{}, {"overheads": True}, {"threads": (2, 2, 2)}], ids=str)
@@ -207,7 +206,6 @@ def test_noise_is_held_by_all_runs(parts, settings):
     assert changes / 40 < 5
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 3, 4, 5])
 def test_noise_is_held_again_30_iterations_after_a_change(parts):

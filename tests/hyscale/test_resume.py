@@ -120,7 +120,6 @@ def log_of_decisions(path):
     return str(path)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("drm", [False, "replay"])
 def test_eight_kills_leave_no_trace(drm, tmp_path):
@@ -190,7 +189,6 @@ def goes_on(request, tmp_path_factory):
     return run(interrupted, 2, str(tmp_path_factory.mktemp("orders")), orders)
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("order", ORDERS)

@@ -96,7 +96,7 @@ def outcomes(session):
     return run(each, 2, names, limit=200)
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_train_what_one_does(name, request):
     expected = trained(name)

@@ -128,7 +128,7 @@ def test_sparse_adam_is_adam_where_each_step_reaches_all_rows(tmp_path):
     assert not torch.allclose(found[0], table(), atol=0.05)
 
 
-@pytest.mark.campaign(parts=2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, sparse, accumulate):

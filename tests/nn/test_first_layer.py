@@ -73,7 +73,7 @@ def case(weighted, fanouts, num_nodes=60, num_edges=500):
     return graph, edge_index, x, weight, out, None if weight is None else weight[edges]
 
 
-@pytest.mark.campaign(parts=4)
+@pytest.mark.campaign
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3])

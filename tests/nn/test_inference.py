@@ -60,7 +60,7 @@ def trained(cls, **kwargs):
     return model.eval()
 
 
-@pytest.mark.campaign(parts=4)
+@pytest.mark.campaign
 @pytest.mark.parametrize("graph", [GRAPH, SPLIT], ids=["chunks", "split hubs"])
 @pytest.mark.parametrize("limit", ["auto", 3000, 0])
 @pytest.mark.parametrize(("cls", "kwargs"), MODELS)

@@ -31,7 +31,7 @@ def labelled(kind):
     return data
 
 
-@pytest.mark.campaign(parts=2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["multilabel", "regression"])
 @pytest.mark.parametrize("full", [False, True])
 def test_labels_and_numbers_are_learned(kind, full, tmp_path):

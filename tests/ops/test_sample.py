@@ -69,7 +69,7 @@ def test_hashing_grows_with_the_batch():
     assert_equal(hashed, table)
 
 
-@pytest.mark.campaign(parts=4)
+@pytest.mark.campaign
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("fanout", [1, 2, 5, 15, 16, 33, 64, 65])

@@ -70,7 +70,6 @@ def weights(folder):
     return trained["global_step"], trained["state_dict"]
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_torchrun_starts_again_what_has_lost_a_rank(parts, tmp_path):
     run(_train, 4, parts, "--checkpoints", str(tmp_path / "whole"), *OPTIONS)
@@ -106,7 +105,6 @@ SLURM_PROCID=0 SLURM_NODEID=0 "$@" && wait $!
 """
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_slurm_starts_the_ranks(parts, tmp_path):
     env = of_slurm(tmp_path, srun=SRUN, scontrol="exit 1")

@@ -97,7 +97,6 @@ def _train(rank, folder, kind, stage, said):
     trainer_of(RANKS, strategy, callbacks=[] if callback is None else [callback]).fit(module, datamodule=datamodule)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), OF_KINDS)
 def test_a_killed_rank_ends_the_others_by_name(folder, kind, stage, tmp_path):

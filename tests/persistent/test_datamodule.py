@@ -30,7 +30,6 @@ def assert_same_content(a, b):
             assert a[key] == b[key], key
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -53,7 +52,6 @@ def test_batches_equal_those_of_the_cpu(options):
             assert a.x.device.type == a.y.device.type == a.edge_index.device.type == DEVICE
 
 
-@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "place"),
@@ -112,7 +110,6 @@ def more(kind):
     return graph, options.get(kind, {"sampler": "labor", "batch_dependency": 2})
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["types", "types with times", "times", "weights", "LABOR"])
 def test_batches_of_every_kind_equal_those_of_the_cpu(kind):

@@ -41,7 +41,6 @@ PLACES = {
 }
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uniform", "disjoint", "without seed edges", "LABOR", "types", "types with times"])
 def test_batches_equal_those_of_the_cpu(kind):

@@ -29,7 +29,6 @@ def on_cpu(sample):
     return [part.cpu() if isinstance(part, torch.Tensor) else part for part in sample]
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("topology", ["device", "pinned"])
@@ -90,7 +89,6 @@ def kinds():
     }
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(kinds()))
 def test_other_samples_equal_the_cpus(kind):

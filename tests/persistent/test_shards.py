@@ -29,7 +29,6 @@ def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
     assert dealt.size * num_shards < num_rows + (num_shards << shift)
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [["both"], ["features", "both", "types", "links"], ["both", "topology", "all neighbours"]], ids=str

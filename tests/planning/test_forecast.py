@@ -107,7 +107,6 @@ RUNS = {
 }
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_measured_and_left_alone(name):

@@ -45,8 +45,8 @@ def test_a_line_passes_the_ticks_where_its_values_are(values, holes):
     assert len(found) == len(values)
     # The labels of the axis, at the heights of their lines.
     rules = [float(rule["y1"]) for rule in drawn.all("line")]
-    labels = [float(text) for (name, text) in drawn.texts if name == "text" if text not in ("title", "epoch", "line")]
-    labels = labels[: len(rules)]
+    labels = [text for name, text in drawn.texts if name == "text" and text not in ("title", "epoch", "line")]
+    labels = [float(text.replace(",", "")) for text in labels[: len(rules)]]
     assert 3 <= len(rules) <= 11
     assert labels == sorted(labels)
     (low, high), (bottom, top) = (labels[0], labels[-1]), (rules[0], rules[-1])
@@ -82,6 +82,20 @@ def test_bars_are_as_long_as_what_they_stand_for():
     widths = [float(bar["width"]) for bar in drawn.all("rect")][:3]  # the others are the legend's
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3)
     assert widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
+
+
+def test_whole_numbers_are_written_without_powers_of_ten():
+    columns = {"nodes": ["20000", "5000"], "edges": ["2000000", "1.5e12"], "acc": [0.5, 0.7]}
+    drawn = Page(parallel_coordinates(columns, ["a", "b"]))
+    assert {"20,000", "5000", "2,000,000", "1.5e+12"} <= {text for tag, text in drawn.texts if tag == "text"}
+
+
+def test_labels_that_would_cover_one_another_are_left_out():
+    columns = {"lr": ["0.05847", "0.05807", "0.075", "0.016"], "acc": [0.1, 0.2, 0.3, 0.3]}
+    drawn = Page(parallel_coordinates(columns, list("abcd")))
+    texts = [text for tag, text in drawn.texts if tag == "text"]
+    assert sorted(texts) == ["0.016", "0.05807", "0.075", "0.1", "0.2", "0.3", "acc", "lr"]
+    assert len(drawn.all("polyline")) == 4
 
 
 def test_parallel_coordinates_of_numbers_of_decades_and_of_names():

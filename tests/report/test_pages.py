@@ -16,7 +16,7 @@ from lightning_gnn.cli.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.hyscale.report import save_numbers
-from lightning_gnn.report.comparison import ComparisonTable, compare, print_comparison, told_differently
+from lightning_gnn.report.comparison import ComparisonTable, compare, compare_runs, print_comparison, told_differently
 from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.run_page import run_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run, shown_seconds
@@ -283,6 +283,22 @@ def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, c
     assert "nowhere is not the folder of a run" in capsys.readouterr().err
 
 
+def test_what_was_not_typed_is_compared_as_what_was_in_force(tmp_path):
+    chosen = {"hydra": {"runtime": {"choices": {"model": "sage", "experiment": None}}}}
+    config = {"seed": 0, "model": {"num_layers": 2}, "x": {"sizes": [5, True], "none": None}}
+    told = {"one": ["seed=0", "model=gcn", "~callbacks.last", "x.sizes=[5,true]"], "two": ["+x.none=1", "experiment=a"]}
+    runs = {}
+    for name, overrides in told.items():
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        for file, content in (("overrides", overrides), ("config", config), ("hydra", chosen)):
+            OmegaConf.save(content, tmp_path / name / ".hydra" / f"{file}.yaml")
+        runs[name] = read_run(tmp_path / name)
+    rows = compare_runs(runs)
+    assert told_differently(rows) == ["model", "~callbacks.last", "x.none", "experiment"]
+    assert [rows[0][key] for key in told_differently(rows)] == ["gcn", "yes", "", ""]
+    assert [rows[1][key] for key in told_differently(rows)] == ["sage", "", "1", "a"]
+
+
 def test_a_sweep_by_a_sweeper_that_does_not_note_what_was_typed(tmp_path, capsys):
     sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
     typed = {"hydra": ["hydra/sweeper=optuna"], "task": ["task.lr=interval(0.1,1)"]}
@@ -294,6 +310,19 @@ def test_a_sweep_by_a_sweeper_that_does_not_note_what_was_typed(tmp_path, capsys
     capsys.readouterr()
     assert report_command.main([str(tmp_path)]) == 0
     assert "Comparison" in capsys.readouterr().out
+
+
+def test_numbers_that_were_drawn_are_shown_with_four_digits(tmp_path):
+    sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
+    for job, rate in enumerate(("0.058474358446203495", "1.25e-05")):
+        OmegaConf.save([f"task.lr={rate}", "data.root=a.123456789"], tmp_path / str(job) / ".hydra/overrides.yaml")
+    rows = compare(tmp_path)
+    assert rows[0]["task.lr"] == "0.058474358446203495"
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    cells = page_of(tmp_path).text("td")
+    assert "0.05847" in cells
+    assert "0.0584743" not in cells
+    assert "1.25e-05" in cells
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ def sampled(environment, on_a_screen, script=SAMPLE):
     return ended.stdout.strip(), said.decode().replace("\r", "")
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
     kept = {"NUMBA_CACHE_DIR": str(tmp_path)}
@@ -49,7 +48,6 @@ def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
     assert sampled(kept, on_a_screen=False) == ("[1, 0, 2] True", "")  # nobody waits for a file
 
 
-@pytest.mark.campaign(parts=4, seldom=True)
 @pytest.mark.slow
 def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_path):
     package = tmp_path / "lightning_gnn"
@@ -78,7 +76,6 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
     assert f"neither {tmp_path / 'no_folder'}, {package} nor" in said
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_folder_that_was_given_in_vain_is_named(tmp_path):
     (tmp_path / "file").write_text("")

@@ -139,7 +139,6 @@ except Unlucky as unlucky:
 ]
 
 
-@pytest.mark.campaign(parts=3, seldom=True)
 @pytest.mark.slow
 def test_a_notebook_trains_with_two_ranks_what_it_defines(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -194,7 +193,6 @@ def test_who_starts_the_processes(cell, monkeypatch):
     assert type(trainer_of("ascend_hybrid_spawn", 2).strategy.launcher) is _MultiProcessingLauncher
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "cpu_trainers", "tolerance"),
@@ -297,7 +295,6 @@ def gone(pid):
         return True
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_rank_s_exception_comes_to_the_notebook(cell, tmp_path):
     told = Told()
@@ -313,7 +310,6 @@ def test_a_rank_s_exception_comes_to_the_notebook(cell, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_the_others_end(cell, tmp_path):
     module, trainer, data = halt(tmp_path, ["deaf", "kill"])
@@ -328,7 +324,6 @@ def be_a_notebook(folder):
     trainer.fit(module, datamodule=data)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_the_ranks_end_with_their_notebook(tmp_path):
     book = CONTEXT.Process(target=be_a_notebook, args=(tmp_path,))
@@ -394,7 +389,6 @@ def test_the_second_ctrl_c_kills(cell, monkeypatch, tmp_path):
     assert (told.of, trainer.callbacks.count(told)) == ([], 1)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_ctrl_c_stops_the_ranks_and_leaves_what_they_have_learned(cell, tmp_path):
     told = Told()

@@ -154,7 +154,6 @@ def sharing(rank, num_ranks):
     return shared
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_equal_arrays_become_one_copy_in_place_and_writes_stay_with_the_writer(num_ranks):
@@ -348,7 +347,6 @@ def no_list_of_mappings(rank):
 WHOLE = (1 << 23) + (1 << 22) - 2 * mmap.PAGESIZE
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "least", "said"),
@@ -482,7 +480,6 @@ def trained(rank, num_ranks, kinds):
     return results
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_batches_and_weights_are_those_without_sharing(num_ranks):
@@ -545,7 +542,6 @@ def derived(rank, num_ranks, num_groups):
     return weights
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num_groups):
@@ -645,7 +641,6 @@ sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
 """
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
     script = tmp_path / "script.py"

@@ -76,7 +76,7 @@ def test_mini_batches_are_those_of_a_hop_less_with_the_sums_beside_x(kind, name)
     assert found.num_neighbors == [4]
 
 
-@pytest.mark.campaign(parts=3)
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "make",
     [

@@ -138,7 +138,6 @@ def picks(rank, num_ranks=2):
             dist.destroy_process_group()
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_ranks_draw_differently_also_in_worker_processes():
     first, second = run(picks, 2)

@@ -303,7 +303,6 @@ def test_a_device_without_triton_is_refused(monkeypatch):
         aggregate_triton.aggregate_chunks(square(), 70, x, None, "sum", *PLAN)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 def test_gradients_flow_through_a_compressed_graph(reduce):

@@ -35,7 +35,6 @@ def sampler_of(graph, dtype=torch.int32, **options):
     return class_of(options.get("mode", "fused"))(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", USED)
 @pytest.mark.parametrize("name", GRAPHS)
@@ -55,7 +54,6 @@ def test_compared_modes_equal_reference_on_every_kind_of_graph(number):
         test_equals_reference_on_every_kind_of_graph(name, mode)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fused", "persistent"])
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_equals_reference_on_random_cases(mode, number):
         assert_equal_to_reference(sampler, graph, seeds, fanouts, key, rng.random() < 0.3, disjoint)
 
 
-@pytest.mark.campaign(parts=2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("mode", MODES)
 def test_disjoint_equals_reference(mode):
     graph = GRAPHS["random"]
@@ -93,7 +91,6 @@ def test_disjoint_equals_reference(mode):
         assert_equal_to_reference(sampler, graph, [3, 0, 3, 8], fanouts, 5, replace, disjoint=True, first_tree=first)
 
 
-@pytest.mark.campaign(parts=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", QUEUE_MODES)
 @pytest.mark.parametrize("num_programs", [1, 3])
@@ -104,7 +101,6 @@ def test_every_fetch_size(mode, num_programs):
         assert_equal_to_reference(sampler, graph, [2, 5], [2, 2], key=fetch_size)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", QUEUE_MODES)
 def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
@@ -136,7 +132,6 @@ def test_all_index_types_agree():
     assert all(one == out[0] for one in out)
 
 
-@pytest.mark.campaign(parts=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", KINDS)
 def test_grows_when_a_batch_does_not_fit(mode):
@@ -244,7 +239,6 @@ class WatchedSampler(BaselineSampler):
         return self.watch.allow(torch.full((size,), -7, dtype=dtype))
 
 
-@pytest.mark.campaign(parts=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", USED)
 @pytest.mark.parametrize("name", ["random", "star in", "no edges"])
@@ -309,7 +303,6 @@ def test_errors():
         TritonNeighborSampler(indptr, indices).sample(torch.tensor([0]), [1] * 31, 1)
 
 
-@pytest.mark.campaign(parts=2, seldom=True)
 @pytest.mark.slow
 def test_racing_programs_give_the_same_samples():
     """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""

@@ -120,7 +120,6 @@ def lists(count, length, seed, dtype=torch.int32):
     return CSCGraph.from_csc(ends, indices)
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(("fanout", "replace"), [(1, False), (6, False), (15, True)])
 def test_weights_of_long_lists(fanout, replace):
@@ -133,7 +132,6 @@ def test_weights_of_long_lists(fanout, replace):
         assert all(part.unique().numel() == fanout for part in expected.edge.view(4, -1))
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(("fanout", "often"), [(1, 3), (7, 1), (66, 3), (299, 1)])
 def test_labor_on_long_lists(fanout, often):
@@ -151,7 +149,6 @@ def coarse(key, source, earlier, often, batch):
     return variate(key, source, earlier, often, batch) >> SHIFT
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 4])
 def test_of_equal_variates_the_first_count(bits, monkeypatch):
@@ -178,7 +175,6 @@ def small_graph():
 SEEDS = {"b": torch.tensor([1, 5, 1]), "a": torch.tensor([2])}
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_grows_when_a_batch_does_not_fit(disjoint):
@@ -228,7 +224,6 @@ class AllowingAll(Allowing):
         return self.watch.allow(torch.from_numpy(array))
 
 
-@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "time", "weight", "labor"])
 def test_no_access_out_of_bounds(kind, monkeypatch):

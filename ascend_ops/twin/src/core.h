@@ -3,10 +3,12 @@
 #define TWIN_CORE_H
 #include <ucontext.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "twin/launch.h"
@@ -18,7 +20,7 @@ constexpr int MEMORIES = static_cast<int>(Hardware::MAX);
 constexpr int EVENTS = static_cast<int>(HardEvent::MAX);
 constexpr int CROSS_FLAGS = 16;
 constexpr int GRANULE = 32;
-constexpr int64_t L2_SECTOR = 128;
+constexpr int64_t L2_LINE = 512, DATA_LINE = 64; // bytes; the second of the scalar unit's cache
 
 // ---- order: who has finished before whom --------------------------------------------------------------------------
 // Instruction number `count` of a pipe; a pipe's global id is core * PIPES + pipe.
@@ -81,7 +83,8 @@ struct Allocation {
     std::vector<GlobalGranule> granules; // empty until written or read when not read-only
     std::vector<std::vector<GlobalGranule>> splits;
     std::vector<Further> further;
-    std::vector<uint8_t> inL2; // per sector
+    int index = 0;
+    std::vector<uint8_t> inL2; // per line
 };
 
 // ---- cores ----------------------------------------------------------------------------------------------------------
@@ -105,8 +108,12 @@ struct Core {
     LocalMemory memory[MEMORIES];
     Clock clock[PIPES];
     uint32_t count[PIPES] = {};
-    double time[PIPES] = {};
+    double time[PIPES] = {}; // when each pipe takes its next instruction
+    double ended[PIPES] = {}; // when all that it was given have ended
+    std::deque<double> flying[PIPES]; // when the last copies end, at most as many as may be in flight
     double busy[PIPES] = {};
+    std::unordered_set<int64_t> dataLines; // lines in the scalar unit's cache
+    std::deque<int64_t> dataQueue; // the same in the order of their arrival
     Flag flags[EVENTS][8];
     CrossFlag cross[CROSS_FLAGS];
     AtomicMode atomic;
@@ -122,6 +129,7 @@ struct Core {
     void* fake = nullptr; // the address sanitizer's shadow of the stack
     std::string Name() const;
     void CreateMemories();
+    double Ended(int pipe) const { return std::max(time[pipe], ended[pipe]); }
 };
 
 struct Chip {
@@ -213,6 +221,11 @@ void CheckLocal(Core& core, int pipe, const LocalRef& ref, int64_t offset, int64
 void CheckGlobalOrder(Core& core, int pipe, const GlobalRef& ref, int64_t offset, int64_t bytes, bool write, bool atomic,
     Loc loc, const char* name);
 int64_t TouchL2(Allocation& allocation, int64_t start, int64_t bytes);
+int64_t TouchDataCache(Core& core, const Allocation& allocation, int64_t start, int64_t bytes);
+// banks.cpp
+void BeginBanks();
+void TouchBank(const LocalRef& ref, int64_t offset, int64_t bytes, bool write);
+int64_t BankStalls(const Work& work);
 // finish.cpp
 void CheckEnd(Core& core);
 void CheckCounters();

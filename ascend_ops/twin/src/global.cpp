@@ -163,27 +163,59 @@ void CheckGlobalOrder(Core& core, int pipe, const GlobalRef& ref, int64_t offset
     }
 }
 
-// L2 in sectors of 128 bytes, oldest out first; returns the bytes that had to come from HBM for this access.
+// L2 in lines of 512 bytes, oldest out first; returns the bytes that had to come from HBM for this access.
 int64_t TouchL2(Allocation& allocation, int64_t start, int64_t bytes)
 {
     Launch& l = *launch;
     int64_t missed = 0;
-    for (int64_t sector = start / L2_SECTOR; sector * L2_SECTOR < start + bytes; ++sector) {
-        uint8_t& present = allocation.inL2[static_cast<size_t>(sector)];
+    for (int64_t line = start / L2_LINE; line * L2_LINE < start + bytes; ++line) {
+        uint8_t& present = allocation.inL2[static_cast<size_t>(line)];
         if (present) {
             continue;
         }
         present = 1;
-        missed += L2_SECTOR;
-        l.l2Queue.emplace_back(&allocation, sector);
-        l.l2Used += L2_SECTOR;
+        missed += L2_LINE;
+        l.l2Queue.emplace_back(&allocation, line);
+        l.l2Used += L2_LINE;
         while (l.l2Used > l.parameters.l2_bytes && l.l2Head < l.l2Queue.size()) {
             const auto oldest = l.l2Queue[l.l2Head++];
             oldest.first->inL2[static_cast<size_t>(oldest.second)] = 0;
-            l.l2Used -= L2_SECTOR;
+            l.l2Used -= L2_LINE;
         }
     }
     return missed;
+}
+
+// The scalar unit's cache in lines of 64 bytes, oldest out first; returns the lines that had to come for this access.
+int64_t TouchDataCache(Core& core, const Allocation& allocation, int64_t start, int64_t bytes)
+{
+    int64_t missed = 0;
+    const size_t room = static_cast<size_t>(launch->parameters.dcache_bytes) / DATA_LINE;
+    for (int64_t line = start / DATA_LINE; line * DATA_LINE < start + bytes; ++line) {
+        const int64_t key = (static_cast<int64_t>(allocation.index) << 48) + line;
+        if (!core.dataLines.insert(key).second) continue;
+        ++missed;
+        core.dataQueue.push_back(key);
+        while (core.dataQueue.size() > room) {
+            core.dataLines.erase(core.dataQueue.front());
+            core.dataQueue.pop_front();
+        }
+    }
+    return missed;
+}
+
+void CleanDataCache(const GlobalRef& ref, bool all)
+{
+    Core& core = Current();
+    if (all) {
+        core.dataLines.clear();
+        core.dataQueue.clear();
+    } else if (ref.allocation) {
+        const int64_t key = (static_cast<int64_t>(ref.allocation->index) << 48) + (ref.data - ref.allocation->data) / DATA_LINE;
+        if (core.dataLines.erase(key)) {
+            core.dataQueue.erase(std::find(core.dataQueue.begin(), core.dataQueue.end(), key));
+        }
+    }
 }
 } // namespace twin
 } // namespace AscendC

@@ -22,6 +22,7 @@ Instr::Instr(pipe_t pipe, const char* name, Loc loc)
         Fail("core separation", "a cube instruction on a vector core: guard it with `if ASCEND_IS_AIC {`");
     }
     const int p = PipeIndex(pipe);
+    if (pipe == PIPE_V) BeginBanks();
     if (pipe != PIPE_S) {
         JoinOwn(core.clock[p], core.clock[0]); // issued by the scalar unit, so after all that it has waited for
     }
@@ -36,9 +37,18 @@ Instr::~Instr()
     Core& core = Current();
     Launch& l = *launch;
     const int p = PipeIndex(pipe_);
-    const double cycles = Cycles(work, l.parameters);
-    const double start = std::max(core.time[p], core.time[0]), finish = start + cycles;
-    core.time[p] = finish;
+    if (pipe_ == PIPE_V) work.stalls = BankStalls(work);
+    const double cycles = Cycles(work, l.parameters), latency = Latency(work, l.parameters);
+    double start = std::max(core.time[p], core.time[0]);
+    std::deque<double>& flying = core.flying[p];
+    if (latency > 0 && flying.size() >= l.parameters.copies_in_flight) {
+        start = std::max(start, flying.front()); // the next place is free once the oldest copy has ended
+        flying.pop_front();
+    }
+    core.time[p] = start + cycles;
+    core.ended[p] = std::max(core.ended[p], start + cycles + latency); // instructions of a pipe end in order
+    if (latency > 0) flying.push_back(core.ended[p]);
+    const double finish = core.Ended(p);
     core.busy[p] += cycles;
     if (pipe_ != PIPE_S) {
         core.time[0] += l.parameters.issue_cycles;
@@ -89,6 +99,7 @@ const uint8_t* Instr::Read(const LocalRef& ref, int64_t offset, int64_t bytes, i
 {
     CheckTensor(ref, offset, bytes, align, false);
     CheckLocal(Current(), PipeIndex(pipe_), ref, offset, bytes, false, loc_, name_);
+    if (pipe_ == PIPE_V) TouchBank(ref, offset, bytes, false);
     return LocalData(ref) + offset;
 }
 
@@ -96,6 +107,7 @@ uint8_t* Instr::Write(const LocalRef& ref, int64_t offset, int64_t bytes, int64_
 {
     CheckTensor(ref, offset, bytes, align, true);
     CheckLocal(Current(), PipeIndex(pipe_), ref, offset, bytes, true, loc_, name_);
+    if (pipe_ == PIPE_V) TouchBank(ref, offset, bytes, true);
     return LocalData(ref) + offset;
 }
 
@@ -123,6 +135,7 @@ const uint8_t* Instr::Read(const GlobalRef& ref, int64_t offset, int64_t bytes)
     CheckGlobalOrder(Current(), PipeIndex(pipe_), ref, offset, bytes, false, false, loc_, name_);
     if (pipe_ == PIPE_S) {
         work[Path::SCALAR_GM] += bytes;
+        work.lines += TouchDataCache(Current(), *ref.allocation, ref.data + offset - ref.allocation->data, bytes);
     } else {
         const int64_t start = ref.data + offset - ref.allocation->data;
         work[Path::HBM_READ] += TouchL2(*ref.allocation, start, bytes);
@@ -137,6 +150,7 @@ uint8_t* Instr::Write(const GlobalRef& ref, int64_t offset, int64_t bytes, Gm mo
     CheckGlobalOrder(Current(), PipeIndex(pipe_), ref, offset, bytes, true, mode == Gm::Atomic, loc_, name_);
     if (pipe_ == PIPE_S) {
         work[Path::SCALAR_GM] += bytes;
+        work.lines += TouchDataCache(Current(), *ref.allocation, ref.data + offset - ref.allocation->data, bytes);
     } else {
         TouchL2(*ref.allocation, ref.data + offset - ref.allocation->data, bytes);
         work[Path::GM_WRITE] += bytes;

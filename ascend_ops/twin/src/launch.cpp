@@ -140,7 +140,7 @@ std::string CoresJson(const Launch& l)
         double end = 0;
         std::string busy;
         for (int p = 0; p < PIPES; ++p) {
-            end = std::max(end, core->time[p]);
+            end = std::max(end, core->Ended(p));
             if (p != 6) busy += Format(", \"%s\": %.17g", units[p], core->busy[p]);
         }
         const char* kind = core->kind == CoreKind::Cube ? "cube" : core->kind == CoreKind::Vector ? "vector" : "unified";
@@ -154,7 +154,7 @@ std::string Reply(const Launch& l)
 {
     double makespan = 0;
     for (const auto& core : l.cores) {
-        for (const double t : core->time) makespan = std::max(makespan, t);
+        for (int p = 0; p < PIPES; ++p) makespan = std::max(makespan, core->Ended(p));
     }
     std::string lints = "[";
     for (const Violation& v : l.lints) lints += (lints.size() > 1 ? ", " : "") + ToJson(v);
@@ -285,7 +285,8 @@ TWIN_API const char* twin_launch(const char* kernel, const TwinArgument* argumen
         } else {
             std::memcpy(allocation->data, a.data, static_cast<size_t>(a.bytes));
         }
-        allocation->inL2.assign(static_cast<size_t>(a.bytes / L2_SECTOR + 1), 0);
+        allocation->inL2.assign(static_cast<size_t>(a.bytes / L2_LINE + 1), 0);
+        allocation->index = i;
         pointers[static_cast<size_t>(i)] = allocation->data;
         l.arguments.push_back(&pointers[static_cast<size_t>(i)]);
         allocations.push_back(std::move(allocation));

@@ -67,7 +67,7 @@ void LeaveBlock(const Core& core)
     for (const auto& other : launch->cores) {
         if (other->block != core.block) continue;
         if (other->state != CoreState::Finished) return;
-        for (const double time : other->time) end = std::max(end, time);
+        for (int p = 0; p < PIPES; ++p) end = std::max(end, other->Ended(p));
     }
     launch->freeCores.push_back(end);
 }

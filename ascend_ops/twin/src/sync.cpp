@@ -47,7 +47,7 @@ void SetFlagImpl(HardEvent event, int64_t id, Loc loc)
     flag.set = true;
     flag.snapshot.clock = Completed(core, source);
     Spend(core, launch->parameters.flag_cycles);
-    flag.snapshot.time = std::max(core.time[source], core.time[0]);
+    flag.snapshot.time = std::max(core.Ended(source), core.time[0]);
     flag.snapshot.loc = loc;
 }
 
@@ -77,13 +77,14 @@ void PipeBarrierImpl(pipe_t pipe, Loc loc)
     if (pipe != PIPE_ALL) {
         const int p = PipeIndex(pipe);
         core.clock[p].own[p] = core.count[p];
+        core.time[p] = core.Ended(p);
         Spend(core, launch->parameters.issue_cycles);
         return;
     }
     double latest = 0;
     for (int p = 0; p < PIPES; ++p) {
         JoinOwn(core.clock[0], Completed(core, p));
-        latest = std::max(latest, core.time[p]);
+        latest = std::max(latest, core.Ended(p));
     }
     for (int p = 0; p < PIPES; ++p) {
         JoinOwn(core.clock[p], core.clock[0]);
@@ -126,7 +127,7 @@ void CrossSet(int mode, pipe_t pipe, int64_t id, Loc loc)
     Spend(core, launch->parameters.flag_cycles);
     Snapshot sent;
     sent.clock = Completed(core, p);
-    sent.time = std::max(core.time[p], core.time[0]) + launch->parameters.cross_flag_cycles;
+    sent.time = std::max(core.Ended(p), core.time[0]) + launch->parameters.cross_flag_cycles;
     sent.loc = loc;
     // receivers, and the cores that must all set the flag before one receiver goes on
     std::vector<Core*> group, receivers;

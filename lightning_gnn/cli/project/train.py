@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch_geometric.data import Data
 from torchmetrics.functional.classification import multiclass_accuracy
@@ -86,8 +87,8 @@ def main(cfg: DictConfig) -> float:
     datamodule = NeighborDataModule(data, **{**cfg.datamodule, "num_neighbors": list(cfg.datamodule.num_neighbors)})
     module = Classifier(data.num_features, int(data.y.max()) + 1, **cfg.model)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    best = ModelCheckpoint(folder, "best", monitor="val_acc", mode="max")
-    trainer = pl.Trainer(**cfg.trainer, callbacks=[best], default_root_dir=folder)
+    best = ModelCheckpoint(folder / "checkpoints", "best", monitor="val_acc", mode="max")
+    trainer = pl.Trainer(**cfg.trainer, callbacks=[best], logger=CSVLogger(folder, "logs", ""))
     trainer.fit(module, datamodule)
     trainer.test(module, datamodule, ckpt_path="best")
     print(f"files in {folder}")

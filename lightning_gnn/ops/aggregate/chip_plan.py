@@ -139,6 +139,8 @@ def _count(chunks: Chunks, height: int) -> Counts:
         columns=np.diff(counted),
         runs=per_chunk(begins),
         batches=per_chunk(-(-degrees // BATCH)),
+        pairs=per_chunk((BATCH - 1) // 2 * (degrees // BATCH) + np.maximum(degrees % BATCH - 1, 0) // 2),
+        short=per_chunk((degrees % BATCH > 0) & (degrees % BATCH < 3)),
         num_sources=int(np.unique(columns).size),
     )
 

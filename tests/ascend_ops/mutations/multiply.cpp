@@ -20,6 +20,7 @@ enum Fault : uint32_t {
     ND2NZ_STRIDE,
     FIXPIPE_STRIDE,
     FIXPIPE_SHORT_RUN,
+    FIXPIPE_ROWS_OVERLAP,
     FIXPIPE_COLUMNS,
     FIXPIPE_QUANT,
     MISSING_PIPE_M,
@@ -148,6 +149,10 @@ private:
         }
         if (fault_ == FIXPIPE_SHORT_RUN) {
             p.mSize = p.srcStride = 16;
+        }
+        if (fault_ == FIXPIPE_ROWS_OVERLAP) {
+            p.mSize = 16;
+            p.dstStride = EDGE - 16;
         }
         if (fault_ == FIXPIPE_COLUMNS) {
             p.nSize = 24;

@@ -1,6 +1,7 @@
 // The cost model's seam: what one instruction did (`Work`), the machine's numbers (`Parameters`) and the cycles one
 // instruction occupies its pipe (`Cycles`). The runtime makes the timeline: an instruction starts when its pipe is free,
-// it has been issued and every flag its pipe waited for is set; it ends `Cycles` later.
+// it has been issued and every flag its pipe waited for is set; its pipe is free again `Cycles` later, and it has ended,
+// which is what flags tell, another `Latency` later: until then it is in flight, beside others of its pipe.
 #ifndef TWIN_COST_H
 #define TWIN_COST_H
 #include <cstdint>
@@ -24,6 +25,8 @@ struct Work {
     int64_t bursts = 0; // copies: separate runs of bytes in global memory
     int64_t fractals = 0; // cube: 16x16x16 products; LoadData: fractals moved
     int64_t steps = 1; // instructions the call expands to (a reduction is several)
+    int64_t stalls = 0; // vector: further accesses to a bank group of UB in one repeat, see banks.cpp
+    int64_t lines = 0; // scalar: lines that its cache had to get
 
     int64_t& operator[](Path path) { return bytes[static_cast<int>(path)]; }
     int64_t operator[](Path path) const { return bytes[static_cast<int>(path)]; }
@@ -36,17 +39,22 @@ struct Work {
     X(cube_head, 21, "cycles before the first product")                                                                \
     X(vector_bytes, 256, "bytes a cycle of plain vector instructions")                                                 \
     X(vector_exp_bytes, 128, "bytes a cycle of Exp, Ln, Div, Sqrt")                                                    \
-    X(vector_head, 14, "cycles before the first result")                                                               \
+    X(vector_head, 23, "cycles before the first result")                                                               \
+    X(bank_cycles, 1, "cycles for every further access to a bank group of UB in one repeat")                           \
     X(scalar_cycles, 1, "cycles a scalar access to UB")                                                                \
     X(scalar_gm_cycles, 20, "cycles a scalar access to global memory, cached")                                         \
+    X(dcache_bytes, 16384, "capacity of the scalar unit's cache in bytes")                                             \
     X(issue_cycles, 1, "cycles of the scalar unit to issue an instruction")                                            \
     X(hbm_bytes, 32, "bytes a cycle a core from HBM")                                                                  \
     X(l2_read_bytes, 110, "bytes a cycle a core read from L2")                                                         \
     X(l2_write_bytes, 86, "bytes a cycle a core written to L2")                                                        \
     X(ub_to_gm_bytes, 64, "bytes a cycle from UB")                                                                     \
     X(l0c_to_gm_bytes, 64, "bytes a cycle from L0C")                                                                   \
-    X(mte_head, 40, "cycles before the first byte of a copy with global memory")                                       \
-    X(burst_cycles, 2, "cycles for every further run of bytes in a copy")                                              \
+    X(l2_read_latency, 241, "cycles from a read of L2 to its end, beside which others of the pipe go on")              \
+    X(l2_write_latency, 96, "cycles from a write to L2 to its end")                                                    \
+    X(copies_in_flight, 16, "copies of a pipe that have begun and not ended, at most")                                 \
+    X(mte_head, 13, "cycles of a copy with global memory beside those of its bytes")                                   \
+    X(burst_cycles, 0.8, "cycles for every further run of bytes in a copy")                                            \
     X(l1_to_l0a_bytes, 256, "bytes a cycle")                                                                           \
     X(l1_to_l0b_bytes, 128, "bytes a cycle")                                                                           \
     X(load_head, 28, "cycles before the first fractal")                                                                \
@@ -64,6 +72,7 @@ struct Parameters {
 };
 
 double Cycles(const Work& work, const Parameters& p);
+double Latency(const Work& work, const Parameters& p);
 } // namespace twin
 } // namespace AscendC
 #endif

@@ -204,6 +204,10 @@ inline void Fixpipe(const GlobalTensor<D>& dst, const LocalTensor<S>& src, const
         in.Fail("fractal", "srcStride is %lld: it is the number of rows in L0C, a multiple of 16 and at least mSize = %lld",
             static_cast<long long>(p.srcStride), static_cast<long long>(p.mSize));
     }
+    if (p.mSize > 1 && p.dstStride < p.nSize) {
+        in.Fail("parameter range", "dstStride is %lld, less than nSize = %lld: rows of the result would lie over each other",
+            static_cast<long long>(p.dstStride), static_cast<long long>(p.nSize));
+    }
     if (p.unitFlag != 0) {
         in.Fail("not modelled", "unitFlag of Fixpipe is not modelled by the twin");
     }

@@ -58,6 +58,9 @@ public:
     const uint8_t* Read(const GlobalRef& ref, int64_t offset, int64_t bytes);
     uint8_t* Write(const GlobalRef& ref, int64_t offset, int64_t bytes, Gm mode = Gm::Plain);
 
+    // The accesses to UB that follow are those of the next repeat; without it, operands are read and written from their
+    // beginning on, as much in every repeat.
+    void Repeat();
     // Bytes a write covers but does not define (padding that the chip leaves open).
     void Undefine(const LocalRef& ref, int64_t offset, int64_t bytes);
     [[noreturn]] void Fail(const char* rule, const char* format, ...) __attribute__((format(printf, 3, 4)));
@@ -89,6 +92,7 @@ TWIN_API void SetAtomic(AtomicOp op, Element element, Loc loc);
 
 TWIN_API Allocation* FindAllocation(const void* pointer, int64_t* left, Loc loc);
 TWIN_API uint8_t* LocalData(const LocalRef& ref);
+TWIN_API void CleanDataCache(const GlobalRef& ref, bool all); // the scalar unit forgets a line, or all
 TWIN_API int64_t UbLeft(); // bytes of UB that no buffer takes
 
 // Synchronisation, see sync.h.

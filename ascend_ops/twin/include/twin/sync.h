@@ -58,9 +58,15 @@ inline void SetAtomicNone(twin::Loc loc = twin::Loc::Here())
     twin::SetAtomic(twin::AtomicOp::None, twin::Element::Other, loc);
 }
 
-// The scalar unit's cache: the twin has none, so these only have to exist.
-template <typename T, CacheLine entire, DcciDst target> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>&) {}
-template <typename T, CacheLine entire> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>&) {}
+// The scalar unit's cache holds no data of its own in the twin: its lines only cost time.
+template <typename T, CacheLine entire, DcciDst target> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst)
+{
+    twin::CleanDataCache(dst.ref(), entire == CacheLine::ENTIRE_DATA_CACHE);
+}
+template <typename T, CacheLine entire> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst)
+{
+    twin::CleanDataCache(dst.ref(), entire == CacheLine::ENTIRE_DATA_CACHE);
+}
 template <MemDsbT mode> inline void DataSyncBarrier(twin::Loc loc = twin::Loc::Here())
 {
     twin::PipeBarrierImpl(PIPE_ALL, loc);

@@ -122,6 +122,7 @@ inline void ReduceRepeats(const char* name, const LocalTensor<T>& dst, const Loc
     const Strided<T> from{src.ref(), blockStride, repeatStride};
     int64_t active = 0;
     for (int64_t r = 0; r < repeats; ++r) {
+        in.Repeat();
         T values[128];
         int64_t places[128], n = 0;
         EachRun(mask, lanes, 32 / size, [&](int64_t lane, int64_t run) {
@@ -194,6 +195,7 @@ inline void ReduceBlocks(const char* name, const LocalTensor<T>& dst, const Loca
     }
     const Strided<T> from{src.ref(), blockStride, repeatStride};
     for (int64_t r = 0; r < repeats; ++r) {
+        in.Repeat();
         EachRun(all, lanes, perBlock, [&](int64_t lane, int64_t n) {
             const T* s = from.Read(in, r, lane, n);
             const T value = reduce(s, n);

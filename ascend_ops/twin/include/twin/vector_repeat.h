@@ -89,6 +89,7 @@ inline void UnaryRepeat(const char* name, Kind kind, const LocalTensor<D>& dst, 
     from.Check(in, 65535);
     int64_t active = 0;
     for (int64_t r = 0; r < repeats; ++r) {
+        in.Repeat();
         active += EachRun(mask, lanes, 32 / wide, [&](int64_t lane, int64_t n) {
             const S* s = from.Read(in, r, lane, n);
             if (accumulate) to.Read(in, r, lane, n);
@@ -115,6 +116,7 @@ inline void BinaryRepeat(const char* name, Kind kind, const LocalTensor<D>& dst,
     second.Check(in, 255);
     int64_t active = 0;
     for (int64_t r = 0; r < repeats; ++r) {
+        in.Repeat();
         active += EachRun(mask, lanes, 32 / wide, [&](int64_t lane, int64_t n) {
             const S* x = first.Read(in, r, lane, n);
             const S* y = second.Read(in, r, lane, n);
@@ -213,6 +215,7 @@ inline void DuplicateRepeat(const LocalTensor<T>& dst, T value, Lanes mask, int6
     to.Check(in, 65535);
     int64_t active = 0;
     for (int64_t r = 0; r < repeats; ++r) {
+        in.Repeat();
         active += EachRun(mask, lanes, 32 / size, [&](int64_t lane, int64_t n) {
             T* d = to.Write(in, r, lane, n);
             std::fill(d, d + n, value);
@@ -238,6 +241,7 @@ inline void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, twin::U8 
     in.Range("repeatTimes", repeatTimes, 0, 255);
     const int64_t size = sizeof(T), block = p.dstBlkStride == 0 ? 1 : int64_t(p.dstBlkStride);
     for (int64_t r = 0; r < repeatTimes; ++r) {
+        in.Repeat();
         const T* s = reinterpret_cast<const T*>(in.Read(src.ref(), r * 8 * size, 8 * size, size));
         T values[8];
         std::copy(s, s + 8, values);
