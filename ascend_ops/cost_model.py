@@ -32,7 +32,7 @@ BATCH = 256
 HBM_GB_S = 1421.0
 """Of an Atlas A2: 24 cores times ``ddr_rate`` of CANN's platform configuration (Ascend910B1.ini) times the clock."""
 EXPOSED = {
-    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.08, ("unified", 2): 0.035,
+    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.11, ("unified", 2): 0.035,
     ("unified", 1): 0.02,
 }  # fmt: skip
 """Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue; ``"unified"`` is

@@ -47,7 +47,7 @@ class Step:
     """A command of the README, and what became of it.
 
     Args:
-        line: Of the README.
+        block: The first line of its block in the README.
         command: As it stands there; of a block of Python, how it is run.
         outcome: ``"done"``, ``"failed"``, ``"needs the network"`` or ``"left out"``.
         seconds: It took; None if it was left out.
@@ -55,7 +55,7 @@ class Step:
         output: The end of what a command that failed has printed; of one that needs the network, its last line.
     """
 
-    line: int
+    block: str
     command: str
     outcome: str = "left out"
     seconds: float | None = None
@@ -63,18 +63,17 @@ class Step:
     output: str = ""
 
 
-def commands(text: str) -> list[tuple[int, str, str]]:
-    """Return number of the line, the command, and the Python that it runs, if it does, of all blocks of a page."""
-    found = []
+def commands(text: str) -> list[tuple[str, str, str]]:
+    """Return the first line of its block, the command, and the Python that it runs, if it does, for all of a page."""
+    found: list[tuple[str, str, str]] = []
     for block in _FENCE.finditer(text):
-        first = text[: block.start(2)].count("\n") + 1
         if block[1] == "python":
-            found.append((first, f"python readme_{first}.py", block[2]))
+            number = 1 + sum(code != "" for _, _, code in found)
+            found.append((block[2].strip().partition("\n")[0], f"python readme_{number}.py", block[2]))
             continue
-        for number, line in enumerate(block[2].splitlines(), first):
-            command = re.split(r"(?:^|\s+)#(?:\s|$)", line)[0].strip()
-            if command:
-                found.append((number, command, ""))
+        lines = [re.split(r"(?:^|\s+)#(?:\s|$)", line)[0].strip() for line in block[2].splitlines()]
+        typed = [line for line in lines if line]
+        found += [(typed[0], command, "") for command in typed]
     return found
 
 
@@ -93,13 +92,13 @@ def play(text: str, folder: Path, home: Path, long: bool = False) -> list[Step]:
     environment |= {"PATH": os.pathsep.join(outside), "HOME": str(home), "BROWSER": "true"}
     sourced: list[str] = []
     steps = []
-    for line, command, code in commands(text):
-        step = Step(line, command)
+    for block, command, code in commands(text):
+        step = Step(block, command)
         steps.append(step)
         if not long and any(pattern.match(command) for pattern in LONG):
             continue
         if code:
-            (folder / f"readme_{line}.py").write_text(code, encoding="utf-8")
+            (folder / command.partition(" ")[2]).write_text(code, encoding="utf-8")
         before, begun, started = _results(folder), time.time(), time.perf_counter()
         code_of, output = _run("; ".join([*sourced, filled_in(command, folder)]), folder, environment)
         step.seconds = round(time.perf_counter() - started, 2)
@@ -192,10 +191,13 @@ def table(result: dict[str, Any]) -> str:
     }
     lines = ["| | seconds | |", "|---|---|---|"]
     lines += [f"| {name} | {told[key]:.0f} | {notes[key]} |" for key, name in names.items() if told[key] is not None]
-    lines += ["", "| line of the README | command | seconds | |", "|---|---|---|---|"]
+    lines += ["", "| block of the README | command | seconds | |", "|---|---|---|---|"]
+    before = None
     for step in result["commands"]:
         seconds = "" if step["seconds"] is None else f"{step['seconds']:.3g}"
-        lines.append(f"| {step['line']} | `{step['command']}` | {seconds} | {step['outcome']} |")
+        block = "" if step["block"] == before else f"`{step['block']}` …"
+        lines.append(f"| {block} | `{step['command']}` | {seconds} | {step['outcome']} |")
+        before = step["block"]
     told_of = result["machine"]
     return "\n".join(
         [*lines, "", f"On {told_of['cores']} cores of {told_of['cpu']}, {told_of['os']}, {told_of['date']}."]
@@ -234,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(table(result))
     for step in steps:
         if step.outcome == "failed":
-            print(f"\nline {step.line}: {step.command}\n{step.output}")
+            print(f"\n{step.block} …: {step.command}\n{step.output}")
     if args.out == RESULTS / "first_minutes.json":
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_table(text, result), encoding="utf-8")

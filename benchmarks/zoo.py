@@ -41,6 +41,8 @@ MODELS = {
 TUNED = {f"{model}, tuned": model for model in ("GCN", "GraphSAGE", "GAT")}
 PUBLISHED = {"GCN": (81.5, 70.3), "GAT": (83.0, 72.5)}
 """Means that the papers report on the public splits of Cora and CiteSeer."""
+MACHINE = ("cpu", "cores", "python", "torch", "torch_threads", "torch_geometric", "pytorch_lightning", "date")
+"""What of the machine stands in each row: rows that are kept are of other days, and may be of others."""
 _FILES = {"GCN": "gcn", "GraphSAGE": "sage", "GAT": "gat"}
 _TINY = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "data.num_classes=4", "data.num_features=8"]
 _QUIET = ["logger=none", "~callbacks.last", "trainer.enable_progress_bar=false"]
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("zoo", __doc__, SIZES, argv, runs=5, paths=paths)
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    described = machine()
+    described = machine() | {"torch_threads": args.torch_threads}
     graphs = DATA if args.planetoid else ("synthetic",)
     rows: Rows = []
     kept = json.loads(Path(args.add).read_text())["rows"] if args.add else []
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             values = rows[-1]["values"]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             found = {"mean": round(statistics.fmean(values), 2), "std": round(spread, 2)}
-            rows[-1] |= {**found, "date": described["date"], "torch": described["torch"]}  # kept rows are of other days
+            rows[-1] |= {**found, "machine": {key: described[key] for key in MACHINE}}
             if args.out is not None:  # what is done is not lost where the rest is too much
                 args.out.with_suffix(".part").write_text(json.dumps(rows))
     measured = {row["name"] for row in rows}

@@ -22,6 +22,7 @@ def test_the_page_has_the_table_of_the_results(zoo):
     assert zoo.written(page, result) == page, "run python -m benchmarks.zoo"
     for row in result["rows"]:
         assert len(row["values"]) == 5
+        assert tuple(row["machine"]) == zoo.MACHINE
         assert row["mean"] == pytest.approx(sum(row["values"]) / 5, abs=0.006)
     rows = {row["name"]: row for row in result["rows"]}
     for name, published in zoo.PUBLISHED.items():
@@ -39,6 +40,7 @@ def test_all_train_and_what_is_measured_before_can_be_kept(zoo, tmp_path, capsys
                   str(tmp_path / "more.json")])  # fmt: skip
     finally:
         torch.set_num_threads(threads)
+    assert all(tuple(row["machine"]) == zoo.MACHINE for row in first["rows"])
     assert [row["name"] for row in first["rows"]] == [f"{name} on synthetic" for name in zoo.MODELS]
     assert all(0 <= row["min"] <= row["mean"] <= row["max"] <= 100 for row in first["rows"])
     again = json.loads((tmp_path / "more.json").read_text())

@@ -27,7 +27,8 @@ def check_arguments(
 ) -> None:
     """Refuse arguments that a class does not take, and values that are of no type it takes.
 
-    Only plain values and lists of them are judged, and only by annotations that are understood.
+    Only plain values and lists of them are judged, and only by annotations that are understood. What is null without
+    having been typed asks for nothing, and :func:`without_null` leaves it out.
 
     Args:
         node: Holds ``_target_`` and its arguments, which may be such nodes themselves.
@@ -49,7 +50,8 @@ def check_arguments(
     names = [str(key) for key in given if not str(key).startswith("_")]
     more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if not more or (isinstance(target, type) and issubclass(target, FullGraphDataModule)):  # it refuses all of them
-        unknown = [key for key in names if key not in parameters]
+        asked = [key for key in names if given[key] is not None or more or f"{name}.{key}" in typed]
+        unknown = [key for key in asked if key not in parameters]
         if unknown:
             listed = ", ".join(f"{key}={shown(given[key])}{closest(key, parameters, aside=True)}" for key in unknown)
             others = [key for key in unknown if f"{name}.{key}" not in typed]
@@ -63,6 +65,17 @@ def check_arguments(
             check_arguments(node[key], f"{name}.{key}", typed, experiment)
         elif key in hints and not fits(value, hints[key]) and not (key in filled and value is None):
             raise ValueError(f"{name}.{key}={shown(value)} must be {_described(hints[key])}")
+
+
+def without_null(target: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments but those that are None and that a class does not take; Hydra's ``~key`` cannot remove them."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return dict(given)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {key: value for key, value in given.items() if value is not None or key in parameters}
 
 
 def fits(value: Any, hint: Any) -> bool:

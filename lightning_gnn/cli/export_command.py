@@ -82,17 +82,20 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     _, module = build_task(cfg, data)
     checkpoint = torch.load(to_absolute_path(cfg.ckpt_path), map_location="cpu", weights_only=True)
     module.load_state_dict(checkpoint["state_dict"])
+    if not isinstance(network := getattr(module, "model", None), torch.nn.Module):
+        name = type(module).__name__
+        raise ValueError(f"{name} has no network as its attribute model; export it by lightning_gnn.nn.export_program")
     num_features = data.num_features
-    program = export_program(module, num_features, num_seeds)
+    program = export_program(network, num_features, num_seeds)
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "onnx":
-        export_onnx(module, num_features, path, num_seeds)
+        export_onnx(network, num_features, path, num_seeds)
     else:
         torch.export.save(program, path)
     x, edge_index = torch.randn(_NUM_NODES, num_features), torch.randint(_NUM_NODES, (2, _NUM_EDGES))
     with torch.inference_mode():
         rows = program.module()(x, edge_index)
-        expected = module.eval().model(x, edge_index)[:num_seeds]  # type: ignore[operator]
+        expected = network.eval()(x, edge_index)[:num_seeds]
     count = "num_nodes" if num_seeds is None else num_seeds
     return (
         f"{path}: x [num_nodes, {num_features}], edge_index [2, num_edges] -> [{count}, {rows.size(1)}]; on a graph of "

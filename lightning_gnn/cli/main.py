@@ -30,6 +30,8 @@ def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
     if sys.argv[1:2] == ["predict"]:
         sys.argv[1] = "mode=predict"
+    if os.getcwd() not in sys.path:  # for _target_=my_module.MyModel
+        sys.path.append(os.getcwd())
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     if command in PRINTING:

@@ -133,7 +133,7 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     deletions = [
         f"~{key}"
         for key in _keys_only_in(default, config)
-        if key.partition(".")[0] in GROUPS
+        if key.partition(".")[0] in (*GROUPS, "task")
         and not any(key == other or key.startswith(f"{other}.") for other in fresh)
         and not any(other == key or other.startswith(f"{key}.") for other in given)
     ]
@@ -216,9 +216,10 @@ def _defaults(config_name: str, saved: _Saved) -> list[Any]:
 
 
 def _keys_only_in(whole: Any, part: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the keys that only the first of two nested dictionaries has."""
+    """Yield the keys that only the first of two nested dictionaries has; Hydra cannot delete those of null."""
     for key, value in whole.items():
         if key not in part:
-            yield f"{prefix}{key}"
+            if value is not None:
+                yield f"{prefix}{key}"
         elif isinstance(value, dict) and isinstance(part[key], dict):
             yield from _keys_only_in(value, part[key], f"{prefix}{key}.")

@@ -50,6 +50,7 @@ def be_quiet() -> None:
     """Silence what a user cannot act on."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # says what the error that it raises says
     ours = logging.getLogger("pytorch_lightning.utilities.rank_zero")  # where this package's plans and decisions go too
     ours.setLevel(logging.INFO)
     ours.addFilter(_is_ours)
@@ -83,4 +84,5 @@ def describe(cfg: DictConfig, module: pl.LightningModule) -> str:
     if cfg.datamodule.get("inference") is not None:
         batches += ", full inference"
     depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
-    return f"{depth}{type(module.model).__name__} on {graph or 'data'} · {batches}"
+    network = getattr(module, "model", module)  # a user's own module may call it otherwise
+    return f"{depth}{type(network).__name__} on {graph or 'data'} · {batches}"

@@ -13,6 +13,8 @@ _NARROW = 540.0
 """A wider drawing is scrolled where there is no room for it: made smaller, nobody could read it."""
 _WIDE = 1080.0
 """What fits a page."""
+_APART = 0.05
+"""Share of an axis between two labels that can both be read."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 44.0, 34.0
 
 
@@ -164,7 +166,10 @@ def _axis(values: Sequence[str | float | None]) -> tuple[list[float | None], lis
             return (number - low) / (high - low)
 
         distinct = sorted({*known})
-        labelled = distinct if len(distinct) <= 6 else [low, high]
+        labelled = [low, high]
+        for number in distinct if len(distinct) <= 6 else ():
+            if all(abs(share(number) - share(other)) > _APART for other in labelled):
+                labelled.append(number)
         return [None if number is None else share(number) for number in numbers], [
             (_plain(number), share(number)) for number in labelled
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,7 @@ def _comparison(folder: Path, rows: Sequence[dict[str, Any]], told: Sequence[str
         values = [shown_score(key, row[key]) if isinstance(row.get(key), (int, float)) else "" for key in scores]
         values.append(shown_seconds(row.get("epoch_time_s")))
         note = tag("span", row.get("error", ""), class_="bad")
-        cells.append([name, *(row.get(key, "") for key in told), *values, took, note])
+        cells.append([name, *(_shown(row.get(key, "")) for key in told), *values, took, note])
     head = ["job", *told, *scores, "an epoch", "in all", ""]
     return table(cells, head, numbers=range(1 + len(told), len(head) - 1))
 
@@ -110,7 +111,12 @@ def _groups(rows: Sequence[dict[str, Any]], told: Sequence[str], score: str | No
     sign = 1 if _lower_is_better(score) else -1
     best = sorted(groups.items(), key=lambda item: sign * item[1][f"{score}_mean"])
     cells = [
-        [*key, shown_score(score, row[f"{score}_mean"]), shown_score(score, row[f"{score}_std"]), row["runs"]]
+        [
+            *map(_shown, key),
+            shown_score(score, row[f"{score}_mean"]),
+            shown_score(score, row[f"{score}_std"]),
+            row["runs"],
+        ]
         for key, row in best
     ]
     head = [*keys, f"{score}, mean", "standard deviation", "runs"]
@@ -123,7 +129,10 @@ def _pictures(
     found: list[Html] = []
     if score is None:
         return found
-    names = [f"{_called(row['job'])}: {', '.join(f'{key}={row[key]}' for key in told if row.get(key))}" for row in rows]
+    names = [
+        f"{_called(row['job'])}: {', '.join(f'{key}={_shown(row[key])}' for key in told if row.get(key))}"
+        for row in rows
+    ]
     columns = {key: [row.get(key) for row in rows] for key in [*told, score]}
     across = parallel_coordinates(columns, names, lowest=_lower_is_better(score))
     if across is not None:
@@ -137,6 +146,12 @@ def _pictures(
     whole = (0.0, 1.0) if kind.removeprefix("val_") in BOUNDED else None
     chart = line_chart(kind, curves, bounds=whole, percent=kind.endswith("_acc"), width=1080.0)
     return found if chart is None else [*found, tag("h2", "Validation"), chart]
+
+
+def _shown(setting: Any) -> str:
+    """Return a setting, of a number that was drawn four digits; comparison.csv has all of them."""
+    text = str(setting)
+    return f"{float(text):.4g}" if re.fullmatch(r"-?\d*\.\d{6,}(e-?\d+)?", text) else text
 
 
 def _called(name: int | str) -> str:

@@ -45,20 +45,23 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "nodes", "edges", "columns", "groups", "cores"),
+    ("kernel", "nodes", "edges", "columns", "groups", "cores", "order"),
     [
-        ("vector", 400, 6000, 256, 1, 4),
-        ("vector", 700, 3000, 100, 1, 6),
-        ("vector", 300, 3000, 602, 3, 3),
-        ("cube", 600, 9000, 256, 1, 3),
-        ("cube", 900, 5000, 256, 2, 4),
-        ("cube", 500, 9000, 100, 1, 2),
-        ("cube", 400, 6000, 602, 3, 3),
+        ("vector", 400, 6000, 256, 1, 4, "natural"),
+        ("vector", 700, 3000, 100, 1, 6, "natural"),
+        ("vector", 300, 3000, 602, 3, 3, "natural"),
+        ("vector", 900, 9000, 192, 1, 4, "locality"),
+        ("cube", 600, 9000, 256, 1, 3, "natural"),
+        ("cube", 900, 5000, 256, 2, 4, "natural"),
+        ("cube", 500, 9000, 100, 1, 2, "natural"),
+        ("cube", 400, 6000, 602, 3, 3, "natural"),
+        ("cube", 1200, 9000, 192, 1, 3, "locality"),
+        ("cube", 800, 12000, 64, 1, 4, "locality"),
     ],
 )
-def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores):
+def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores, order):
     check, chip = load("ascend_sim_check"), load("ascend_sim_machines").machine("split")
-    chunks = graph_of(nodes, edges, exponent=2.6, seed=3).forward
+    chunks = graph_of(nodes, edges, order, exponent=2.6, seed=3).forward
     # HBM costs nothing here: the twin's first core would pay for rows that on a chip whoever comes first does.
     numbers = chip.parameters(2 * cores) | {"hbm_bytes": 1e9}
     plan = plan_chip(columns, {"": chunks}, PlanSettings(num_groups=groups), cores, numbers, kernels=(kernel,))

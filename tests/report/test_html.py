@@ -90,6 +90,14 @@ def test_whole_numbers_are_written_without_powers_of_ten():
     assert {"20,000", "5000", "2,000,000", "1.5e+12"} <= {text for tag, text in drawn.texts if tag == "text"}
 
 
+def test_labels_that_would_cover_one_another_are_left_out():
+    columns = {"lr": ["0.05847", "0.05807", "0.075", "0.016"], "acc": [0.1, 0.2, 0.3, 0.3]}
+    drawn = Page(parallel_coordinates(columns, list("abcd")))
+    texts = [text for tag, text in drawn.texts if tag == "text"]
+    assert sorted(texts) == ["0.016", "0.05807", "0.075", "0.1", "0.2", "0.3", "acc", "lr"]
+    assert len(drawn.all("polyline")) == 4
+
+
 def test_parallel_coordinates_of_numbers_of_decades_and_of_names():
     columns = {"lr": ["0.001", "0.01", "0.1"], "model": ["gcn", "sage", "gcn"], "acc": [0.5, 0.7, None]}
     drawn = Page(parallel_coordinates(columns, ["a", "b", "c"]))

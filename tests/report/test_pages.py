@@ -312,6 +312,19 @@ def test_a_sweep_by_a_sweeper_that_does_not_note_what_was_typed(tmp_path, capsys
     assert "Comparison" in capsys.readouterr().out
 
 
+def test_numbers_that_were_drawn_are_shown_with_four_digits(tmp_path):
+    sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
+    for job, rate in enumerate(("0.058474358446203495", "1.25e-05")):
+        OmegaConf.save([f"task.lr={rate}", "data.root=a.123456789"], tmp_path / str(job) / ".hydra/overrides.yaml")
+    rows = compare(tmp_path)
+    assert rows[0]["task.lr"] == "0.058474358446203495"
+    write_sweep_page(tmp_path, rows, told_differently(rows))
+    cells = page_of(tmp_path).text("td")
+    assert "0.05847" in cells
+    assert "0.0584743" not in cells
+    assert "1.25e-05" in cells
+
+
 @pytest.mark.slow
 def test_a_sweep(tmp_path, capfd):
     folder = tmp_path / "multirun"
