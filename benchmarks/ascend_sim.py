@@ -39,7 +39,7 @@ from benchmarks.ascend_sim_epoch import (
 from benchmarks.ascend_sim_figures import draw
 from benchmarks.ascend_sim_machines import Machine, machine
 from benchmarks.ascend_sim_order import ORDERS, fitted_lean, load_ratio
-from benchmarks.ascend_sim_summary import MODELLED, PAPER, summary
+from benchmarks.ascend_sim_summary import MODELLED, PAPER, ROWS, summary
 from benchmarks.harness import parse
 from benchmarks.machine import machine as this_machine
 
@@ -58,7 +58,7 @@ ASSUMPTIONS: dict[str, dict[str, Any]] = {
     },
     "4 copies in flight, not 16": {"changes": {"copies_in_flight": 4}},
     "copies start in 40 cycles, not 13": {"changes": {"mte_head": 40}},
-    "the vector kernel has 8 rows on their way": {"row_buffers": 9},
+    ROWS: {"row_buffers": 9},
     "no bank of UB waits": {"changes": {"bank_cycles": 0}},
     "a scalar access takes 4 cycles, not 1": {"changes": {"scalar_cycles": 4}},
     "L2 has 20 times the bandwidth of HBM": {"l2_over_hbm": 20},
