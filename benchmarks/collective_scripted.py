@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lightning_gnn.collective.plan import StageTimes
+from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import drawn_durations
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
@@ -38,12 +38,9 @@ class SleepingMachine:
         self._workers = threading.Condition()
         self._finished = False
 
-    def collective(
-        self, gpu_buffer_size: int, cpu_buffer_size: int, lead: int, row: int = 0, begin: int = 0
-    ) -> Timeline:
-        """Train an epoch with the schedule of the loader; without a GPU buffer it is CPU-only batching."""
-        workers = self.times.cpu_workers
-        schedule = ReorderBuffer(self.num_batches, gpu_buffer_size, cpu_buffer_size, workers, lead, row, begin=begin)
+    def collective(self, plan: CollectivePlan) -> Timeline:
+        """Train an epoch with the schedule of the loader."""
+        schedule = plan.schedule(self.num_batches, self.times.cpu_workers)
         arrivals: dict[int, Future[None]] = {}
         with self._working(schedule), ThreadPoolExecutor(1) as link:
             while True:

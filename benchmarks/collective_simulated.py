@@ -149,9 +149,7 @@ def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tup
             tried[ratio] = contestant("", times, lambda machine, ratio=ratio: machine.random_split(ratio))()  # type: ignore[misc]
         best = min(tried, key=lambda ratio: tried[ratio])
         ways: dict[str, Callable[[SleepingMachine], Timeline]] = {
-            "collective": lambda machine, plan=plan: machine.collective(
-                *plan.buffers, plan.ahead, plan.row, plan.begin
-            ),  # type: ignore[misc]
+            "collective": lambda machine, plan=plan: machine.collective(plan),  # type: ignore[misc]
             "CPU-only": SleepingMachine.cpu_only,
             "GPU-only": SleepingMachine.gpu_only,
             "random split": lambda machine, best=best: machine.random_split(best),  # type: ignore[misc]

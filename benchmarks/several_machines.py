@@ -124,10 +124,10 @@ class LimitedExchange(Exchange):
             time.sleep(self.case.prepare_s)
         return super().ask(name, questions)
 
-    def _send(self, message: Tensor, rank: int, tag: int) -> None:
+    def _send(self, message: Tensor, rank: int, tag: int) -> Any:
         if self.limited:
             self.out.pass_through(message.nbytes)
-        super()._send(message, rank, tag)
+        return super()._send(message, rank, tag)
 
     def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
         message = super()._receive(size, dtype, rank, tag)

@@ -169,12 +169,7 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     """Build what predicts classes, labels or numbers of nodes."""
     target = _target(cfg, data)
     num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
-    if _partitioned(cfg):
-        node = cfg.datamodule.copy()
-        node.root = to_absolute_path(node.root)
-        datamodule = build(node, "datamodule")
-    else:
-        datamodule = build(cfg.datamodule, "datamodule", data=data)
+    datamodule = _on_parts(cfg) if _partitioned(cfg) else build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError(
             "datamodule=link (persistent_link) makes batches of edges; use datamodule=neighbor or full, or task=link"
@@ -189,7 +184,7 @@ def _partitioned(cfg: DictConfig) -> bool:
     Raises:
         ValueError: The graph and the DataModule do not go together.
     """
-    parts = str(cfg.datamodule.get("_target_")).endswith("PartitionedDataModule")
+    parts = str(cfg.datamodule.get("_target_")).endswith(("PartitionedDataModule", "PartitionedLinkDataModule"))
     if parts != str(cfg.data.get("_target_")).endswith("whole.outline"):
         raise ValueError(
             "datamodule=partitioned trains on the graph of datamodule.root, and no other: leave data= out"
@@ -199,13 +194,23 @@ def _partitioned(cfg: DictConfig) -> bool:
     return parts
 
 
+def _on_parts(cfg: DictConfig) -> Any:
+    node = cfg.datamodule.copy()
+    node.root = to_absolute_path(node.root)
+    return build(node, "datamodule")
+
+
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Hide some edges from the graph, and build what predicts them."""
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError("task=link trains on mini-batches of edges; use datamodule=link or persistent_link")
+        raise ValueError(
+            "task=link trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
+        )
     if isinstance(data, HeteroData):
         raise ValueError("task=link predicts edges of a graph without types; use task=node")
-    train, val, test = _split_links(data, **cfg.task.split)
+    if _partitioned(cfg):  # which were hidden when it was partitioned
+        return _on_parts(cfg), _module(cfg, data, cfg.model.hidden_channels)
+    train, val, test = split_links(data, **cfg.task.split)
     datamodule = build(
         cfg.datamodule,
         "datamodule",
@@ -225,6 +230,8 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     """Hide the last edges in time, and build what predicts them from what came before each."""
     if not isinstance(data, HeteroData):
         raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
+    if _partitioned(cfg):
+        raise ValueError("task=recommend needs all edges, of which no rank of a partitioned graph has more than a part")
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link or persistent_link")
     kind = _recommended(cfg, data)
@@ -415,7 +422,7 @@ TASKS = {
 }
 
 
-def _split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:
+def split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:
     """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges."""
     if "edge_index" not in data:
         raise ValueError("task=link needs data.edge_index, but the graph holds its topology in CSC order alone")

@@ -7,12 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_module
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig
 from rich.console import Console
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.cli.assemble import build_data
+from lightning_gnn.cli.assemble import build_data, split_links
 from lightning_gnn.cli.command_line import UserError, explained
 from lightning_gnn.cli.settings import parsed
 from lightning_gnn.partitioned.partition import Summary, partition_graph
@@ -20,6 +23,7 @@ from lightning_gnn.report.console import say
 
 _SETTINGS = """settings:
   data=NAME, data.KEY=VALUE  the graph, as for a run: data=custom data.root=FOLDER
+  task=link, task.split.…    hide edges, as a run of this task would, and keep them for datamodule=partitioned_link
   parts=8                    how many parts
   out=FOLDER                 the folder to make: one folder per part, and a small one that all machines need
   method=metis               metis (fewest edges between parts; in memory), ldg (a stream, for any size) or random
@@ -57,10 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with explained():
             settings = parser.parse_args(arguments).settings
-            of_data = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] == "data"]
-            chosen = parsed(_Settings, [item for item in settings if item not in of_data], "lgnn partition")
+            of_run = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] in ("data", "task")]
+            chosen = parsed(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
-                data = build_data(compose("train", overrides=of_data))
+                cfg = compose("train", overrides=of_run)
+            data, links = build_data(cfg), None
+            if cfg.task.name == "link":
+                data, links = _hidden(data, cfg)
             start = time.perf_counter()
 
             def tell(message: str) -> None:
@@ -68,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             summary = partition_graph(
                 data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.num_neighbors, chosen.batch_size,
-                chosen.batches, chosen.check_features, tell,
+                chosen.batches, chosen.check_features, tell, links,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -77,6 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
     print(f"{size / 1e9:.3g} GB in {chosen.out}: PartitionedDataModule({chosen.out!r}, …) trains on it")
     return 0
+
+
+def _hidden(data: Any, cfg: DictConfig) -> tuple[Data, dict[str, Tensor]]:
+    """Return the graph without the edges that ``task=link`` predicts, and these."""
+    if isinstance(data, HeteroData):
+        raise ValueError("task=link predicts edges of a graph without types; leave it out")
+    train, val, test = split_links(data, **cfg.task.split)
+    links = {
+        "train": train.edge_label_index,
+        "val": val.edge_label_index, "val_labels": val.edge_label,
+        "test": test.edge_label_index, "test_labels": test.edge_label,
+    }  # fmt: skip
+    return Data(x=train.x, edge_index=train.edge_index), links
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -27,7 +27,7 @@ from lightning_gnn.partitioned.prediction import Network, Prediction, Work, mach
 from lightning_gnn.partitioned.traffic import count_traffic, row_bytes
 from lightning_gnn.planning import CPUForecast
 from lightning_gnn.planning.preparation import ahead_of
-from lightning_gnn.runtime.byte_sizes import shown
+from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.sampling.neighbor import topology_of
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -54,8 +54,8 @@ def given_network(bandwidth: Any, latency: Any) -> Network:
         ) from None
 
 
-def checked_options(cfg: DictConfig) -> tuple[Network, list[int]]:
-    """Return the network and the numbers of machines, ascending.
+def checked_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
+    """Return the network, the numbers of machines, ascending, and the bytes of each one's cache.
 
     Raises:
         ValueError: An option of the plan that cannot be.
@@ -68,7 +68,7 @@ def checked_options(cfg: DictConfig) -> tuple[Network, list[int]]:
     counts = sorted({int(count) for count in cfg.plan.nodes})
     if not counts or counts[0] < 1:
         raise ValueError(f"plan.nodes={list(cfg.plan.nodes)} must be numbers of machines, such as [1,2,4,8]")
-    return given_network(cfg.plan.network, cfg.plan.latency), counts
+    return given_network(cfg.plan.network, cfg.plan.latency), counts, memory_bytes(cfg.plan.cache, "plan.cache")
 
 
 def plan_machines(
@@ -93,7 +93,7 @@ def plan_machines(
         FileNotFoundError: There is no such partition.
         ValueError: An option that cannot be, or a run that cannot be counted.
     """
-    network, counts = checked_options(cfg)
+    network, counts, cache = checked_options(cfg)
     if hasattr(datamodule, "partition"):
         raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
     if not found.preparation.known:
@@ -115,7 +115,7 @@ def plan_machines(
     for ranks in counts:
         try:
             owner, how = _owners(cfg, graph, loader, partition, sizes, ranks)
-            traffic = alone if ranks == 1 else count_traffic(loader, owner, ranks, cfg.plan.order)
+            traffic = alone if ranks == 1 else count_traffic(loader, owner, ranks, cfg.plan.order, cache=cache)
         except ValueError as error:
             rows.append({"machines": ranks, "missing": str(error)})
             continue
@@ -126,13 +126,19 @@ def plan_machines(
                 (name, owner[None if name is None else name[2]], part.in_degrees.numpy())
                 for name, part in (graph.relations.items() if typed else [(None, graph)])
             ), ranks),
-            row_bytes(data), ranks, batch_bytes, batches,
+            row_bytes(data), ranks, batch_bytes, batches, cache=cache if ranks > 1 else 0,
         )  # fmt: skip
         rows.append(_row(told, how, first, memory))
-    _print(rows, network, cfg.plan.order, console)
+    _print(rows, network, cfg.plan.order + (f", cache={shown(cache)}" if cache else ""), console)
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"network": asdict(network), "order": cfg.plan.order, "work": asdict(work), "machines": rows}
+    state = {
+        "network": asdict(network),
+        "order": cfg.plan.order,
+        "cache": cache,
+        "work": asdict(work),
+        "machines": rows,
+    }
     (folder / "machines.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
     return [
         f"On {row['machines']} machines (predicted): {row['epoch_s']:.3g} s per epoch, {row['speedup']:.2f}x; "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import exp, inf, isfinite, sqrt
+from dataclasses import replace
+from itertools import product
+from math import ceil, exp, inf, isfinite, sqrt
 from random import Random
 from statistics import fmean, pstdev
 
@@ -17,12 +19,14 @@ LEADERS = 6
 """So many of the best plans are tried to improve on."""
 STEP = 0.25
 """Standard deviation of the logarithm by which a size is changed."""
-HOPELESS = 1.01
-"""A plan that takes so much longer than the leaders in the first epoch is not tried in others."""
-CANDIDATES = 10
-"""So many of the best plans are compared at last."""
-DRAWN, DRAWN_AGAIN = 4, 16
-"""Epochs that each plan is tried on while looking for one, and others on which the best ones are compared."""
+CHANGED = 0.2
+"""Probability that a backup is taken away or added."""
+HOPELESS = 0.01
+"""A plan that takes so much longer than the leaders in one epoch, or half as much in two, is not tried in others."""
+CANDIDATES, FINALISTS = 12, 4
+"""So many of the best plans are compared on new epochs at last, and so many of those on more of them."""
+DRAWN, DRAWN_AGAIN, DRAWN_AT_LAST = 4, 4, 16
+"""Epochs that each plan is tried on while looking for one, and others for the candidates and for the finalists."""
 LEAST_GAIN = 0.003
 """A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
 
@@ -112,19 +116,12 @@ class Dispatcher:
             self._try(plan)
         if self.num_batches > 1:
             self._search(ratio)
-        candidates = [*self._best(CANDIDATES), *alone.values()]
+        again = {plan: fmean(self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN)) for plan in self._best(CANDIDATES)}
+        candidates = [*sorted(again, key=lambda plan: again[plan])[:FINALISTS], *alone.values()]
         if kept is not None:
-            kept = CollectivePlan(
-                kept.mode,
-                kept.gpu_buffer_size,
-                kept.cpu_buffer_size,
-                lead=kept.lead,
-                row=kept.row,
-                begin=kept.begin,
-                times=self.times,
-            )
+            kept = replace(kept.decisions, times=self.times)
             candidates.append(kept)
-        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN) for plan in candidates}
+        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in candidates}
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
@@ -134,18 +131,12 @@ class Dispatcher:
         if kept is not None and means[kept] <= (1 + WORTH_CHANGING) * means[chosen]:
             chosen = kept
         scale = self.num_batches / self._simulated
-        on_gpu, on_cpu = chosen.gpu_buffer_size, chosen.cpu_buffer_size
-        return CollectivePlan(
-            chosen.mode,
-            on_gpu if chosen.mode == "collective" else self.gpu_buffer_size,
-            on_cpu,
-            lead=chosen.lead,
-            row=chosen.row,
-            begin=chosen.begin,
+        return replace(
+            chosen,
+            gpu_buffer_size=chosen.gpu_buffer_size if chosen.mode == "collective" else self.gpu_buffer_size,
             cpu_part=self._cpu_part(chosen),
             num_batches=self.num_batches,
             ratio=ratio,
-            times=self.times,
             epoch_s={
                 "collective": means[chosen] * scale,
                 **{mode: means[plan] * scale for mode, plan in alone.items()},
@@ -183,6 +174,9 @@ class Dispatcher:
         plans.append(self._plan("collective", lead * share - workers + 1, limit, lead))
         # In turns: the CPU begins where the GPU alone will be once the first workers are ready.
         alone = (working.mean + working.spread) / (self.times.gpu + self.times.model.mean)
+        # The CPU prepares all but the first: the GPU helps until then, and where a worker is late.
+        for begin, backup in product((alone, 0.7 * alone), (True, False)):
+            plans.append(self._plan("collective", self._depth, limit, 1, begin=begin, backup=backup))
         for on_gpu in {limit, -(-limit // 2)}:
             row = on_gpu * share / max(1e-3, 1 - share)
             for lead in (alone, taken):
@@ -197,10 +191,26 @@ class Dispatcher:
 
         begin = max(plan.begin, plan.ahead)
         sizes = plan.cpu_buffer_size, plan.gpu_buffer_size, plan.ahead, plan.row, begin
-        return self._plan("collective", *(near(size) if size else 0 for size in sizes))
+        cover = plan.cover + source.choice((-1, 0, 0, 1)) if self._cover > 1 else 1
+        backup = plan.backup != (source.random() < CHANGED)
+        return self._plan("collective", *(near(size) if size else 0 for size in sizes), cover=cover, backup=backup)
+
+    @property
+    def _cover(self) -> int:
+        """Trainings that a transfer takes, and one where they are of one length: no transfer is longer than that."""
+        return ceil(self.times.dma.mean / self.times.model.mean - 1e-9) or 1
 
     def _plan(
-        self, mode: Mode, on_cpu: float, on_gpu: float = 1, lead: float = 0, row: float = 0, begin: float = 0
+        self,
+        mode: Mode,
+        on_cpu: float,
+        on_gpu: float = 1,
+        lead: float = 0,
+        row: float = 0,
+        begin: float = 0,
+        *,
+        cover: int | None = None,
+        backup: bool = True,
     ) -> CollectivePlan:
         def whole(size: float, most: int = self._simulated) -> int:
             return int(max(1, min(most, round(size))))
@@ -214,6 +224,8 @@ class Dispatcher:
             whole(on_cpu),
             lead=ahead,
             row=whole(row) if row else 0,
+            cover=max(1, self._cover if cover is None else cover),
+            backup=backup,
             begin=first if first > ahead else 0,
             times=self.times,
         )
@@ -222,18 +234,30 @@ class Dispatcher:
         if plan in self._seen:
             return
         leaders = self._best(LEADERS)
-        first = self._makespan(plan, 1)  # in the epoch that all plans are tried on
-        if len(leaders) == LEADERS and first > HOPELESS * self._makespan(leaders[-1], 1):
-            self._seen[plan] = inf
-        else:
-            self._seen[plan] = fmean(self._makespans(plan, 1, DRAWN))
+        took = to_beat = 0.0
+        for number, seed in enumerate(self._seeds(1, DRAWN), 1):
+            took += self._makespan(plan, seed)
+            if len(leaders) == LEADERS:
+                to_beat += self._makespan(leaders[-1], seed)
+                if took > (1 + HOPELESS / number) * to_beat:
+                    self._seen[plan] = inf
+                    return
+        self._seen[plan] = took / number
 
     def _best(self, count: int) -> list[CollectivePlan]:
-        return sorted(self._seen, key=lambda plan: self._seen[plan])[:count]
+        """Return the best plans; of those that come to the same epochs the one with the smallest host buffer."""
+        best: dict[float, CollectivePlan] = {}
+        for plan in sorted(self._seen, key=lambda plan: (self._seen[plan], plan.cpu_buffer_size)):
+            best.setdefault(self._seen[plan], plan)
+            if len(best) == count:
+                break
+        return list(best.values())
 
     def _makespans(self, plan: CollectivePlan, first: int, count: int) -> list[float]:
-        seeds = range(first, first + (count if self._varies else 1))
-        return [self._makespan(plan, seed) for seed in seeds]
+        return [self._makespan(plan, seed) for seed in self._seeds(first, count)]
+
+    def _seeds(self, first: int, count: int) -> range:
+        return range(first, first + (count if self._varies else 1))
 
     def _makespan(self, plan: CollectivePlan, seed: int) -> float:
         if (plan, seed) not in self._makespans_of:

@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
 from lightning_gnn.collective.watch import Watch
 from lightning_gnn.collective.workers import Workers
@@ -135,24 +135,25 @@ class CollectiveLoader(ThreadedNodeLoader):
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
-    def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
-        """Return ``gbs``, ``cbs``, the CPU's lead and its row for the rest of an epoch.
+    def buffers(self, num_batches: int) -> tuple[int, int, int, int, int, bool]:
+        """Return ``gbs``, ``cbs``, and the CPU's lead, row, cover and backup for the rest of an epoch.
 
         Args:
             num_batches: Mini-batches of the epoch.
         """
-        lead = row = 0
+        lead, row, cover, backup = 0, 0, 1, False
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
         elif self.route is None:
             ahead = self.num_threads * self.prefetch_factor_threads
             on_gpu, on_cpu = 0, ahead if self.plan is None else max(1, self.plan.buffers[1])
         elif self.plan is not None:
-            (on_gpu, on_cpu), lead, row = self.plan.buffers, self.plan.ahead, self.plan.row
+            plan = self.plan
+            (on_gpu, on_cpu), lead, row, cover, backup = plan.buffers, plan.ahead, plan.row, plan.cover, plan.backup
         else:
             lead = on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 4))
         most = self.buffer_limit or (on_gpu, on_cpu)
-        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead, row
+        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead, row, cover, backup
 
     @property
     def begin(self) -> int:
@@ -399,10 +400,10 @@ class CollectiveEpoch:
         if not whole:
             watch.forget()
 
-    def _sizes(self) -> tuple[int, int, int, int, int]:
+    def _sizes(self) -> Sizes:
         """Return what the schedule needs to know."""
         loader = self._loader
-        on_gpu, on_cpu, lead, row = loader.buffers(self._num_batches)
+        on_gpu, on_cpu, lead, row, cover, backup = loader.buffers(self._num_batches)
         self._buffers = on_gpu, on_cpu
         workers = max(1, loader.num_threads)
         if loader.buffer_limit is not None:
@@ -410,7 +411,7 @@ class CollectiveEpoch:
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
             loader.ring.capacity = on_cpu + workers
-        return on_gpu, on_cpu, workers, lead, row
+        return on_gpu, on_cpu, workers, lead, row, cover, backup
 
     def _advance(self, workers: Workers) -> Data:
         """Take steps until there is a mini-batch to train."""
@@ -439,7 +440,7 @@ class CollectiveEpoch:
             loader.start_planning(times, self._num_batches)
         if loader.planning is not None and loader.planning.done():
             loader.adopt(loader.planning.result())
-            workers.resize(*self._sizes())
+            workers.resize(self._sizes())
             if loader.watch is not None:
                 loader.watch.forget()
 
@@ -471,7 +472,7 @@ class CollectiveEpoch:
                     workers.give_up(later)
             if self._loader.device.type != "cpu":
                 getattr(torch, self._loader.device.type).empty_cache()
-        workers.resize(*self._sizes())
+        workers.resize(self._sizes())
 
     def _train(self, workers: Workers, number: int) -> Data:
         loader = self._loader

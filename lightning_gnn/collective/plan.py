@@ -94,6 +94,9 @@ class CollectivePlan:
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
         lead: So many mini-batches before its turn comes does the CPU begin one; None: as many as both buffers hold.
         row: So many mini-batches does the CPU take one after the other, and then leaves ``gbs`` out; 0: it leaves none.
+        cover: A mini-batch of the CPU's next row sets out only where training has so many left before the GPU's row;
+            1: always.
+        backup: The GPU prepares what a late worker still has, rather than wait for it.
         begin: The first mini-batch of an epoch that the CPU takes, where that is later than its lead says.
         cpu_part: Predicted part of the mini-batches that the CPU prepares, between 0 and 1; None: not known.
         num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
@@ -114,6 +117,8 @@ class CollectivePlan:
     cpu_buffer_size: int
     lead: int | None = field(default=None, kw_only=True)
     row: int = field(default=0, kw_only=True)
+    cover: int = field(default=1, kw_only=True)
+    backup: bool = field(default=False, kw_only=True)
     begin: int = field(default=0, kw_only=True)
     cpu_part: float | None = field(default=None, kw_only=True)
     num_batches: int = 0
@@ -127,12 +132,14 @@ class CollectivePlan:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
-        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0, "begin": 0}
-        least |= {"num_batches": 0, "rounds": 0}
+        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0, "cover": 1}
+        least |= {"begin": 0, "num_batches": 0, "rounds": 0}
         for name, minimum in least.items():
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
                 raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
+        if not isinstance(self.backup, bool):
+            raise ValueError(f"backup must be true or false, but is {reprlib.repr(self.backup)}")
         if self.lead is not None and (not isinstance(self.lead, int) or isinstance(self.lead, bool) or self.lead < 0):
             raise ValueError(f"lead must be a whole number of at least 0, but is {reprlib.repr(self.lead)}")
         for name in ("ratio", "cpu_part"):
@@ -173,6 +180,31 @@ class CollectivePlan:
         return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
     @property
+    def decisions(self) -> CollectivePlan:
+        """The plan with nothing but what its schedule depends on."""
+        return CollectivePlan(
+            self.mode,
+            self.gpu_buffer_size,
+            self.cpu_buffer_size,
+            lead=self.lead,
+            row=self.row,
+            cover=self.cover,
+            backup=self.backup,
+            begin=self.begin,
+        )
+
+    def schedule(self, num_batches: int, cpu_workers: int) -> ReorderBuffer:
+        """Return what decides by this plan in an epoch.
+
+        Args:
+            num_batches: Mini-batches of the epoch.
+            cpu_workers: That prepare mini-batches.
+        """
+        on_gpu, on_cpu = self.buffers
+        sizes = num_batches, on_gpu, on_cpu, cpu_workers, self.ahead, self.row, self.cover, self.backup
+        return ReorderBuffer(*sizes, begin=self.begin)
+
+    @property
     def cpu_share(self) -> float:
         """The part of the mini-batches that the CPU prepares, between 0 and 1: as predicted, or of the buffers."""
         on_gpu, on_cpu = self.buffers
@@ -188,7 +220,7 @@ class CollectivePlan:
             "cpu": "collective batching: the CPU prepares all mini-batches",
             "gpu": "collective batching: the GPU prepares all mini-batches",
         }
-        lines = [heading[self.mode]]
+        lines = [heading[self.mode], *self._in_words()]
         if self.times is not None:
             rows = [["stage", "mean", "spread"]]
             for name in STAGES:
@@ -197,9 +229,12 @@ class CollectivePlan:
             workers = self.times.cpu_workers
             rows.append([f"cpu_batching / {workers} workers", f"{1e3 * self.times.cpu:.3g} ms", ""])
             lines += ["", *aligned(rows)]
-        rows = [["gpu_buffer_size", "cpu_buffer_size", "lead", "initial ratio x", "rounds"]]
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
-        rows.append([str(on_gpu), str(on_cpu), str(self.ahead), ratio, str(self.rounds)])
+        columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu, "lead": self.ahead}
+        if self.mode == "collective":
+            columns |= {"row": self.row, "cover": self.cover, "backup": self.backup, "begin": self.begin}
+        columns |= {"initial ratio x": ratio, "rounds": self.rounds}
+        rows = [list(columns), [str(value) for value in columns.values()]]
         lines += ["", *aligned(rows)]
         if self.epoch_s:
             names = {"collective": "this plan", "cpu": "CPU only", "gpu": "GPU only"}
@@ -213,6 +248,20 @@ class CollectivePlan:
             if self.num_batches:
                 lines.append(f"an epoch of {self.num_batches} mini-batches")
         return "\n".join(lines)
+
+    def _in_words(self) -> list[str]:
+        """Return what else the schedule goes by, a line each, as far as it does."""
+        if self.mode != "collective":
+            return []
+        said = {
+            f"row {self.row}: the CPU takes so many one after the other, and leaves the next "
+            f"{self.gpu_buffer_size} to the GPU": self.row,
+            f"cover {self.cover}: one of a later row is transferred only while so many are left to train before the "
+            "GPU prepares again": self.cover > 1,
+            "backup: the GPU prepares itself what a late worker still has, rather than wait": self.backup,
+            f"begin {self.begin}: the first of an epoch that the CPU takes": self.begin,
+        }
+        return [f"  {line}" for line, applies in said.items() if applies]
 
     def to_yaml(self) -> str:
         """Return the plan as YAML that people can read and change."""
@@ -273,7 +322,7 @@ def keep_plan(plan: CollectivePlan) -> None:
 
 
 def _key(machine: str, configuration: str) -> str:
-    return checksum("plan 3", machine, configuration)
+    return checksum("plan 4", machine, configuration)
 
 
 def _plain(value: Any) -> Any:

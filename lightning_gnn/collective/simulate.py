@@ -91,8 +91,7 @@ def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, duration
 
 
 def _clock(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> _VirtualClock:
-    buffer = ReorderBuffer(num_batches, *plan.buffers, times.cpu_workers, plan.ahead, plan.row, begin=plan.begin)
-    return _VirtualClock(buffer, times.cpu_workers, durations)
+    return _VirtualClock(plan.schedule(num_batches, times.cpu_workers), times.cpu_workers, durations)
 
 
 def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
@@ -210,6 +209,8 @@ class _VirtualClock:
 
     def _train(self, step: Step) -> None:
         start = max(self.now, self.arrival.pop(step.number, 0.0))
+        if self.buffer.over:  # workers are joined, and some may still work in vain
+            start = max(start, *(end for end, _, _ in self.working), 0.0)
         self.now = start + self.durations("model", step.number)
         self._occupy("GPU", "model", step.number, start, self.now)
 

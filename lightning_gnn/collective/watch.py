@@ -53,9 +53,7 @@ class Watch:
             plan: That it goes by.
             num_batches: Mini-batches of the epoch.
         """
-        if self._plan is None or (plan.mode, plan.buffers, plan.ahead, plan.row) != (
-            self._plan.mode, self._plan.buffers, self._plan.ahead, self._plan.row,
-        ):  # fmt: skip
+        if self._plan is None or plan.decisions != self._plan.decisions:
             model = 0.0 if plan.times is None else plan.times.model.mean
             predicted = max(0.0, plan.epoch_s.get("collective", 0.0) - model)
             self._expected_each_s = predicted / max(1, plan.num_batches)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes, Step
 from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError
 from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
@@ -94,10 +94,14 @@ class Workers:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
-    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int, row: int = 0) -> None:
-        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again."""
+    def resize(self, sizes: Sizes) -> None:
+        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again.
+
+        Args:
+            sizes: As :meth:`ReorderBuffer.resize` takes them.
+        """
         with self._crew.lock:
-            self.schedule.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row)
+            self.schedule.resize(*sizes)
             if self.shortage is not None:
                 self._crew.news.wait_for(lambda: not self._busy or self._crew.error is not None)
                 self.shortage = None
@@ -152,7 +156,14 @@ class Workers:
 
     def _claim(self, group: int, lane: int) -> Job | None:
         self._assign()
-        return partial(self._work, lane, self._task(self._assigned.popleft())) if self._assigned else None
+        while self._assigned:
+            number = self._assigned.popleft()
+            if not self.schedule.overtaken(number):
+                return partial(self._work, lane, self._task(number))
+            self._busy -= 1
+            self.schedule.ready(number)
+            self._assign()
+        return None
 
     def _assign(self) -> None:
         """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
@@ -171,7 +182,7 @@ class Workers:
             with self._crew.lock:  # the workers wait for smaller buffers
                 self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
                 for each in (number, *self._assigned):
-                    self.schedule.give_up(each)
+                    self.schedule.refused(each)
                 self._busy -= 1 + len(self._assigned)
                 self._assigned.clear()
                 self._tell()
@@ -179,17 +190,13 @@ class Workers:
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
         with self._crew.lock:
             self._busy -= 1
-            if self._crew.stopped:
+            if self._crew.stopped or not self.schedule.ready(number):
                 self._drop(batch)
-                self._tell()
             else:
                 self.host[number] = batch
-                self._ready(number)
-
-    def _ready(self, number: int) -> None:
-        self.schedule.ready(number)
-        self._assign()
-        self._tell()
+            if not self._crew.stopped:
+                self._assign()
+            self._tell()
 
     def _tell(self) -> None:
         self._news += 1

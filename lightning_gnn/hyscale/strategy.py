@@ -454,6 +454,11 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             return self._training_loader(dataloader)
         if self._alone:
             return dataloader
+        if getattr(dataloader, "needs_all_ranks", False):
+            raise ValueError(
+                "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
+                "out on one: leave inference out, or evaluate with strategy='ddp'"
+            )
         if not can_be_cut(dataloader):
             return whole_loader(dataloader, self._arrived, self.global_rank)
         if not module.trainer.predicting:

@@ -75,6 +75,24 @@ class FullInference:
         """Return how many bytes may be held there."""
         return free_memory(device) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
 
+    def run(self, model: nn.Module, x: Tensor, graph: Any, **more: Any) -> Tensor:
+        """Return what :func:`infer` does."""
+        return infer(model, x, graph, settings=self, **more)
+
+
+class Elsewhere:
+    """Stands as ``edge_index`` of a batch for edges of which each rank has a part; ``inference`` of the batch has them.
+
+    Args:
+        num_edges: How many there are.
+    """
+
+    def __init__(self, num_edges: int) -> None:
+        self.num_edges = num_edges
+
+    def __repr__(self) -> str:
+        return f"{self.num_edges} edges, of which each rank has a part"
+
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device; of the host's memory, no more than the control group allows."""

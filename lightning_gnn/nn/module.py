@@ -19,7 +19,7 @@ from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.embeddings import TypeEmbeddings
-from lightning_gnn.nn.inference import infer
+from lightning_gnn.nn.inference import Elsewhere
 from lightning_gnn.nn.models import num_layers, trims_exactly
 from lightning_gnn.nn.sparse_gradients import with_values
 from lightning_gnn.nn.split_optimizer import SplitOptimizer
@@ -113,9 +113,11 @@ class GNNModule(pl.LightningModule):
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
-        if isinstance(batch.edge_index, CompressedGraph) and batch.get("inference") is not None and not self.training:
+        whole = isinstance(batch.edge_index, CompressedGraph | Elsewhere)
+        if whole and batch.get("inference") is not None and not self.training:
             shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
-            return infer(self.model, x, batch.edge_index, settings=batch.inference, **shown, **extra)
+            rows: Tensor = batch.inference.run(self.model, x, batch.edge_index, **shown, **extra)
+            return rows
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         try:

@@ -15,29 +15,32 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
+from torch_geometric.data import Data
 
+from lightning_gnn.nn.full_batch import inference_settings, only_batch
+from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.partitioned.elastic import Elastic
 from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import SPLITS, Partition
 from lightning_gnn.partitioned.future import keep_hottest
+from lightning_gnn.partitioned.inference import InParts, Published
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
 from lightning_gnn.partitioned.shard import Shard, holders
-from lightning_gnn.partitioned.whole import with_topology, without_rows
+from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.heartbeat import Heartbeats
 from lightning_gnn.runtime.messages import true_or_false
 from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.sampling.node_datamodule import NeighborDataModule, as_ids
 from lightning_gnn.sampling.seed_order import OwnSeedsOrder
 
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")
 _ELSEWHERE = {
-    "inference": ("sampled", "goes over the whole graph"),
     "precompute": (None, "goes over the whole graph"),
     "feature_dtype": (None, "is chosen when the graph is partitioned"),
     "memory": (None, "reads one file, and a part's rows are mapped into memory by themselves"),
@@ -50,7 +53,8 @@ _RUNS = itertools.count()
 class _OnParts(MiniBatchDataModule):
     """What both DataModules do about parts; goes before the one that does the rest."""
 
-    _classes: ClassVar[str] = "PartitionedDataModule"
+    _infers: ClassVar[bool] = False
+    """Whether outputs of all nodes may be asked for."""
 
     def __init__(
         self,
@@ -78,6 +82,11 @@ class _OnParts(MiniBatchDataModule):
             raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
         self._elastic = Elastic() if elastic else None
         self.partition = Partition(root)
+        if (full := inference_settings(kwargs.get("inference"))) is not None:
+            InParts.of(full)
+            if not self._infers or self.partition.typed:
+                what = "of several types" if self._infers else "whose links are asked for"
+                raise ValueError(f"inference='full' does not go with a partitioned graph {what}: leave it out")
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()
@@ -142,8 +151,10 @@ class _OnParts(MiniBatchDataModule):
             shard, trouble = Shard(self.partition, mine, self.topology == "parts"), None
         except (OSError, ValueError) as error:
             trouble = error
+        self._published = Published(self.partition.parts, ranks)
         exchange = Exchange({} if trouble is not None else {
-            name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")
+            "published": self._published.published,
+            **{name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")},
         })  # fmt: skip
         self._exchange = exchange
         about = {
@@ -306,7 +317,9 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         seed: Start of the random streams; by default that of rank 0.
         num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks, while others are trained on.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, of which those that go over the whole
-            graph are refused.
+            graph are refused, but for ``inference="full"`` on a graph without types: each rank computes the outputs of
+            its own nodes layer by layer, and asks the others for those of the layer before. A rank then has a batch of
+            its share of the seeds.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
@@ -331,6 +344,8 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         >>> datamodule.teardown("fit")
     """
 
+    _infers = True
+
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         for place, stage in enumerate(SPLITS):  # each has its times behind it
             found = self.partition.split(stage)
@@ -338,6 +353,34 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
                 name, mask = found
                 kwargs.setdefault(f"input_{stage}_nodes", mask if name is None else (name, mask))
         return kwargs
+
+    def _full_loader(self, stage: str) -> DataLoader[Any]:
+        """Return a batch of this rank's share of the seeds, in the order of one machine; all make their outputs."""
+        assert isinstance(self.inference, FullInference)
+        nodes, remote, count = self._nodes[stage], self.connection.open, self._count(stage)
+        self.check_count(stage, count)
+        wanted = torch.arange(count) if nodes is None else as_ids(nodes)
+        wanted = wanted[torch.tensor([*self._order(stage, count, drop_last=False)], dtype=torch.int64)]
+        if not wanted.numel():
+            raise ValueError(
+                f"inference='full': the {stage} split has {count} seeds for {remote.exchange.ranks} ranks, of which "
+                "each needs one"
+            )
+        attributes = [key for key in self.partition.nodes[0].attributes if key != "x"]
+        if "x" not in self.partition.nodes[0].attributes:
+            raise ValueError("inference='full' needs features x, and the partitioned graph has none")
+        how = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
+        batch = Data(
+            x=nothing([wanted.numel(), *self.data.x.shape[1:]], self.data.x.dtype),
+            edge_index=Elsewhere(self.partition.edges[0].count),
+            n_id=wanted, batch_size=wanted.numel(), inference=how,
+            **remote.node_rows(0, wanted.numpy(), attributes),
+        )  # fmt: skip
+        if "edge_weight" in self.partition.edges[0].attributes:
+            batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
+        loader = only_batch(batch)
+        loader.needs_all_ranks = True  # a strategy that gives one rank the batch asks
+        return loader
 
     def _places_of_seeds(self) -> tuple[Any, Tensor]:
         nodes = self._nodes["train"]
@@ -349,13 +392,14 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
 
     Args:
         root: As for :class:`PartitionedDataModule`, as what is not named here.
-        *args: Edges to train on, validate, test and score, by the ids of the whole graph; training edges must be given.
+        *args: Edges to train on, validate, test and score, by the ids of the whole graph; by default those that the
+            graph was partitioned with (``lgnn partition task=link``).
         order: ``"local"``: each rank trains on the edges into the nodes of its part.
         **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
-        ValueError: Training edges are missing, or as for :class:`PartitionedDataModule`.
+        ValueError: There are no training edges, or as for :class:`PartitionedDataModule`.
 
     Examples:
         >>> import tempfile, torch
@@ -377,9 +421,15 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
         edges = [*given[::3], *(value for name, value in kwargs.items() if re.fullmatch("input_.*_edges", name))]
         if any(isinstance(value, tuple) and all(isinstance(part, str) for part in value) for value in edges):
             raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
+        for place, stage in enumerate(("train", "val", "test")):  # each has its labels and times behind it
+            if len(given) <= 3 * place and kwargs.get(f"input_{stage}_edges") is None:
+                kwargs[f"input_{stage}_edges"] = self.partition.links(stage)
+                if (labels := self.partition.links(f"{stage}_labels")) is not None:
+                    kwargs[f"input_{stage}_labels"] = labels
         if not given and kwargs.get("input_train_edges") is None:
             raise ValueError(
-                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on"
+                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on, or "
+                "partition with some (lgnn partition task=link)"
             )
         return kwargs
 

@@ -11,7 +11,9 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -23,17 +25,19 @@ from torch import Tensor
 _FOR_EVER = timedelta(days=365)
 """A rank may have nothing to ask for as long as a step takes; that one is lost, others notice (``heartbeat``)."""
 _BYE = -1
-_QUESTIONS = 0
-"""The tag of what announces a question; those of the questions and answers themselves follow."""
+_QUESTIONS, _ANSWERS = 0, 2
+"""The tags of what announces a question and an answer; those of call c have the tags 2 c + 1 and 2 c + 2, c > 0."""
 _CALLS = 1 << 28
 
 Handler = Callable[..., Any]
 
 
 class Exchange:
-    """Asks other ranks, and answers them in threads of its own, one for each.
+    """Asks other ranks, and answers them; for each there are two threads, one that answers and one that is answered.
 
-    All ranks must make it, and close it, together.
+    What several ranks answer is taken as it comes: one that is slow keeps nobody else's answer or question back. (gloo
+    receives from whoever is first, too, but waits for ever when a rank is gone.) All ranks must make it, and close it,
+    together.
 
     Args:
         handlers: What answers, by name.
@@ -49,6 +53,11 @@ class Exchange:
         self.sent = self.received = 0
         """Bytes of questions and answers, of those that this rank asked."""
         self._calls = itertools.count()
+        self._asked: dict[int, tuple[set[int], SimpleQueue[tuple[int, Tensor | str]]]] = {}
+        """For each call the ranks that are to answer, and where their answers, or why there are none, are put."""
+        self._asking = threading.Lock()
+        self._under_way: list[Any] = []
+        """What may still be sent of calls that have failed: gloo does not own it."""
         self._lost: dict[int, str] = {}
         self._threads: list[threading.Thread] = []
         self._open = True
@@ -56,9 +65,9 @@ class Exchange:
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
             for other in range(self.ranks):
-                if other != self.rank:
-                    name = f"answers to rank {other}"
-                    self._threads.append(threading.Thread(target=self._answer, args=(other,), name=name, daemon=True))
+                for work, way in ((self._answer, "to"), (self._take, "of")) if other != self.rank else ():
+                    name = f"answers {way} rank {other}"
+                    self._threads.append(threading.Thread(target=work, args=(other,), name=name, daemon=True))
                     self._threads[-1].start()
 
     def gather(self, value: Any) -> list[Any]:
@@ -87,31 +96,39 @@ class Exchange:
                 "the ranks have ended their exchange, and what lies in other parts cannot be read any more; read what "
                 "is needed of a mini-batch (such as e_id) while the Trainer runs"
             )
-        waiting = []
-        for rank, arguments in questions.items():
-            if rank != self.rank:
-                call = next(self._calls) % _CALLS
-                message = _packed((name, arguments))
+        others = [rank for rank in questions if rank != self.rank]
+        call, answers, sent = 1 + next(self._calls) % _CALLS, {}, []
+        came: SimpleQueue[tuple[int, Tensor | str]] = SimpleQueue()
+        with self._asking:
+            self._asked[call] = set(others), came
+            for rank in set(others) & self._lost.keys():
+                came.put((rank, self._lost[rank]))
+        try:
+            for rank in others:
+                message = _packed((name, questions[rank]))
                 self.sent += message.numel()
+                announced = torch.tensor([call, message.numel()])
                 try:
-                    self._send(torch.tensor([call, message.numel()]), rank, _QUESTIONS)
-                    self._send(message, rank, 2 * call + 1)
+                    for part, tag in ((announced, _QUESTIONS), (message, 2 * call + 1)):
+                        sent.append((part, self._send(part, rank, tag)))
                 except RuntimeError as error:
-                    raise self._missing(rank, error) from None
-                waiting.append((rank, call))
-        answers: dict[int, Any] = {}
-        if self.rank in questions:
-            answers[self.rank] = self._handlers[name](*questions[self.rank])
-        for rank, call in waiting:
-            try:
-                size = self._receive(1, torch.int64, rank, 2 * call + 2)
-                message = self._receive(int(size), torch.uint8, rank, 2 * call + 2)
-            except RuntimeError as error:
-                raise self._missing(rank, error) from None
-            self.received += message.numel()
-            failed, answers[rank] = pickle.loads(message.numpy().data)
-            if failed:
-                raise RuntimeError(f"rank {rank} could not answer: {answers[rank]}")
+                    raise self._missing(rank, str(error)) from None
+            if self.rank in questions:
+                answers[self.rank] = self._handlers[name](*questions[self.rank])
+            for _ in others:
+                rank, answer = came.get()
+                if isinstance(answer, str):
+                    raise self._missing(rank, answer)
+                self.received += answer.numel()
+                failed, answers[rank] = pickle.loads(answer.numpy().data)
+                if failed:
+                    raise RuntimeError(f"rank {rank} could not answer: {answers[rank]}")
+        except BaseException:
+            self._under_way.append(sent)
+            raise
+        finally:
+            with self._asking:
+                del self._asked[call]
         return {rank: answers[rank] for rank in questions}
 
     def close(self) -> None:
@@ -119,10 +136,8 @@ class Exchange:
         self._open = False
         for other in range(self.ranks):
             if other != self.rank:
-                try:
-                    self._send(torch.tensor([_BYE, 0]), other, _QUESTIONS)
-                except RuntimeError:
-                    continue  # gone
+                with suppress(RuntimeError):  # gone
+                    self._send(torch.tensor([_BYE, 0]), other, _QUESTIONS).wait()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -135,6 +150,7 @@ class Exchange:
             try:
                 call, size = self._receive(2, torch.int64, asker, _QUESTIONS).tolist()
                 if call == _BYE:
+                    self._send(torch.tensor([_BYE, 0]), asker, _ANSWERS).wait()
                     return
                 message = self._receive(size, torch.uint8, asker, 2 * call + 1)
                 name, arguments = pickle.loads(message.numpy().data)
@@ -142,23 +158,46 @@ class Exchange:
                     answer = _packed((False, self._handlers[name](*arguments)))
                 except Exception as error:  # the asker's to raise
                     answer = _packed((True, f"{type(error).__name__}: {error}"))
-                self._send(torch.tensor([answer.numel()]), asker, 2 * call + 2)
-                self._send(answer, asker, 2 * call + 2)
+                self._send(torch.tensor([call, answer.numel()]), asker, _ANSWERS).wait()
+                self._send(answer, asker, 2 * call + 2).wait()
             except RuntimeError as error:
-                self._lost[asker] = str(error)
+                self._lose(asker, str(error))
                 return
 
-    def _send(self, message: Tensor, rank: int, tag: int) -> None:
-        self._group.send([message], rank, tag).wait()
+    def _take(self, other: int) -> None:
+        """Take the answers of a rank, and give them to who has asked."""
+        while True:
+            try:
+                call, size = self._receive(2, torch.int64, other, _ANSWERS).tolist()
+                if call == _BYE:
+                    return
+                answer = self._receive(size, torch.uint8, other, 2 * call + 2)
+            except RuntimeError as error:
+                self._lose(other, str(error))
+                return
+            with self._asking:
+                if call in self._asked:  # else it has failed of another rank
+                    self._asked[call][1].put((other, answer))
+
+    def _lose(self, rank: int, why: str) -> None:
+        with self._asking:
+            if rank not in self._lost:
+                self._lost[rank] = why
+                for ranks, came in self._asked.values():
+                    if rank in ranks:
+                        came.put((rank, why))
+
+    def _send(self, message: Tensor, rank: int, tag: int) -> Any:
+        return self._group.send([message], rank, tag)
 
     def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
         message = torch.empty(size, dtype=dtype)
         self._group.recv([message], rank, tag).wait()
         return message
 
-    def _missing(self, rank: int, error: RuntimeError) -> RuntimeError:
-        self._lost[rank] = str(error)
-        text = next(iter(str(error).splitlines()), "")
+    def _missing(self, rank: int, why: str) -> RuntimeError:
+        self._lose(rank, why)
+        text = next(iter(why.splitlines()), "")
         return RuntimeError(f"rank {rank} does not answer, its connection is closed (gloo: {text})")
 
 

@@ -74,6 +74,7 @@ def write_partition(
     parts: int,
     method: str = "given",
     tell: Callable[[str], None] = lambda message: None,
+    links: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a graph as a folder of parts.
 
@@ -84,6 +85,7 @@ def write_partition(
         parts: How many.
         method: How nodes were shared out, for the record.
         tell: Called with what is being done.
+        links: Edges to predict, by stage, int64 ``[2, n]``, and their labels ``[n]``, as ``val_labels``.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -139,12 +141,14 @@ def write_partition(
                 if not isinstance(name, tuple) and (chosen := _split(store, stage)) is not None:
                     seeds.setdefault(stage, []).append(name)
                     save_arrays(common, {f"{stage}.{number[name]}": chosen})
+        save_arrays(common, {f"links.{name}": values for name, values in (links or {}).items()})
         torch.save(rest, common / "rest.pt")
         torch.load(common / "rest.pt", weights_only=True)  # as it will be read
         stores = [name for name, _ in stores_of(data)]
         about = {
             "stores": stores,
             "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": typed, "seeds": seeds,
+            "links": list(links or {}),
             **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
         }  # fmt: skip
         write_whole(common / "partition.json", json.dumps(about))
@@ -263,6 +267,7 @@ class Partition:
         self.method: str = about["method"]
         self.typed: bool = about["typed"]
         self.seeds: dict[str, list[Any]] = about["seeds"]
+        self.link_names: list[str] = about.get("links", [])
         self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
@@ -297,6 +302,14 @@ class Partition:
         mask = torch.zeros(self.nodes[number].count, dtype=torch.bool)
         mask[load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)] = True
         return name, mask
+
+    def links(self, name: str) -> Tensor | None:
+        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels; None where there are none.
+
+        Args:
+            name: Such as ``"val"`` or ``"val_labels"``.
+        """
+        return load_array(self.folder / "common" / f"links.{name}.npy") if name in self.link_names else None
 
     def first_edges(self, edge_type: int) -> np.ndarray:
         """Return the place of each part's first edge among all edges of a type, part by part, int64 ``[parts + 1]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,9 +50,20 @@ def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: 
         batches: Mini-batches to count.
     """
     counts = count_future(loader, remote, epoch, batches)
+    return hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], budget)
+
+
+def hottest(counts: Sequence[tuple[np.ndarray, np.ndarray]], row_bytes: Sequence[int], budget: int) -> list[np.ndarray]:
+    """Return the nodes that are read most often, as many as there is room for, ascending, by node type.
+
+    Args:
+        counts: Nodes, and how often each is read, int64 ``[n]``, by node type.
+        row_bytes: Bytes of a row of each type.
+        budget: Bytes for all.
+    """
     node, often = (np.concatenate(both) for both in zip(*counts, strict=True))
     node_type = np.repeat(np.arange(len(counts)), [ids.size for ids, _ in counts])
-    sizes = np.array([remote.row_bytes(number) for number in range(len(counts))])[node_type]
+    sizes = np.array(row_bytes)[node_type]
     # A row saves its bytes each time that it is read, and takes them once: what counts is how often.
     order = np.lexsort((node, node_type, -often))
     kept = order[np.cumsum(sizes[order]) <= budget]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def partition_graph(
     batches: int = 20,
     check_features: bool = True,
     tell: Callable[[str], None] = lambda message: None,
+    links: Mapping[str, Tensor] | None = None,
 ) -> Summary:
     """Cut a graph into parts, write each to a folder of its own, and sample to see what a rank will ask of others.
 
@@ -72,6 +73,9 @@ def partition_graph(
         batches: How many of them, in each order of the seeds; 0 counts nothing.
         check_features: Look for NaN and infinity first.
         tell: Called with what is being done.
+        links: Edges to predict, which the graph may lack: ``train``, ``val`` and ``test``, int64 ``[2, n]``, and labels
+            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``. A
+            :class:`~lightning_gnn.PartitionedLinkDataModule` takes them where it is given none.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -102,7 +106,7 @@ def partition_graph(
             seeds[name] = mask.nonzero().view(-1)
     tell(f"sharing out the nodes ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
-    write_partition(data, folder, assignment, parts, method, tell)
+    write_partition(data, folder, assignment, parts, method, tell, links)
     relations: dict[Any, Any] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
     edges, cut, total = np.zeros(parts, np.int64), 0, 0
     for name, relation in relations.items():

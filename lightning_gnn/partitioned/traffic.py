@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput
 
 from lightning_gnn.partitioned.folder import rows_of
+from lightning_gnn.partitioned.future import hottest
 from lightning_gnn.partitioned.prediction import NODE_BYTES, PICK_BYTES, Traffic
 
+_COUNTED = 4
+"""Mini-batches by which is counted what a cache would hold, for each of those whose traffic is."""
 ENVELOPE = 420
 """Bytes of a message beside what it is about: names, the sampling rule, dtypes and shapes."""
 
@@ -36,6 +39,7 @@ def count_traffic(
     topology: str = "parts",
     batches: int = 32,
     epoch: int = 0,
+    cache: int = 0,
 ) -> Traffic:
     """Sample mini-batches of each rank, and count what would cross the network for them.
 
@@ -47,6 +51,8 @@ def count_traffic(
         topology: ``"parts"``, or ``"whole"`` where each rank has all edges.
         batches: About how many to sample; each rank has two at least.
         epoch: Whose mini-batches; each has others.
+        cache: Bytes for rows of other parts on each rank: those that are read most often by some mini-batches of its
+            own, other ones and four times as many.
 
     Raises:
         ValueError: A rank has no seeds, or edges do not come hop by hop.
@@ -67,13 +73,20 @@ def count_traffic(
         raise ValueError(f"rank {without} of {ranks} would have no training seeds")
     each, widths = max(2, -(-batches // ranks)), row_bytes(loader.data)
     asked, answered, sent, nodes, rows = [], [], np.zeros(ranks), 0.0, 0.0
+
+    def sampled(rank: int, number: int, of: int) -> Any:
+        start = number * size % len(own[rank])
+        index = torch.cat([own[rank][start:], own[rank][:start]])[:size]
+        return loader.sample(index, loader.key_of((of, rank * each + number, index)))
+
     for rank in range(ranks):
-        mine = []
+        mine, kept = [], {}
+        if cache:
+            others = (sampled(rank, number, epoch + 1) for number in range(_COUNTED * each))
+            kept = _kept(others, owner, rank, widths, cache)
         for number in range(each):
-            start = number * size % len(own[rank])
-            index = torch.cat([own[rank][start:], own[rank][:start]])[:size]
-            out = loader.sample(index, loader.key_of((epoch, rank * each + number, index)))
-            found, count, remote = _exchanged(out, owner, ranks, rank, widths, topology)
+            out = sampled(rank, number, epoch)
+            found, count, remote = _exchanged(out, owner, ranks, rank, widths, topology, kept)
             mine.append(found)
             nodes, rows = nodes + count / (ranks * each), rows + remote / (ranks * each)
         mean = np.mean(mine, 0)  # [rounds, ranks, 2]
@@ -84,9 +97,30 @@ def count_traffic(
     return Traffic(np.stack(asked, 1), np.stack(answered, 1), sent, nodes, rows, max(1.0, longest / size))
 
 
+def _kept(
+    outs: Iterable[Any], owner: Mapping[Any, np.ndarray], rank: int, widths: Mapping[Any, int], budget: int
+) -> dict[Any, np.ndarray]:
+    """Return whether a rank keeps the row of each node, bool ``[num_nodes]`` by type."""
+    names = [name for name in owner if name in widths]
+    often = {name: np.zeros(owner[name].size, np.int64) for name in names}
+    for out in outs:
+        for name, ids in (out.node if isinstance(out, HeteroSamplerOutput) else {None: out.node}).items():
+            if name in often:
+                often[name][np.unique(ids.numpy())] += 1
+    counts = []
+    for name in names:
+        nodes = np.flatnonzero((often[name] > 0) & (owner[name] != rank))
+        counts.append((nodes, often[name][nodes]))
+    kept = {name: np.zeros(owner[name].size, np.bool_) for name in names}
+    for name, nodes in zip(names, hottest(counts, [widths[name] for name in names], budget), strict=True):
+        kept[name][nodes] = True
+    return kept
+
+
 def _exchanged(
-    out: Any, owner: Mapping[Any, np.ndarray], ranks: int, rank: int, widths: Mapping[Any, int], topology: str
-) -> tuple[np.ndarray, int, int]:
+    out: Any, owner: Mapping[Any, np.ndarray], ranks: int, rank: int, widths: Mapping[Any, int], topology: str,
+    kept: Mapping[Any, np.ndarray],
+) -> tuple[np.ndarray, int, int]:  # fmt: skip
     """Return the bytes that a rank asks of each other and gets, ``[rounds, ranks, 2]``, its nodes, and remote rows."""
     typed = isinstance(out, HeteroSamplerOutput)
     sampled: list[Any] = [out.node, out.col, out.num_sampled_nodes, out.num_sampled_edges]
@@ -120,7 +154,8 @@ def _exchanged(
             add(*questions)
     total = remote = 0
     for name, ids in nodes.items():
-        distinct = at[name] if getattr(out, "batch", None) is None else owner[name][np.unique(ids.numpy())]
+        asked = ids.numpy() if getattr(out, "batch", None) is None else np.unique(ids.numpy())
+        distinct = owner[name][asked[~kept[name][asked]] if name in kept else asked]
         total, remote = total + ids.numel(), remote + int((distinct != rank).sum())
         if name in widths:
             add((distinct, NODE_BYTES, distinct, widths[name]))

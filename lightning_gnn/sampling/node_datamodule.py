@@ -202,7 +202,7 @@ class NeighborDataModule(MiniBatchDataModule):
         if isinstance(self.data, HeteroData):
             kind, nodes = self._seeds(stage)
             if stage == "predict":
-                return self.full_loader(stage, kind, **({} if nodes is None else {"pred_nodes": _ids(nodes)}))
+                return self.full_loader(stage, kind, **({} if nodes is None else {"pred_nodes": as_ids(nodes)}))
             return self.full_loader(stage, kind, **{f"{stage}_mask": mask_of(nodes, self.data[kind].num_nodes)})
         chosen = {
             f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
@@ -210,7 +210,7 @@ class NeighborDataModule(MiniBatchDataModule):
             if self._nodes[name] is not None
         }
         if (nodes := self._nodes["predict"]) is not None:
-            chosen["pred_nodes"] = _ids(nodes)
+            chosen["pred_nodes"] = as_ids(nodes)
         return self.full_loader("nodes", **chosen)
 
     def __repr__(self) -> str:
@@ -254,5 +254,6 @@ def _seeds_in(data: Any, stage: str) -> tuple[str, Any]:
     return "", None
 
 
-def _ids(nodes: Tensor) -> Tensor:
+def as_ids(nodes: Tensor) -> Tensor:
+    """Return seeds as ids, int64 ``[n]``, of a mask those of its true entries."""
     return nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes

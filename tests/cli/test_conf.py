@@ -51,6 +51,7 @@ def test_every_key_is_explained(path):
 )
 def test_every_choice_composes_and_names_things_that_exist(choice):
     folders = {"data=custom": "data.root=x", "datamodule=partitioned": "datamodule.root=x"}
+    folders["datamodule=partitioned_link"] = "datamodule.root=x"
     cfg = composed(choice, *([folders[choice]] if choice in folders else []))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     for name in ("data", "model", "datamodule", "task", "trainer"):

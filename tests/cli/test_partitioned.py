@@ -17,6 +17,10 @@ def parts(tmp_path_factory):
     return out
 
 
+def scores(directory):
+    return {name: value for name, value in metrics_of(directory).items() if name.startswith(("val_", "test_"))}
+
+
 def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
     assert lgnn(tmp_path / "whole") == 0
     whole = metrics_of(tmp_path / "whole")
@@ -33,6 +37,37 @@ def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert lgnn(tmp_path / "again", "mode=test", f"ckpt_path={best}", base=["trainer.enable_progress_bar=false"]) == 0
     assert metrics_of(tmp_path / "again")["test_acc"] == trained["test_acc"]
+
+
+def test_exact_inference_in_parts(parts, tmp_path):
+    given = ["datamodule=partitioned", f"datamodule.root={parts}", "inference=full", "trainer.max_epochs=1"]
+    assert lgnn(tmp_path / "parts", *given, base=SAMPLED) == 0
+    assert lgnn(tmp_path / "whole", "inference=full", "trainer.max_epochs=1") == 0
+    assert scores(tmp_path / "parts") == pytest.approx(scores(tmp_path / "whole"), rel=1e-6)
+
+
+def test_links_train_as_on_the_whole_graph(tmp_path, capfd):
+    split = ["task=link", "task.split.num_train=400", "task.split.num_val=60", "task.split.num_test=60"]
+    parts, sampled = tmp_path / "cut", [item for item in SAMPLED if not item.startswith("datamodule=")]
+    assert partition_command.main([*GRAPH, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
+    split.append("task.lr=0.01")  # which follows from the data set where nothing is said
+    assert lgnn(tmp_path / "whole", *split, base=[*GRAPH, *sampled]) == 0
+    of_parts = ["datamodule=partitioned_link", f"datamodule.root={parts}"]
+    assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0
+    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
+    capfd.readouterr()
+    assert lgnn(tmp_path / "nodes", *of_parts, base=sampled) == 2
+    assert "use one with labels, or task=link" in capfd.readouterr().err
+
+
+def test_parts_without_links_are_refused(parts, tmp_path, capfd):
+    sampled = [item for item in SAMPLED if not item.startswith("datamodule=")]
+    given = ["task=link", "datamodule=partitioned_link", f"datamodule.root={parts}"]
+    assert lgnn(tmp_path, *given, base=sampled) == 2
+    assert "so give those to train on, or partition with some (lgnn partition task=link)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def test_machines_are_planned_on_the_graph_at_hand(tmp_path, capfd):
     assert "On 4 machines" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_folder_of_parts_is_what_is_counted_on(tmp_path, capfd):
     from lightning_gnn.cli.partition_command import main
 
@@ -44,6 +45,14 @@ def test_a_folder_of_parts_is_what_is_counted_on(tmp_path, capfd):
     assert plan(tmp_path / "plan", *given) == 0
     found = yaml.safe_load((tmp_path / "plan" / "machines.yaml").read_text())["machines"]
     assert [row["partition"] for row in found] == ["4 parts (random)"] * 2 + ["random"]
+    capfd.readouterr()
+    assert plan(tmp_path / "cached", *given, "plan.cache=20kB") == 0
+    assert "order=global, cache=20 kB" in capfd.readouterr().out
+    cached = yaml.safe_load((tmp_path / "cached" / "machines.yaml").read_text())["machines"]
+    for row, other in zip(cached, found, strict=True):
+        assert row["memory"]["cache"] == 20_000 > other["memory"]["cache"] == 0
+        assert row["remote_rows"] < other["remote_rows"]
+        assert row["remote_bytes"] < other["remote_bytes"]
     assert plan(tmp_path / "other", *given, "data.num_nodes=150") == 2
     assert "is of another graph" in capfd.readouterr().err
 
@@ -58,6 +67,7 @@ def test_bandwidths_as_people_write_them(text, rate):
 @pytest.mark.parametrize("overrides", [
     ["plan.network=fast"], ["plan.network=0"], ["plan.network=1Gbit/s", "plan.latency=-1"],
     ["plan.network=1Gbit/s", "plan.order=random"], ["plan.network=1Gbit/s", "plan.nodes=[0]"],
+    ["plan.network=1Gbit/s", "plan.cache=much"],
     ["plan.network=1Gbit/s", "strategy=hyscale"],
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, overrides, capfd, monkeypatch):

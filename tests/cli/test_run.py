@@ -11,7 +11,7 @@ from filelock import FileLock
 from hydra import compose, initialize_config_module
 from torch_geometric.data import Data
 
-from lightning_gnn.cli.assemble import _split_links, build_data, build_task
+from lightning_gnn.cli.assemble import build_data, build_task, split_links
 from lightning_gnn.graph import save_hetero_folder, write_rows
 from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
@@ -85,7 +85,7 @@ def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
         labels = [batch.edge_label for batch in loader]
         assert {int(part.sum()) for part in labels} == {5}
     pairs = torch.cat([batch.n_id[batch.edge_label_index] for batch in loader], dim=1)
-    *_, test = _split_links(build_data(cfg), **cfg.task.split)
+    *_, test = split_links(build_data(cfg), **cfg.task.split)
     assert {*zip(*pairs.tolist(), torch.cat(labels).tolist(), strict=True)} == {
         *zip(*test.edge_label_index.tolist(), test.edge_label.tolist(), strict=True)
     }  # the same edges with the same labels

@@ -57,7 +57,8 @@ def plans(draw):
     mode = draw(st.sampled_from(["collective", "collective", "collective", "cpu", "gpu"]))
     sizes = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     lead, row, begin = (draw(st.integers(0, 20)) for _ in range(3))
-    return CollectivePlan(mode, *sizes, lead=lead, row=row, begin=begin)
+    cover, backup = draw(st.integers(1, 4)), draw(st.booleans())
+    return CollectivePlan(mode, *sizes, lead=lead, row=row, cover=cover, backup=backup, begin=begin)
 
 
 @settings(max_examples=40)
@@ -145,6 +146,34 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
     decided = [step for step in steps if step.kind != "wait"]
     assert decided == [step for step in expected.steps if step.kind not in ("wait", "end")]
     assert clock.now == pytest.approx(expected.makespan)
+
+
+@pytest.mark.parametrize("host_memory", ["enough", "refused to the late one"])
+def test_the_gpu_takes_over_from_a_worker_that_is_late(host_memory):
+    """The worker is late until the GPU has trained all others; its mini-batch comes once, and its memory goes back."""
+    loader = collective(CollectivePlan("collective", 2, 2, lead=1, backup=True), num_workers=1)
+    resume, prepare_on_host, late = threading.Event(), loader.prepare_on_host, []
+
+    def slow(task):
+        late.append(task[1])
+        if len(late) == 1:
+            assert resume.wait(PATIENCE)
+            if host_memory != "enough":
+                raise HostMemoryError("refused: 1 MB")
+        return prepare_on_host(task)
+
+    loader.prepare_on_host = slow
+    batches = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == late[0] + 2:  # it was trained without the worker
+                resume.set()
+    for batch, expected in zip(batches, PLAIN, strict=True):
+        assert_same(batch, expected)
+    assert late.count(late[0]) == 1
+    assert_all_free(loader)
 
 
 # -- planning

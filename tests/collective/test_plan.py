@@ -28,6 +28,8 @@ plans = st.builds(
     configuration=st.text(st.characters(codec="ascii"), max_size=20),
     lead=st.none() | st.integers(0, 10**6),
     row=st.integers(0, 10**6),
+    cover=st.integers(1, 10**6),
+    backup=st.booleans(),
     begin=st.integers(0, 10**6),
     cpu_part=st.none() | st.floats(0, 1),
 )
@@ -76,6 +78,8 @@ def test_buffers_of_each_mode():
         ({"lead": -1}, "lead must be a whole number of at least 0, but is -1"),
         ({"lead": 2.5}, "lead must be a whole number"),
         ({"row": -1}, "row must be a whole number of at least 0, but is -1"),
+        ({"cover": 0}, "cover must be a whole number of at least 1, but is 0"),
+        ({"backup": 1}, "backup must be true or false, but is 1"),
         ({"begin": True}, "begin must be a whole number"),
         ({"cpu_part": -0.5}, "cpu_part must be a finite number of at least 0"),
         ({"cpu_buffer_size": 0}, "cpu_buffer_size must be a whole number of at least 1, but is 0"),
@@ -160,7 +164,7 @@ def test_prints_as_a_table():
         "cpu_batching 80 ms 4 ms",
         "dma 2 ms 0.01 ms",
         "cpu_batching / 8 workers 10 ms",
-        "10 8 18 1.2 4",
+        "10 8 18 0 1 False 0 1.2 4",
         "this plan 2 1.00x",
         "CPU only 3 1.50x",
         "GPU only 2.5 1.25x",
@@ -168,6 +172,11 @@ def test_prints_as_a_table():
         assert expected.split() in lines
     stages = [line for line in table.splitlines() if line.endswith(" ms")]
     assert len({len(line) for line in stages if not line.strip().startswith("cpu_batching /")}) == 1
+    assert "row" not in lines[1]  # it does not go by one
+    said = str(CollectivePlan("collective", 10, 8, lead=44, row=5, cover=3, backup=True, begin=46)).splitlines()
+    assert [line.split()[0].strip(":") for line in said[1:5]] == ["row", "cover", "backup", "begin"]
+    assert "leaves the next 10 to the GPU" in said[1]
+    assert ["10", "8", "44", "5", "3", "True", "46", "0"] in [line.split() for line in said]
     assert "the CPU prepares all" in str(CollectivePlan("cpu", 10, 8))
     assert "the GPU prepares all" in str(CollectivePlan("gpu", 10, 0))
 

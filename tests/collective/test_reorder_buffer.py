@@ -11,12 +11,13 @@ def cases(draw):
     cpu_buffer_size = draw(st.integers(0 if gpu_buffer_size else 1, 7))
     num_batches = draw(st.integers(0, 40))
     sizes = gpu_buffer_size, cpu_buffer_size, draw(st.integers(1, 5)), draw(st.integers(0, 20)), draw(st.integers(0, 6))
+    sizes = *sizes, draw(st.integers(1, 4)), draw(st.booleans())
     first = draw(st.integers(0, num_batches) | st.just(0))
     return num_batches, *sizes, first, draw(st.integers(0, 30))
 
 
 def make(case):
-    return ReorderBuffer(*case[:6], first=case[6], begin=case[7])
+    return ReorderBuffer(*case[:8], first=case[8], begin=case[9])
 
 
 def drive(buffer, workers, source, between=lambda: None):
@@ -39,7 +40,8 @@ def drive(buffer, workers, source, between=lambda: None):
         step = buffer.next()
         yield step
         if step.kind == "end":
-            assert not under_way
+            while under_way:
+                assert not buffer.ready(under_way.pop()), "a worker is at what nobody has trained"
             assert buffer.next().kind == "end"
             assert buffer.claim() is None
             return
@@ -53,7 +55,7 @@ def drive(buffer, workers, source, between=lambda: None):
 @settings(max_examples=200)
 @given(cases(), st.randoms(use_true_random=False))
 def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
-    num_batches, gpu_buffer_size, cpu_buffer_size, workers, _, _, first, _ = case
+    num_batches, gpu_buffer_size, cpu_buffer_size, workers, *_, first, _ = case
     buffer = make(case)
     trained, on_device = [], {}
     for step in drive(buffer, workers, source):
@@ -67,7 +69,8 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
         assert on_device == buffer.gpu_buffer
         assert len(on_device) <= gpu_buffer_size + ReorderBuffer.AHEAD
         assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
-        assert len(buffer.cpu_buffer) <= max(0, cpu_buffer_size + workers - 1)
+        in_vain = buffer._overtaken
+        assert len(buffer.cpu_buffer) + len(buffer._working) + in_vain <= max(0, cpu_buffer_size + workers - 1)
         assert not set(buffer.cpu_buffer) & set(on_device)
     assert not on_device
     assert not buffer.cpu_buffer
@@ -77,7 +80,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
 @settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_cpu_begins_ahead_of_training(case, source):
-    num_batches, gpu_buffer_size, _, workers, lead, row, first, begin = case
+    num_batches, gpu_buffer_size, _, workers, lead, row, _, _, first, begin = case
     buffer = make(case)
     taken = []
     claim = buffer.claim
@@ -104,9 +107,9 @@ def test_the_cpu_begins_ahead_of_training(case, source):
 @given(cases(), cases(), st.randoms(use_true_random=False))
 def test_sizes_may_change_and_mini_batches_be_given_up_at_any_time(case, other, source):
     """What had no room is prepared again, and still all are trained once, in order."""
-    num_batches, _, _, workers, _, _, first, _ = case
+    num_batches, _, _, workers, *_, first, _ = case
     buffer = make(case)
-    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
+    sizes = [(max(1, each[1]), *each[2:8]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
 
     def between():
         if source.random() < 0.1:
@@ -146,6 +149,47 @@ def test_by_hand():
         ("train", 5, "flushing"),
         ("train", 6, "flushing"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("cover", "sent"), [(1, {5: 0, 6: 1}), (3, {5: 0, 6: 1}), (4, {5: 0, 6: 4}), (5, {5: 4, 6: 5})]
+)
+def test_a_transfer_sets_out_only_where_training_covers_it(cover, sent):
+    """The GPU has 0 to 3, the CPU 5 and 6, and 4 is free: four are left to train before the GPU prepares again."""
+    buffer = ReorderBuffer(20, 4, 9, 2, 5, 2, cover)
+    for number in (buffer.claim(), buffer.claim()):
+        buffer.ready(number)
+    found = {}
+    while len(found) < 2:
+        step = buffer.next()
+        if step.kind == "transfer":
+            found[step.number] = buffer.head
+    assert found == sent
+
+
+def test_the_gpu_prepares_what_a_late_worker_still_has():
+    """Once the window is taken there is nothing else to do; what the worker brings is dropped, and its room is kept."""
+    buffer = ReorderBuffer(4, 1, 1, 2, lead=1, backup=True)
+    assert [buffer.claim(), buffer.claim(), buffer.claim()] == [1, 2, None]
+    assert [buffer.next()[:2] for _ in range(2)] == [("batch", 0), ("train", 0)]
+    assert not buffer.overtaken(1)
+    assert buffer.next()[:2] == ("batch", 1)
+    assert buffer.overtaken(1)
+    assert buffer.claim() is None  # its worker's memory is not free before it is done
+    assert not buffer.ready(1)
+    assert buffer.claim() == 3
+    assert buffer.next()[:2] == ("train", 1)
+    buffer.refused(2)  # by its worker, for which there was no memory
+    assert buffer.next()[:2] == ("batch", 2)
+    assert buffer.ready(3)
+    assert [buffer.next()[:2] for _ in range(3)] == [("train", 2), ("transfer", 3), ("train", 3)]
+    assert buffer.over
+
+
+def test_without_a_backup_it_waits():
+    buffer = ReorderBuffer(4, 1, 1, 2, lead=1)
+    assert buffer.claim() == 1
+    assert [buffer.next().kind for _ in range(3)] == ["batch", "train", "wait"]
 
 
 def test_while_a_worker_is_late_the_gpu_looks_further_ahead():

@@ -54,6 +54,12 @@ class VirtualTime:
                 super().run()
                 self.stop_running()
 
+            def join(thread, timeout=None):
+                if thread.is_alive():
+                    self.stop_running()
+                    super().join(timeout)
+                    self.run(1)
+
         class Module:
             Condition = staticmethod(self.condition)
             RLock = staticmethod(threading.RLock)

@@ -8,10 +8,12 @@ import signal
 import pytest
 import pytorch_lightning as pl
 
-from lightning_gnn import PartitionedDataModule
+from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn.nn import GraphSAGE, LinkPredictor
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import Partition
+from lightning_gnn.partitioned.inference import Published
 from lightning_gnn.partitioned.shard import Shard
 from tests.full_graph.launch import observe
 from tests.partitioned.graphs import plain_graph
@@ -56,7 +58,24 @@ STAGES = {
     "a training step": lambda: _At("on_before_optimizer_step"),
     "a validation": lambda: _At("on_validation_batch_start"),
     "the end of an epoch": lambda: _At("on_train_epoch_end"),
+    "answering with the outputs of a layer": lambda: before(Published, "published", 5),
 }
+KINDS = {
+    "nodes": (PartitionedDataModule, {"cache": 500}, "ddp"),
+    "links": (PartitionedLinkDataModule, {}, "ddp"),
+    "whole": (PartitionedDataModule, {"cache": 500, "topology": "whole"}, "ddp"),
+    "hyscale": (PartitionedDataModule, {"cache": 500}, "hyscale"),
+    "inference": (PartitionedDataModule, {"inference": "full"}, "ddp"),
+}
+OF_KINDS = [
+    *(("nodes", stage) for stage in list(STAGES)[:8]),
+    *(("links", stage) for stage in list(STAGES)[2:6]),
+    *(("whole", stage) for stage in [list(STAGES)[1], *list(STAGES)[4:6]]),
+    *(("hyscale", stage) for stage in [*list(STAGES)[1:6], list(STAGES)[7]]),
+    ("inference", list(STAGES)[8]),
+]
+"""What is killed at which stage: "links" keep nothing, and have nothing to validate on; "whole" asks for no lists, and
+reads all parts before the ranks are joined."""
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +85,22 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def _train(rank, folder, stage, said):
+def _train(rank, folder, kind, stage, said):
     file = os.open(f"{said}/{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 2)
     callback = STAGES[stage]() if rank == LOST else None
-    datamodule = PartitionedDataModule(
-        folder, num_neighbors=[3, 3], batch_size=8, seed=7, silence=20, cache=500, num_workers=2
-    )
-    trainer = trainer_of(RANKS, callbacks=[] if callback is None else [callback])
-    trainer.fit(module_of(), datamodule=datamodule)
+    make, options, strategy = KINDS[kind]
+    links = kind == "links"
+    seeds = {"input_train_edges": plain_graph().edge_index[:, :200], "neg_sampling_ratio": 1.0} if links else {}
+    datamodule = make(folder, **seeds, num_neighbors=[3, 3], batch_size=8, seed=7, silence=20, num_workers=2, **options)
+    module = LinkPredictor(GraphSAGE(3, 8, 2, 3)) if links else module_of()
+    trainer_of(RANKS, strategy, callbacks=[] if callback is None else [callback]).fit(module, datamodule=datamodule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_rank_ends_the_others_by_name(folder, stage, tmp_path):
-    outcome = observe(_train, RANKS, folder, stage, str(tmp_path), nodes=RANKS)
+@pytest.mark.parametrize(("kind", "stage"), OF_KINDS)
+def test_a_killed_rank_ends_the_others_by_name(folder, kind, stage, tmp_path):
+    outcome = observe(_train, RANKS, folder, kind, stage, str(tmp_path), nodes=RANKS)
     assert outcome.exit_codes[LOST] == -signal.SIGKILL
     for rank in set(range(RANKS)) - {LOST}:
         # By an exception, or where the main thread waits on, at the end of the process.
