@@ -41,6 +41,7 @@ SMALL = {
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
     "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
     "disk": ["--only", "ours, disk, 1/4"],
+    "disk_epochs": [],
     "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],
