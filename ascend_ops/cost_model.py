@@ -20,19 +20,19 @@ import numpy.typing as npt
 
 from lightning_gnn.ascend_ops.build import TWIN
 
-Kernel = Literal["cube", "vector"]
+Kernel = Literal["cube", "gathered", "vector"]
 Array = npt.NDArray[Any]
 
 TILE_COLUMNS, UNIFIED_COLUMNS = 128, 64
 """Columns of a dense tile, on split cores and on a unified one."""
-PANEL = {"cube": 256, "vector": 2048}
+PANEL = {"cube": 256, "gathered": 256, "vector": 2048}
 """Columns of the features that a kernel handles at once (host_tiling.h)."""
 BATCH = 256
 """Entries that aggregate_vector brings to UB at once."""
 HBM_GB_S = 1421.0
 """Of an Atlas A2: 24 cores times ``ddr_rate`` of CANN's platform configuration (Ascend910B1.ini) times the clock."""
 EXPOSED = {
-    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.08, ("unified", 2): 0.035,
+    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.11, ("unified", 2): 0.035,
     ("unified", 1): 0.02,
 }  # fmt: skip
 """Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue; ``"unified"`` is
@@ -53,6 +53,7 @@ class Counts:
         batches: Lists that the vector kernel brings to UB, of at most 256 entries of one row.
         pairs: Pairs of rows of the features that it copies one after the other, of lists of more than two entries.
         short: Lists of one or two entries.
+        column_runs: Runs of neighbours among the distinct columns.
         num_sources: Rows of the features that are read at all.
     """
 
@@ -63,6 +64,7 @@ class Counts:
     batches: Array
     pairs: Array
     short: Array
+    column_runs: Array
     num_sources: int
 
 
@@ -75,7 +77,13 @@ def atlas_a2() -> Mapping[str, float]:
 
 
 def chunk_cycles(
-    kernel: Kernel, counts: Counts, num_columns: int, num_groups: int, chip: Mapping[str, float], buffers: int = 2
+    kernel: Kernel,
+    counts: Counts,
+    num_columns: int,
+    num_groups: int,
+    chip: Mapping[str, float],
+    buffers: int = 2,
+    heads: int = 1,
 ) -> tuple[Array, float]:
     """Return the cycles of each chunk for the widest group, float64 ``[num_chunks]``, and those of a core's start.
 
@@ -86,14 +94,15 @@ def chunk_cycles(
         num_groups: M.
         chip: Parameters by the names of the twin's; with ``ub_to_l1_bytes`` a core is unified, without it split.
         buffers: 2 for double buffering, else 1.
+        heads: Heads with weights of their own.
     """
-    width, pieces = panels(num_columns, num_groups, kernel)
+    width, pieces = panels(num_columns, num_groups, kernel, heads)
     unified = chip.get("ub_to_l1_bytes", 0) > 0
-    row_byte = _row_byte(kernel, counts, num_columns, chip)
+    byte = row_byte(kernel, counts, num_columns, chip)
     if kernel == "vector":
-        busiest, total = _vector(counts, width, pieces, chip, row_byte, buffers)
+        busiest, total = _vector(counts, width, pieces, chip, byte, buffers)
     else:
-        busiest, total = _cube(counts, width, pieces, chip, row_byte, unified, buffers)
+        busiest, total = _cube(counts, width, pieces, chip, byte, unified, buffers)
     kind = "unified" if unified and kernel == "cube" else kernel
     others = total - busiest
     steps = np.maximum(pieces * _tiles(counts, unified), 1)
@@ -123,15 +132,15 @@ def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: in
     head, flag, vector = p["mte_head"], p["flag_cycles"], p["vector_head"]
     latency, repeats = p["l2_read_latency"], 4 * width / p["vector_bytes"]
     move, add = pieces * vector + repeats, pieces * vector + repeats * (1 + p["bank_cycles"])
-    row = pieces * head + 2 * width * _cold(p)
+    row = pieces * head + 2 * width * list_byte(p)
     # As in aggregate_vector, but a list serves many rows, and copies go on over their borders.
-    waited = lists * (2 * head + latency) + 8 * _cold(p) * entries * pieces
+    waited = lists * (2 * head + latency) + 8 * list_byte(p) * entries * pieces
     units = (
         pieces * (rows * (p["scalar_gm_cycles"] + latency / 16 + 6 * flag) + entries * (4 * flag + 7))
         + lists * 8 * flag,
         entries * (move + add) + 2 * rows * move,
         waited + entries / 2 * (row + pieces * (latency + 4 * flag) + move),
-        rows * (pieces * head + 2 * width * _out(p)),
+        rows * (pieces * head + 2 * width * stored_byte(p)),
     )
     busiest = max(units)
     return busiest + EXPOSED["vector", 2] * (sum(units) - busiest)
@@ -155,7 +164,7 @@ def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]
     stored = -(-share // steps)
     # Each operand comes from HBM once, for the first tile that wants it; parts of rows lie apart.
     taken = 1 / p["l2_read_bytes"]
-    left, right = (taken + (_cold(p) - taken) * min(bands / stored, 1) for bands in (down, across))
+    left, right = (taken + (list_byte(p) - taken) * min(bands / stored, 1) for bands in (down, across))
     runs = (high + wide - 2) * p["burst_cycles"] if steps > 1 else 0
     copies = 2 * p["mte_head"] + runs + 2 * depth * (high * left + wide * right)
     loads = p["load_head"] * (high // 16 + 1) + 2 * depth * (high / p["l1_to_l0a_bytes"] + wide / p["l1_to_l0b_bytes"])
@@ -171,16 +180,23 @@ def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]
     return busiest + fill + EXPOSED["cube", 2] * others + FILL["cube"] * others / share
 
 
-def panels(num_columns: int, num_groups: int, kernel: Kernel) -> tuple[int, int]:
-    """Return the columns of the widest group, filled up to blocks of 16, and in how many panels they are handled."""
-    blocks = -(-num_columns // 16)
+def panels(num_columns: int, num_groups: int, kernel: Kernel, heads: int = 1) -> tuple[int, int]:
+    """Return the columns of the widest group, filled up to blocks of 16, and in how many panels they are handled.
+
+    Args:
+        num_columns: D, of all heads.
+        num_groups: M.
+        kernel: Which one.
+        heads: Heads with weights of their own, each of whole blocks; a panel is of one head.
+    """
+    blocks = heads * -(-num_columns // heads // 16)
     width = 16 * -(-blocks // num_groups)
-    return width, -(-width // PANEL[kernel])
+    return width, max(-(-width // PANEL[kernel]), -(-heads // num_groups))
 
 
 def rows_copied(kernel: Kernel, counts: Counts) -> Array:
-    """Return the rows of the features that each chunk copies, once per panel."""
-    return counts.columns if kernel == "cube" else counts.entries
+    """Return the rows of the features that each chunk copies, once per panel (aggregate_gathered: once)."""
+    return counts.entries if kernel == "vector" else counts.columns
 
 
 def hbm_bytes(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[str, float]) -> float:
@@ -195,11 +211,11 @@ def _tiles(counts: Counts, unified: bool) -> Array:
     return -(-counts.columns // (UNIFIED_COLUMNS if unified else TILE_COLUMNS))
 
 
-def _row_byte(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[str, float]) -> float:
+def row_byte(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[str, float]) -> float:
     """Return the cycles of a byte of a row that is copied in, on average over HBM and L2."""
     copied = 2.0 * float(rows_copied(kernel, counts).sum()) * num_columns
     missed = hbm_bytes(kernel, counts, num_columns, chip) / copied if copied else 0.0
-    return missed * _cold(chip) + (1 - missed) / chip["l2_read_bytes"]
+    return missed * list_byte(chip) + (1 - missed) / chip["l2_read_bytes"]
 
 
 def _vector(
@@ -212,7 +228,7 @@ def _vector(
     move, add = pieces * p["vector_head"] + repeats, pieces * p["vector_head"] + repeats * (1 + p["bank_cycles"])
     row = pieces * head + 2 * width * row_byte
     # The rows of a list wait for it, and a row for its buffer, free once the one before has come and been cast.
-    waited = pieces * (2 * head + latency) * c.batches + 8 * _cold(p) * c.entries * pieces
+    waited = pieces * (2 * head + latency) * c.batches + 8 * list_byte(p) * c.entries * pieces
     turn = row + pieces * (latency + 4 * flag) + move
     if buffers > 1:
         copies = (
@@ -228,7 +244,7 @@ def _vector(
         pieces * (look_up + 10 * c.batches * flag + c.entries * (4 * flag + 7)),
         2 * move * c.rows + (move + add) * c.entries,
         copies,
-        c.rows * (pieces * head + 2 * width * _out(p)),
+        c.rows * (pieces * head + 2 * width * stored_byte(p)),
     ])  # fmt: skip
     return units.max(0), units.sum(0)
 
@@ -242,7 +258,7 @@ def _cube(
     tiles = _tiles(c, unified)
     m, k = 16 * -(-c.rows // 16), 16 * -(-c.columns // 16)
     half = 1 if unified else 2
-    lists = pieces * (3 * head * tiles * (2 if unified else 1) + _cold(p) * (4 * k + 4 * c.entries) / half)
+    lists = pieces * (3 * head * tiles * (2 if unified else 1) + list_byte(p) * (4 * k + 4 * c.entries) / half)
     # So many copies are in flight, and each ends so much later.
     row = head + 2 * width / pieces * row_byte
     row = max(row, (row + latency) / p["copies_in_flight"])
@@ -269,7 +285,7 @@ def _cube(
     if unified:
         to_l1 = p["load_head"] * (pieces * k / 16 + tiles * width / 16) + tile_bytes / p["ub_to_l1_bytes"]
         drain = pieces * vector_head + 4 * m * width / p["l0c_to_ub_bytes"]
-        store = store + 2 * width * _out(p) * c.rows
+        store = store + 2 * width * stored_byte(p) * c.rows
         # The scalar unit asks for no rows while it sends results away, so the last tile of a row block takes longer.
         last = 1 / np.maximum(tiles, 1)
         units = np.stack([issue + scatter, clean + empty, gather, to_l1, loads, cube])
@@ -285,8 +301,8 @@ def _cube(
             scatter,
             clean + empty,
             gather,
-            moved + tile_bytes / 2 * _out(p),
-            (pieces * tiles * slot + 2 * moved + tile_bytes * (_out(p) / 2 + 1 / p["l2_read_bytes"])) / 2,
+            moved + tile_bytes / 2 * stored_byte(p),
+            (pieces * tiles * slot + 2 * moved + tile_bytes * (stored_byte(p) / 2 + 1 / p["l2_read_bytes"])) / 2,
             issue,
             moved + tile_bytes / p["l2_read_bytes"],
             loads,
@@ -303,11 +319,11 @@ def _fill(p: Mapping[str, float]) -> float:
     return 3 * p["l2_read_latency"] + 2 * p["l2_write_latency"] + p["cross_flag_cycles"]
 
 
-def _cold(p: Mapping[str, float]) -> float:
+def list_byte(p: Mapping[str, float]) -> float:
     """Return the cycles of a byte of a list, which is read once."""
     return max(1 / p["hbm_bytes"], 1 / p["l2_read_bytes"])
 
 
-def _out(p: Mapping[str, float]) -> float:
+def stored_byte(p: Mapping[str, float]) -> float:
     """Return the cycles of a byte from UB to global memory."""
     return max(1 / p["l2_write_bytes"], 1 / p["ub_to_gm_bytes"])

@@ -2,7 +2,7 @@
 
 GraphSAGE with two layers, forward and backward, on mini-batches of a drawn graph, by the kernels on their twin with 24
 cores. The figure is thousands of cycles of all kernels of a mini-batch, each round another one; L2 is empty when a
-kernel starts. No second is measured, and no chip: how long a copy takes to start is assumed (40 cycles).
+kernel starts. No second is measured, and no chip: what is known of its times is in ``ascend_ops/twin/RULES.md``.
 """
 
 from __future__ import annotations

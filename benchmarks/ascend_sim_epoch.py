@@ -283,11 +283,24 @@ def simulate(
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
         orders = {"natural": graph.natural.forward} | ({"locality": graph.compressed.forward} if chunked else {})
         kernels: tuple[Any, ...] = ("cube", "vector") if chunked else ("vector",)
-        planned = PlanSettings(num_groups=num_groups or "auto")
-        plan = plan_chip(
-            width, orders, planned, cores, setting.parameters, kernels=kernels, buffers=setting.buffers
+        if chunked and setting.row_buffers:  # the planner knows nothing of them: both kernels are tried
+            tried = [planned(width, orders, (kernel,)) for kernel in kernels]
+            runs = [run(width, plan) for plan in tried]
+            took = [sum(launch.cycles for _, launch in launches) for launches in runs]
+            best = int(np.argmin(took))
+            plans[width], loads[width] = tried[best], tried[best].work
+            return runs[best]
+        plans[width] = planned(width, orders, kernels)
+        loads[width] = plans[width].work
+        return run(width, plans[width])
+
+    def planned(width: int, orders: dict[str, Chunks], kernels: tuple[Any, ...]) -> HybridPlan:
+        wanted = PlanSettings(num_groups=num_groups or "auto")
+        return plan_chip(
+            width, orders, wanted, cores, setting.parameters, kernels=kernels, buffers=setting.buffers
         )  # fmt: skip
-        plans[width], loads[width] = plan, plan.work
+
+    def run(width: int, plan: HybridPlan) -> list[tuple[str, Launch]]:
         if plan.kernel == "vector":
             tables = row_tables(
                 tables_of(graph.cut(plan)), chunk_ranges=plan.chunk_ranges, num_groups=plan.num_groups,

@@ -5,11 +5,11 @@ tables give. ``run_cube`` is aggregate_cube for split cores; ``run_cube_unified`
 everything: one scalar unit issues it all, a tile goes from UB to L1 without a workspace, results leave through UB.
 
 Why not the twin's own counts, scaled: it runs ``aggregate_cube`` and ``update`` of split cores only, one core after the
-other; and the planner's cost model, which is fitted to it, is up to 12 % off these sums (``ascend_planned``), since
+other; and the planner's cost model, which is fitted to it, is up to 10 % off these sums (``ascend_planned``), since
 nothing in it waits for another unit or for HBM.
 
-A queue is a row of eight numbers: times at which its two buffers were freed, buffers taken and given back, times at
-which its two tensors were enqueued, tensors enqueued and dequeued.
+A queue is a row of numbers: times at which its buffers were freed, times at which its tensors were enqueued (as many as
+it may have buffers), buffers taken and given back, tensors enqueued and dequeued.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from benchmarks.ascend_sim_engine import (
     wait,
 )
 
-_FIELDS = 8
+MOST_BUFFERS = 16
+_TAKEN, _GIVEN, _ENQUEUED, _DEQUEUED, _FIELDS = range(2 * MOST_BUFFERS, 2 * MOST_BUFFERS + 5)
 BATCH = 1024  # entries that aggregate_cube brings to UB at once
 VECTOR_BATCH = 256
 CUBE_COLUMNS = 128
@@ -60,46 +61,46 @@ PIECE = 2048  # columns that combine_parts adds up at once
 def queues(*shape: int) -> np.ndarray:
     """Return queues whose buffers nobody has used."""
     made = np.zeros((*shape, _FIELDS))
-    made[..., :2] = -1
+    made[..., :MOST_BUFFERS] = -1
     return made
 
 
 @inner
 def _take(c, r, pipe, q, buffers):
-    at = int(q[2]) % buffers
+    at = int(q[_TAKEN]) % buffers
     wait(c, r, pipe, q[at])
     q[at] = -1
-    q[2] += 1
+    q[_TAKEN] += 1
 
 
 @inner
 def _give(c, r, pipe, q, buffers):
-    q[int(q[3]) % buffers] = signal(c, r, pipe)
-    q[3] += 1
+    q[int(q[_GIVEN]) % buffers] = signal(c, r, pipe)
+    q[_GIVEN] += 1
 
 
 @inner
 def _enqueue(c, r, pipe, q):
-    q[4 + int(q[6]) % 2] = signal(c, r, pipe)
-    q[6] += 1
+    q[MOST_BUFFERS + int(q[_ENQUEUED]) % MOST_BUFFERS] = signal(c, r, pipe)
+    q[_ENQUEUED] += 1
 
 
 @inner
 def _dequeue(c, r, pipe, q):
-    wait(c, r, pipe, q[4 + int(q[7]) % 2])
-    q[7] += 1
+    wait(c, r, pipe, q[MOST_BUFFERS + int(q[_DEQUEUED]) % MOST_BUFFERS])
+    q[_DEQUEUED] += 1
 
 
 @inner
 def _taken(q, buffers):
     """Return the buffer that came out of a queue last."""
-    return (int(q[7]) - 1) % buffers
+    return (int(q[_DEQUEUED]) - 1) % buffers
 
 
 @inner
 def _made(q, buffers):
     """Return the buffer that was allocated last."""
-    return (int(q[2]) - 1) % buffers
+    return (int(q[_TAKEN]) - 1) % buffers
 
 
 @inner
@@ -119,12 +120,14 @@ def _earliest(times, active):
 # aggregate_vector: list, rows, out
 @jit
 def run_vector(
-    c, lines, tables, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, q, ends
+    c, lines, tables, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, row_buffers, q,
+    ends
 ):  # fmt: skip
     """Aggregate vertex by vertex; block b is member b % members of group b // members.
 
     ``lines``: first lines of x, y, columns, values. ``tables``: first lines, as the scalar unit's cache has them, of
-    tiling, plan, vertices. ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
+    tiling, plan, vertices. ``row_buffers``: of the rows, which the kernel has as many of as of anything else (two).
+    ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
     """
     blocks = ends.size
     at = np.zeros(blocks, np.int64)
@@ -133,7 +136,7 @@ def run_vector(
     now = np.zeros(blocks)
     range_at = first_panel.size
     panel_at = range_at + ranges.size
-    stalls = _vector_stalls(panels, buffers)
+    stalls = _vector_stalls(panels, buffers, row_buffers)
     for b in range(blocks):
         group, member = b // members, b % members
         look_up(c, b, tables[0], 0, 16)
@@ -154,7 +157,7 @@ def run_vector(
         v = vertices[i]
         look_up(c, b, tables[2], 4 * i, 3)
         waits = stalls[panel[b]]
-        _vertex(c, b, q[b], lines, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers, waits)
+        _vertex(c, b, q[b], lines, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers, row_buffers, waits)
         at[b] += 1
         if at[b] == ranges[b % members + 1]:
             panel[b] += 1
@@ -168,26 +171,28 @@ def run_vector(
 
 
 @inner
-def _vector_stalls(panels, buffers):
-    """Count the stalls of a vertex's instructions: rows to float32 and results from it, by buffer, and additions."""
-    stalls = np.zeros((panels.shape[0], 5), np.int64)
+def _vector_stalls(panels, buffers, row_buffers):
+    """Count the stalls of a vertex's instructions: additions, results from float32 and rows to it, by buffer."""
+    stalls = np.zeros((panels.shape[0], 3 + row_buffers), np.int64)
     widest = panels[:, 1].max() if panels.shape[0] > 0 else 0
     rows = buffers * VECTOR_BATCH * 8
-    out = rows + buffers * widest * 2
+    out = rows + row_buffers * widest * 2
     total = out + buffers * widest * 2
     wide = total + widest * 4
     for panel in range(panels.shape[0]):
         width = panels[panel, 1]
-        for buffer in range(2):
-            row, result = rows + buffer * widest * 2, out + buffer * widest * 2
-            stalls[panel, buffer] = bank_stalls(width * 4, wide, width * 4, row, width * 2, 0, 0)
-            stalls[panel, 2 + buffer] = bank_stalls(width * 4, result, width * 2, total, width * 4, 0, 0)
-        stalls[panel, 4] = bank_stalls(width * 4, total, width * 4, total, width * 4, wide, width * 4)
+        for buffer in range(row_buffers):
+            row = rows + buffer * widest * 2
+            stalls[panel, 3 + buffer] = bank_stalls(width * 4, wide, width * 4, row, width * 2, 0, 0)
+        for buffer in range(buffers):
+            result = out + buffer * widest * 2
+            stalls[panel, 1 + buffer] = bank_stalls(width * 4, result, width * 2, total, width * 4, 0, 0)
+        stalls[panel, 0] = bank_stalls(width * 4, total, width * 4, total, width * 4, wide, width * 4)
     return stalls
 
 
 @inner
-def _vertex(c, r, q, lines, vertex, begin, end, columns, column, width, ld, weighted, buffers, stalls):
+def _vertex(c, r, q, lines, vertex, begin, end, columns, column, width, ld, weighted, buffers, row_buffers, stalls):
     listed, rows, out = q[0], q[1], q[2]
     barrier(c, r)
     vector(c, r, width, 4, 0)
@@ -200,26 +205,25 @@ def _vertex(c, r, q, lines, vertex, begin, end, columns, column, width, ld, weig
         _enqueue(c, r, MTE2, listed)
         _dequeue(c, r, V, listed)
         sync(c, r, MTE2, S)
-        if buffers > 1:
-            _row(c, r, rows, lines[0], columns[first], column, width, ld, buffers)
+        ahead = row_buffers - 1
+        for e in range(min(ahead, n)):
+            _row(c, r, rows, lines[0], columns[first + e], column, width, ld, row_buffers)
         for e in range(n):
-            if buffers == 1:
-                _row(c, r, rows, lines[0], columns[first + e], column, width, ld, buffers)
-            elif e + 1 < n:
-                _row(c, r, rows, lines[0], columns[first + e + 1], column, width, ld, buffers)
+            if e + ahead < n:
+                _row(c, r, rows, lines[0], columns[first + e + ahead], column, width, ld, row_buffers)
             _dequeue(c, r, V, rows)
             barrier(c, r)
-            vector(c, r, width, 4, stalls[_taken(rows, buffers)])
-            _give(c, r, V, rows, buffers)
+            vector(c, r, width, 4, stalls[3 + _taken(rows, row_buffers)])
+            _give(c, r, V, rows, row_buffers)
             barrier(c, r)
             if weighted:
                 spend(c, r, c.p[SCALAR])
-            vector(c, r, width, 4, stalls[4])
+            vector(c, r, width, 4, stalls[0])
         sync(c, r, S, MTE2)
         _give(c, r, V, listed, buffers)
     _take(c, r, V, out, buffers)
     barrier(c, r)
-    vector(c, r, width, 4, stalls[2 + _made(out, buffers)])
+    vector(c, r, width, 4, stalls[1 + _made(out, buffers)])
     _enqueue(c, r, V, out)
     _dequeue(c, r, MTE3, out)
     copy_out(c, r, lines[1], (vertex * ld + column) * 2, width * 2, width * 2, 1)

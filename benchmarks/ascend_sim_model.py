@@ -28,6 +28,8 @@ class Setting:
         share_hbm: Whether the cores share HBM; otherwise each has its own rate, as in the CPU twin.
         l2_scale: Share of L2 that there is, for graphs that are smaller than what they stand for.
         changes: Facts of the machine to change, as pairs.
+        row_buffers: Rows that aggregate_vector has room for, one in use and the others on their way; 0 for as many as
+            ``buffers``, which is what the kernel has.
         log: Instructions of the first block to keep.
     """
 
@@ -37,6 +39,7 @@ class Setting:
     share_hbm: bool = True
     l2_scale: float = 1.0
     changes: tuple[tuple[str, float], ...] = ()
+    row_buffers: int = 0
     log: int = 0
 
     @property
@@ -122,7 +125,8 @@ def aggregate_vector(setting: Setting, tables: RowTables, num_rows: int, num_sou
     run_vector(
         chip, np.array(lines), np.array(read), tables.vertices.astype(np.int64), tables.columns.astype(np.int64),
         plan[: tables.range_offset].astype(np.int64), panels, plan[tables.range_offset : at].astype(np.int64),
-        tables.num_members, ld, weighted, setting.buffers, queues(blocks, 3), ends,
+        tables.num_members, ld, weighted, setting.buffers, setting.row_buffers or setting.buffers, queues(blocks, 3),
+        ends,
     )  # fmt: skip
     return _launch("aggregate_vector", chip, ends)
 

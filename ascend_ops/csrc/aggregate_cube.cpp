@@ -33,9 +33,11 @@ extern "C" __global__ __aicore__ void aggregate_cube(GM_ADDR x, GM_ADDR plan, GM
     slotsGm.SetGlobalBuffer((__gm__ half*)workspace + block * slots, slots);
     TPipe pipe;
     if ASCEND_IS_AIC {
-        AggregateConsumer consumer;
-        consumer.Init(pipe, runs, y, parts, slotsGm, tiling);
+        AggregateConsumer<SlotTiles> consumer;
+        consumer.Init(pipe, runs, y, parts, tiling);
+        consumer.tiles.Init(slotsGm, tiling);
         consumer.Run(walk);
+        consumer.Finish();
     }
     if ASCEND_IS_AIV {
         AggregateProducer producer;

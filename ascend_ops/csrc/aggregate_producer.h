@@ -1,21 +1,14 @@
 // What a vector core does in aggregate_cube: its half of the dense tile and its half of the gathered rows, into a
 // slot of the workspace.
 //
-// Densifying is scalar work, since this architecture has no vector scatter. It is kept short: positions are 16 bit and
-// sorted, so one 64-bit load brings four and another their weights, lists are filled up to whole blocks (no rest loop,
-// fillers go to a cell behind the tile), and it runs while the copies of the rows, issued before, are on their way.
-//
-// Not-a-number and infinity: 0 * NaN is NaN, so one such feature would reach every row of its tile, neighbour or not,
-// and the documents of Mmad warn of exceptions on NaN. Non-finite features and weights are therefore replaced by 0
-// here and noticed; if there were any, aggregate_repair.h adds what they contribute, to their own rows only.
+// The tile is made dense (dense_tile.h) while the copies of the rows, issued before, are on their way.
 #ifndef LIGHTNING_GNN_AGGREGATE_PRODUCER_H
 #define LIGHTNING_GNN_AGGREGATE_PRODUCER_H
 
 #include "aggregate_walk.h"
+#include "dense_tile.h"
 
 namespace lightning_gnn {
-
-constexpr float HALF_MAX = 65504.0f;
 
 class AggregateProducer {
 public:
@@ -29,28 +22,17 @@ public:
         wsGm = workspace;
         xGm.SetGlobalBuffer((__gm__ half*)x);
         columnsGm.SetGlobalBuffer((__gm__ int32_t*)columns);
-        positionsGm.SetGlobalBuffer((__gm__ uint16_t*)positions);
-        valuesGm.SetGlobalBuffer((__gm__ half*)values);
-        // Two buffers to every queue: a copy fills or empties one while the other is worked on. The dense tile has one
-        // block more than its cells, into which the fillers of the entries are written.
-        const uint32_t cells = tiling.tileRows / 2 * tiling.tileColumns;
+        // Two buffers to every queue: a copy fills or empties one while the other is worked on.
         const uint32_t features = tiling.tileColumns / 2 * tiling.panelColumns;
         pipe.InitBuffer(indexQueue, BUFFER_NUM, tiling.tileColumns / 2 * sizeof(int32_t));
-        pipe.InitBuffer(entryQueue, BUFFER_NUM, tiling.entryBatch * 2 * sizeof(half));
-        pipe.InitBuffer(denseQueue, BUFFER_NUM, (cells + ENTRY_ALIGN) * sizeof(half));
+        tile.Init(pipe, positions, values, tiling);
         pipe.InitBuffer(rowsQueue, BUFFER_NUM, features * sizeof(half));
         pipe.InitBuffer(cleanQueue, BUFFER_NUM, features * sizeof(half));
-        maskBytes = UpTo(features / 8, 32);
-        pipe.InitBuffer(maskBuffer, 3 * maskBytes);
-        strangeWeights = 0;
+        finite.Init(pipe, features);
     }
 
     __aicore__ inline void Run(AggregateWalk& walk)
     {
-        // A bit for each place of a gathered row, set for as long as all that was seen there was finite: so a tile
-        // costs one And, and the scalar unit looks once, at the end.
-        AscendC::LocalTensor<uint16_t> finite = maskBuffer.Get<uint16_t>()[maskBytes];  // the third mask
-        AscendC::Duplicate(finite, static_cast<uint16_t>(0xFFFF), static_cast<int32_t>(maskBytes / 2));
         // One step ahead: the lists of the next tile are on their way while this one is made.
         Fetch(walk);
         while (walk.Valid()) {
@@ -64,17 +46,7 @@ public:
     }
 
     // Whether this core met a feature or weight that is not finite.
-    __aicore__ inline bool MetNonFinite()
-    {
-        AscendC::LocalTensor<uint64_t> finite =
-            maskBuffer.Get<uint16_t>()[maskBytes].template ReinterpretCast<uint64_t>();
-        Sync<AscendC::HardEvent::V_S>();
-        uint64_t all = ~0ULL;
-        for (uint32_t i = 0; i < maskBytes / sizeof(uint64_t); ++i) {
-            all &= finite.GetValue(i);
-        }
-        return strangeWeights != 0 || all != ~0ULL;
-    }
+    __aicore__ inline bool MetNonFinite() { return finite.Met() || tile.Met(); }
 
 private:
     __aicore__ inline void Step(AggregateWalk& walk)
@@ -88,7 +60,9 @@ private:
 
         // MTE2 gathers the rows while the scalar unit scatters the weights: neither waits for the other.
         CopyRows(walk, valid);
-        AscendC::LocalTensor<half> dense = Densify(walk, cells);
+        // The lists came with the index, which CopyRows waited for. Waiting here as well would mean waiting for the rows.
+        AscendC::LocalTensor<half> dense =
+            tile.Scatter(walk.entryBegin[sub], walk.entryCount[sub], walk.head, cells, true);
         walk.Next();
         if (walk.Valid()) {
             Fetch(walk);
@@ -97,11 +71,8 @@ private:
             AscendC::CrossCoreWaitFlag(FLAG_FREE + slot);  // the cube core has read what was in this slot
         }
         // A slot holds the dense tile, then the rows; each vector core writes its half of both. The queue orders V
-        // before MTE3; that the scalar unit is through, Densify has waited for.
-        denseQueue.EnQue(dense);
-        dense = denseQueue.DeQue<half>();
-        AscendC::DataCopy(wsGm[base + sub * cells], dense, cells);
-        denseQueue.FreeTensor(dense);
+        // before MTE3; that the scalar unit is through, Scatter has waited for.
+        tile.Send(wsGm[base + sub * cells], dense, cells);
         AscendC::LocalTensor<half> clean = CleanRows(valid * width, features);
         AscendC::DataCopy(wsGm[base + tiling.tileRows * tiling.tileColumns + sub * features], clean, features);
         cleanQueue.FreeTensor(clean);
@@ -123,19 +94,7 @@ private:
         AscendC::LocalTensor<int32_t> index = indexQueue.AllocTensor<int32_t>();
         AscendC::DataCopy(index, columnsGm[walk.columnBegin + sub * (k / 2)], k / 2);
         indexQueue.EnQue(index);
-        if (walk.entryCount[sub] > 0) {
-            FetchEntries(walk.entryBegin[sub], Least(walk.entryCount[sub], tiling.entryBatch), walk.head);
-        }
-    }
-
-    __aicore__ inline void FetchEntries(uint32_t begin, uint32_t count, uint32_t head)
-    {
-        // One buffer for both lists, places in front and weights behind: one AllocTensor and one event for the two.
-        AscendC::LocalTensor<half> entries = entryQueue.AllocTensor<half>();
-        AscendC::DataCopy(entries.template ReinterpretCast<uint16_t>(), positionsGm[begin], count);
-        AscendC::DataCopy(entries[tiling.entryBatch],
-                          valuesGm[static_cast<uint64_t>(head) * tiling.valueStride + begin], count);
-        entryQueue.EnQue(entries);
+        tile.Fetch(walk.entryBegin[sub], walk.entryCount[sub], walk.head);
     }
 
     __aicore__ inline void CopyRows(const AggregateWalk& walk, uint32_t valid)
@@ -155,64 +114,9 @@ private:
         rowsQueue.EnQue(rows);
     }
 
-    __aicore__ inline AscendC::LocalTensor<half> Densify(const AggregateWalk& walk, uint32_t cells)
-    {
-        AscendC::LocalTensor<half> dense = denseQueue.AllocTensor<half>();
-        // Only the vector unit clears fast; then the scalar unit writes into what it cleared.
-        AscendC::Duplicate(dense, static_cast<half>(0.0f), static_cast<int32_t>(cells + ENTRY_ALIGN));
-        Sync<AscendC::HardEvent::V_S>();
-        AscendC::LocalTensor<uint16_t> cell = dense.template ReinterpretCast<uint16_t>();
-        const uint32_t count = walk.entryCount[sub];
-        for (uint32_t done = 0; done < count; done += tiling.entryBatch) {
-            const uint32_t n = Least(count - done, tiling.entryBatch);
-            if (done > 0) {
-                FetchEntries(walk.entryBegin[sub] + done, n, walk.head);
-            }
-            AscendC::LocalTensor<half> entries = entryQueue.DeQue<half>();
-            if (done > 0) {
-                // The first batch came with the index, which CopyRows waited for. Waiting here as well would mean
-                // waiting for the rows, whose copies are meant to run during the scatter.
-                Sync<AscendC::HardEvent::MTE2_S>();
-            }
-            Scatter(cell, entries, n);
-            Sync<AscendC::HardEvent::S_MTE2>();
-            entryQueue.FreeTensor(entries);
-        }
-        // MTE3 copies the tile out: after the last scalar write.
-        Sync<AscendC::HardEvent::S_MTE3>();
-        return dense;
-    }
-
-    __aicore__ inline void Scatter(const AscendC::LocalTensor<uint16_t>& cell,
-                                   const AscendC::LocalTensor<half>& entries, uint32_t count)
-    {
-        constexpr uint64_t exponents = 0x7C007C007C007C00ULL, one = 0x0400040004000400ULL;
-        constexpr uint64_t lowest = 0x0001000100010001ULL;
-        AscendC::LocalTensor<uint64_t> places = entries.template ReinterpretCast<uint64_t>();
-        AscendC::LocalTensor<uint64_t> weights = entries[tiling.entryBatch].template ReinterpretCast<uint64_t>();
-        for (uint32_t i = 0; i < count / 4; ++i) {
-            // Four places and their four weights, in 16-bit lanes of a register each.
-            const uint64_t place = places.GetValue(i);
-            uint64_t weight = weights.GetValue(i);
-            // An exponent of all ones (not finite) carries into the top bit of its 16-bit lane.
-            const uint64_t strange = (((weight & exponents) + one) >> 15) & lowest;
-            strangeWeights |= strange;
-            // 0 for what is not finite; the lanes of `strange` hold 1 or 0.
-            weight &= ~(strange * 0xFFFFULL);
-            cell.SetValue(place & 0xFFFF, static_cast<uint16_t>(weight & 0xFFFF));
-            cell.SetValue((place >> 16) & 0xFFFF, static_cast<uint16_t>((weight >> 16) & 0xFFFF));
-            cell.SetValue((place >> 32) & 0xFFFF, static_cast<uint16_t>((weight >> 32) & 0xFFFF));
-            cell.SetValue(place >> 48, static_cast<uint16_t>(weight >> 48));
-        }
-    }
-
     // The gathered rows with zeros for what is not finite and for the fillers; a filler's stale NaN would do the same.
     __aicore__ inline AscendC::LocalTensor<half> CleanRows(uint32_t valid, uint32_t features)
     {
-        AscendC::LocalTensor<uint8_t> below = maskBuffer.Get<uint8_t>();
-        AscendC::LocalTensor<uint8_t> above = below[maskBytes];
-        AscendC::LocalTensor<uint16_t> finite = maskBuffer.Get<uint16_t>()[maskBytes];
-        AscendC::LocalTensor<uint16_t> mask = below.template ReinterpretCast<uint16_t>();
         AscendC::LocalTensor<half> rows = rowsQueue.DeQue<half>();
         AscendC::LocalTensor<half> clean = cleanQueue.AllocTensor<half>();
         // Columns that fill the tile up were not copied: their rows hold what an earlier tile left.
@@ -221,31 +125,21 @@ private:
             AscendC::PipeBarrier<PIPE_V>();
         }
         // features is a multiple of 8 rows x 16 columns, the 256 bytes that a comparison works on
-        AscendC::CompareScalar(below, rows, static_cast<half>(HALF_MAX), AscendC::CMPMODE::LE, features);
-        AscendC::CompareScalar(above, rows, static_cast<half>(-HALF_MAX), AscendC::CMPMODE::GE, features);
-        AscendC::PipeBarrier<PIPE_V>();
-        const int32_t words = static_cast<int32_t>(features / 16);
-        // Finite is what is neither above the largest half nor below the least; a comparison with NaN is false.
-        AscendC::And(mask, mask, above.template ReinterpretCast<uint16_t>(), words);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::And(finite, finite, mask, words);
-        AscendC::Select(clean, below, rows, static_cast<half>(0.0f), AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE,
-                        features);
+        finite.Clean(clean, rows, features);
         AscendC::PipeBarrier<PIPE_V>();
         rowsQueue.FreeTensor(rows);
         cleanQueue.EnQue(clean);
         return cleanQueue.DeQue<half>();
     }
 
-    AscendC::TQue<AscendC::TPosition::VECIN, 1> indexQueue, entryQueue, rowsQueue;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> denseQueue, cleanQueue;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> maskBuffer;
-    AscendC::GlobalTensor<half> xGm, valuesGm, wsGm;
+    AscendC::TQue<AscendC::TPosition::VECIN, 1> indexQueue, rowsQueue;
+    AscendC::TQue<AscendC::TPosition::VECOUT, 1> cleanQueue;
+    AscendC::GlobalTensor<half> xGm, wsGm;
     AscendC::GlobalTensor<int32_t> columnsGm;
-    AscendC::GlobalTensor<uint16_t> positionsGm;
+    FiniteFilter finite;
+    DenseTile tile;
     AggregateTiling tiling;
-    uint64_t strangeWeights;
-    uint32_t sub, maskBytes;
+    uint32_t sub;
 };
 
 }  // namespace lightning_gnn

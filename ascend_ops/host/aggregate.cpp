@@ -5,9 +5,11 @@
 #include <algorithm>
 
 #include "aclrtlaunch_aggregate_cube.h"
+#include "aclrtlaunch_aggregate_gathered.h"
 #include "aclrtlaunch_aggregate_vector.h"
 #include "aclrtlaunch_combine_parts.h"
 #include "device_tables.h"
+#include "laid_out.h"
 #include "launch.h"
 #include "numbers.h"
 #include "ops.h"
@@ -26,6 +28,40 @@ std::pair<Scaling, Scaling> ScalingsFor(int sumExponent, bool weighted, bool mea
     return {{left - weight, mean}, {weight, mean}};
 }
 
+// What the kernels of dense tiles take and give, and what comes after them.
+struct Cubes {
+    Cubes(const CubeOnDevice& tablesOfCube, int64_t numRows, const at::Tensor& features,
+          const std::optional<at::Tensor>& weight, bool makesMean)
+        : tables(tablesOfCube), x(features), mean(makesMean)
+    {
+        const auto [forRows, scaling] = ScalingsFor(tables.sumExponent, weight.has_value(), mean);
+        forWeights = scaling;
+        rows = HalfRows(x, forRows);
+        values = LaidOut(tables, weight.value_or(at::Tensor()), forWeights);
+        const int64_t wide = rows.values.size(2), heads = x.size(1);
+        y = at::zeros({numRows, heads, wide}, rows.values.options());
+        parts = at::empty({std::max<int64_t>(tables.numParts, 1), heads * wide}, x.options().dtype(at::kFloat));
+        workspace = at::empty({tables.workspaceBytes}, x.options().dtype(at::kByte));
+    }
+
+    at::Tensor Finish() const
+    {
+        if (tables.numSplits > 0) {
+            Launch("combine_parts", aclrtlaunch_combine_parts, std::min(2 * tables.numBlocks, tables.numSplits), parts,
+                   tables.splits, y, tables.combineTiling);
+        }
+        const at::Tensor divisor = mean ? tables.degrees : at::Tensor();
+        return Result(y, x.size(2), rows.scale, values.scale, divisor, x.scalar_type());
+    }
+
+    const CubeOnDevice& tables;
+    const at::Tensor& x;
+    const bool mean;
+    Scaling forWeights;
+    Half rows, values;
+    at::Tensor y, parts, workspace;
+};
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
@@ -34,30 +70,40 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
 {
     TORCH_CHECK_NOT_IMPLEMENTED(reduce == "sum" || reduce == "mean", "the NPU has no kernel for reduce=", reduce);
     const c10::OptionalDeviceGuard guard(x.device());
-    const int64_t heads = x.size(1), columns = x.size(2), numEdges = chunks[3].numel();
+    const int64_t heads = x.size(1), columns = x.size(2);
     const at::Tensor none = at::empty({0}, x.options());
-    if (numEdges == 0 || x.numel() == 0) {
+    if (chunks[3].numel() == 0 || x.numel() == 0) {
         return {at::zeros({numRows, heads, columns}, x.options()), none};
     }
     const auto tables = CubeTablesOf(chunks, numRows, heads, columns, slices, chunkRanges);
-    const bool mean = reduce == "mean", weighted = weight.has_value();
-    const auto [forRows, forWeights] = ScalingsFor(tables->sumExponent, weighted, mean);
-    const Half rows = HalfRows(x, forRows);
-    const Half values = weighted ? HalfValues(*weight, tables->slots, tables->valueStride, forWeights)
-                                 : Half{tables->ones, {}};
-    const int64_t stride = heads * rows.values.size(2);
-    const at::Tensor y = at::zeros({numRows, heads, rows.values.size(2)}, rows.values.options());
-    const at::Tensor parts = at::empty({std::max<int64_t>(tables->numParts, 1), stride}, x.options().dtype(at::kFloat));
-    const at::Tensor workspace = at::empty({tables->workspaceBytes}, x.options().dtype(at::kByte));
-    Launch("aggregate_cube", aclrtlaunch_aggregate_cube, tables->numBlocks, rows.values, tables->plan,
-           tables->rowBlocks, tables->tiles, tables->columns, tables->positions, values.values, tables->runs, y, parts,
-           workspace, tables->tiling);
-    if (tables->numSplits > 0) {
-        Launch("combine_parts", aclrtlaunch_combine_parts, std::min(2 * tables->numBlocks, tables->numSplits), parts,
-               tables->splits, y, tables->combineTiling);
+    const Cubes given(*tables, numRows, x, weight, reduce == "mean");
+    Launch("aggregate_cube", aclrtlaunch_aggregate_cube, tables->numBlocks, given.rows.values, tables->plan,
+           tables->rowBlocks, tables->tiles, tables->columns, tables->positions, given.values.values, tables->runs,
+           given.y, given.parts, given.workspace, tables->tiling);
+    return {given.Finish(), none};
+}
+
+std::tuple<at::Tensor, at::Tensor> AggregateGathered(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
+                                                     const std::optional<at::Tensor>& weight, std::string_view reduce,
+                                                     at::IntArrayRef slices, at::IntArrayRef waves, int64_t numMembers,
+                                                     bool kept)
+{
+    TORCH_CHECK_NOT_IMPLEMENTED(reduce == "sum" || reduce == "mean", "the NPU has no kernel for reduce=", reduce);
+    const c10::OptionalDeviceGuard guard(x.device());
+    const int64_t heads = x.size(1), columns = x.size(2);
+    const at::Tensor none = at::empty({0}, x.options());
+    if (chunks[3].numel() == 0 || x.numel() == 0) {
+        return {at::zeros({numRows, heads, columns}, x.options()), none};
     }
-    const at::Tensor divisor = mean ? tables->degrees : at::Tensor();
-    return {Result(y, columns, rows.scale, values.scale, divisor, x.scalar_type()), none};
+    const auto tables = GatheredTablesOf(chunks, numRows, heads, columns, slices, waves, numMembers, kept);
+    const CubeOnDevice& cube = tables->cube;
+    const Cubes given(cube, numRows, x, weight, reduce == "mean");
+    const Tiles tiles = kept ? LaidOutTiles(*tables, weight.value_or(at::Tensor()), given.forWeights, given.values)
+                             : Tiles{cube.ones, at::zeros({8}, x.options().dtype(at::kInt))};
+    Launch("aggregate_gathered", aclrtlaunch_aggregate_gathered, cube.numBlocks, given.rows.values, cube.plan,
+           cube.rowBlocks, cube.tiles, cube.columns, cube.positions, given.values.values, cube.runs, tables->batches,
+           tables->sources, tiles.dense, tables->cells, tiles.note, given.y, given.parts, given.workspace, cube.tiling);
+    return {given.Finish(), none};
 }
 
 std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_t numRows, const at::Tensor& x,

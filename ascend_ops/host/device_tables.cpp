@@ -5,63 +5,24 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <stdexcept>
-#include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "cache.h"
 
 namespace lightning_gnn {
 
 namespace {
 
-using Key = std::vector<int64_t>;
-
-// Tables by what they were made for, of one graph; the graph is known by its tensor `local`, which is held weakly.
+// By what they were made for, of one graph, which is known by its tensor `local`.
 template <typename Tables>
-class Cache {
-public:
-    template <typename Make>
-    std::shared_ptr<const Tables> Get(const at::Tensor& owner, const Key& key, Make make)
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        c10::TensorImpl* const impl = owner.unsafeGetTensorImpl();
-        auto found = graphs_.find(impl);
-        if (found != graphs_.end() && found->second.owner.expired()) {
-            graphs_.erase(found);  // another tensor at the address of one that is gone
-            found = graphs_.end();
-        }
-        if (found == graphs_.end()) {
-            for (auto it = graphs_.begin(); it != graphs_.end();) {
-                it = it->second.owner.expired() ? graphs_.erase(it) : std::next(it);
-            }
-            found = graphs_.emplace(impl, Graph{Weak(owner.getIntrusivePtr()), {}}).first;
-        }
-        auto& tables = found->second.tables[key];
-        if (tables == nullptr) {
-            tables = std::make_shared<const Tables>(make());
-        }
-        return tables;
-    }
-
-private:
-    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-    struct Graph {
-        Weak owner;
-        std::map<Key, std::shared_ptr<const Tables>> tables;
-    };
-    std::mutex mutex_;
-    std::unordered_map<c10::TensorImpl*, Graph> graphs_;
-};
-
-// Never destroyed: at exit the device's runtime may be gone before this would free its memory.
-template <typename Tables>
-Cache<Tables>& TheCache()
+auto& OfGraphs()
 {
-    static auto* const cache = new Cache<Tables>();
-    return *cache;
+    return TheCache<Tables, c10::TensorImpl>();
 }
+
+c10::intrusive_ptr<c10::TensorImpl> Owner(const at::Tensor& local) { return local.getIntrusivePtr(); }
 
 template <typename T>
 at::Tensor Upload(const std::vector<T>& values, at::ScalarType dtype, const at::Tensor& like)
@@ -139,13 +100,8 @@ void SetDegrees(const HostChunks& host, int64_t numRows, const at::Tensor& like,
     }
 }
 
-CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
-                      at::IntArrayRef ranges)
+CubeOnDevice Uploaded(const CubeTables& tables, const HostChunks& host, int64_t numRows, const at::Tensor& like)
 {
-    const HostChunks host(chunks);
-    const at::Tensor& like = chunks[3];
-    const CubeTables tables = MakeCubeTables(host.View(), Pairs(ranges), static_cast<uint32_t>(groups),
-                                             static_cast<uint32_t>(columns), static_cast<uint32_t>(heads));
     CubeOnDevice device{};
     device.tiling = UploadWords(tables.tiling, like);
     device.plan = Upload(tables.plan, at::kInt, like);
@@ -172,6 +128,31 @@ CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int
                                                     false);
     device.combineTiling = UploadWords(combine, like);
     return device;
+}
+
+CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
+                      at::IntArrayRef ranges)
+{
+    const HostChunks host(chunks);
+    const CubeTables tables = MakeCubeTables(host.View(), Pairs(ranges), static_cast<uint32_t>(groups),
+                                             static_cast<uint32_t>(columns), static_cast<uint32_t>(heads));
+    return Uploaded(tables, host, numRows, chunks[3]);
+}
+
+GatheredOnDevice MakeGathered(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
+                              at::IntArrayRef waves, int64_t members, bool kept)
+{
+    const HostChunks host(chunks);
+    const at::Tensor& like = chunks[3];
+    const GatheredTables tables = MakeGatheredTables(
+        host.View(), Pairs(waves), static_cast<uint32_t>(members), static_cast<uint32_t>(groups),
+        static_cast<uint32_t>(columns), static_cast<uint32_t>(heads), kept);
+    return {Uploaded(tables.cube, host, numRows, like),
+            Upload(tables.batches, at::kInt, like),
+            Upload(tables.sources, at::kInt, like),
+            Upload(tables.cells, at::kShort, like),  // uint16, by its bits
+            kept ? Upload(tables.places, at::kLong, like) : at::Tensor(),
+            static_cast<int64_t>(tables.denseHalves)};
 }
 
 VectorOnDevice MakeVector(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
@@ -222,8 +203,20 @@ std::shared_ptr<const CubeOnDevice> CubeTablesOf(at::TensorList chunks, int64_t 
     const int64_t groups = static_cast<int64_t>(slices.size()) - 1;
     Key key = {numRows, heads, columns, groups};
     key.insert(key.end(), ranges.begin(), ranges.end());
-    return TheCache<CubeOnDevice>().Get(chunks[3], key, [&] {
+    return OfGraphs<CubeOnDevice>().Get(Owner(chunks[3]), 0, key, [&] {
         return Checked([&] { return MakeCube(chunks, numRows, heads, columns, groups, ranges); });
+    });
+}
+
+std::shared_ptr<const GatheredOnDevice> GatheredTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
+                                                         int64_t columns, at::IntArrayRef slices, at::IntArrayRef waves,
+                                                         int64_t members, bool kept)
+{
+    const int64_t groups = static_cast<int64_t>(slices.size()) - 1;
+    Key key = {numRows, heads, columns, groups, members, kept};
+    key.insert(key.end(), waves.begin(), waves.end());
+    return OfGraphs<GatheredOnDevice>().Get(Owner(chunks[3]), 0, key, [&] {
+        return Checked([&] { return MakeGathered(chunks, numRows, heads, columns, groups, waves, members, kept); });
     });
 }
 
@@ -233,7 +226,7 @@ std::shared_ptr<const VectorOnDevice> VectorTablesOf(at::TensorList chunks, int6
     const int64_t groups = static_cast<int64_t>(slices.size()) - 1;
     Key key = {numRows, heads, columns, groups};
     key.insert(key.end(), ranges.begin(), ranges.end());
-    return TheCache<VectorOnDevice>().Get(chunks[3], key, [&] {
+    return OfGraphs<VectorOnDevice>().Get(Owner(chunks[3]), 0, key, [&] {
         return Checked([&] { return MakeVector(chunks, numRows, heads, columns, groups, ranges); });
     });
 }
@@ -241,7 +234,7 @@ std::shared_ptr<const VectorOnDevice> VectorTablesOf(at::TensorList chunks, int6
 std::shared_ptr<const RowsOnDevice> RowTablesOf(at::TensorList chunks, at::IntArrayRef ranges)
 {
     const auto members = static_cast<uint32_t>(2 * (ranges.size() - 1));
-    return TheCache<RowsOnDevice>().Get(chunks[3], {members}, [&] {
+    return OfGraphs<RowsOnDevice>().Get(Owner(chunks[3]), 0, {members}, [&] {
         return Checked([&] { return MakeRows(chunks, members); });
     });
 }
@@ -250,7 +243,7 @@ at::Tensor SoftmaxTilingOf(at::TensorList chunks, const RowsOnDevice& tables, in
 {
     const RowsTiling tiling = SoftmaxTiling(tables.members, tables.rangeOffset, static_cast<uint32_t>(heads),
                                             static_cast<float>(slope));
-    return *TheCache<at::Tensor>().Get(chunks[3], {0, tiling.members, tiling.heads, tiling.slopeBits}, [&] {
+    return *OfGraphs<at::Tensor>().Get(Owner(chunks[3]), 0, {0, tiling.members, tiling.heads, tiling.slopeBits}, [&] {
         return UploadWords(tiling, chunks[3]);
     });
 }
@@ -259,7 +252,7 @@ at::Tensor ProductsTilingOf(at::TensorList chunks, const RowsOnDevice& tables, i
 {
     const RowsTiling tiling = ProductsTiling(tables.members, tables.rangeOffset, static_cast<uint32_t>(heads),
                                              static_cast<uint32_t>(columns));
-    return *TheCache<at::Tensor>().Get(chunks[3], {1, tiling.members, tiling.heads, tiling.headColumns}, [&] {
+    return *OfGraphs<at::Tensor>().Get(Owner(chunks[3]), 0, {1, tiling.members, tiling.heads, tiling.headColumns}, [&] {
         return UploadWords(tiling, chunks[3]);
     });
 }

@@ -5,6 +5,7 @@ In a process of its own: it registers kernels for torch's PrivateUse1. Prints wh
 
 import ctypes
 import json
+import threading
 import traceback
 import warnings
 from types import SimpleNamespace
@@ -25,23 +26,41 @@ from lightning_gnn.ops.aggregate.backends import chunk_tensors
 from lightning_gnn.ops.aggregate_update.ascend import Chip
 from lightning_gnn.ops.gather import npu as gather_npu
 
-NAMES = ("aggregate_chunks", "aggregate_vector", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums")
+NAMES = (
+    "aggregate_chunks",
+    "aggregate_gathered",
+    "aggregate_vector",
+    "edge_products",
+    "edge_softmax",
+    "edge_softmax_backward",
+    "edge_sums",
+)
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 CALLS = []
+STREAMS = []
+"""Thread and stream of each launch."""
 
 LIBC = ctypes.CDLL(None)
 LIBC.malloc_usable_size.restype = ctypes.c_size_t
 LIBC.malloc_usable_size.argtypes = [ctypes.c_void_p]
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p))
-def launcher(name, blocks, count, pointers):
+@ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+def launcher(name, blocks, count, pointers, stream):
     """Launch on the twin. An argument is as large as its allocation: the binding passes whole ones."""
     try:
         sizes = [LIBC.malloc_usable_size(pointers[i]) for i in range(count)]
         arrays = [(ctypes.c_uint8 * sizes[i]).from_address(pointers[i]) for i in range(count)]
         default_twin().launch(name.decode(), [np.ctypeslib.as_array(array) for array in arrays], blocks)
         CALLS.append(name.decode())
+        STREAMS.append((threading.get_ident(), stream or 0))
     except Exception:
         traceback.print_exc()
         return 1
@@ -76,6 +95,13 @@ def results(functions, seed, heads, columns, dtype, reduce):
             for given in (weight.detach(), None)
         ]
         vector = [out[0] for out in vector]
+        # Nor does it go in waves. The second time the weights are known.
+        waves = [0, (last + 1) // 2, last]
+        for kept in (False, True, True):
+            # Without weights nothing tells the heads apart.
+            for table, given in ((x.detach(), weight.detach()), (x.detach().view(nodes, 1, -1), None)):
+                cut = [0, 16, heads * columns], waves, 3, kept
+                vector.append(functions.aggregate_gathered(chunks, nodes, table, given, reduce, *cut)[0])
         outputs, inputs = [attention, out, plain], [x, weight, source, target]
         small = 1e-4 if dtype == torch.float16 else 1e-9  # below float16's range, but not below that of its dtype
         return [
@@ -122,6 +148,35 @@ def mini_batch(launch):
 def launched(*arguments):
     with patch.object(torch.ops.lightning_gnn, "launch_kernel", on_npu("launch_kernel")):
         aggregate_npu.launch(*arguments)
+
+
+def on_streams(library):
+    """Two threads, each with a stream of its own, aggregate with the same weights, twice; name what is wrong."""
+    torch.manual_seed(0)
+    graph = CompressedGraph.from_edge_index(torch.randint(0, 60, (2, 700)), 60, settings=PlanSettings(num_workers=2))
+    chunks, x, weight = chunk_tensors(graph.forward), torch.randn(60, 1, 40), torch.rand(700, 1)
+    cut, last = [0, 40], graph.forward.num_chunks
+    exact = aggregate(graph, x, weight, backend="reference")
+    found, begun = [], threading.Barrier(2)
+
+    def work(stream):
+        library.set_stream(ctypes.c_void_p(stream))
+        begun.wait()
+        for _ in range(2):
+            cubes = on_npu("aggregate_chunks")(chunks, 60, x, weight, "sum", cut, [0, last])[0]
+            waves = on_npu("aggregate_gathered")(chunks, 60, x, weight, "sum", cut, [0, last], 2, True)[0]
+            if not all(torch.allclose(y, exact, rtol=0.01, atol=0.02) for y in (cubes, waves)):
+                found.append(f"stream {stream}: another result")
+        used = {stream for thread, stream in STREAMS if thread == threading.get_ident()}
+        if used != {stream}:
+            found.append(f"stream {stream}: launched on {used}")
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in (16, 32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def main():
@@ -177,6 +232,7 @@ def main():
         "kernels": sorted(set(CALLS)),
         "empty": zeros.shape == (3, 1, 5) and not zeros.any().item(),
         "refusals": refusals,
+        "streams": on_streams(ctypes.CDLL(str(library))),
         "warnings": [str(item.message) for item in caught if "NPU kernels" in str(item.message)],
     }
     print(json.dumps(found))

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch_geometric.datasets import Planetoid
 
+from lightning_gnn.ascend_ops import tiling
 from lightning_gnn.graph import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
@@ -208,15 +209,15 @@ def test_workers_of_the_plan_are_the_blocks():
             plan = hybrid_plan(graph, 64)
     blocks = {core["block"] for core in launches[0].cores}
     # a worker of the cube kernel is a core, one of the vector kernel is one of a core's two vector cores
-    assert blocks == set(range(plan.num_workers)) == set(range(6 if plan.kernel == "cube" else 12))
+    assert blocks == set(range(plan.num_workers)) == set(range(12 if plan.kernel == "vector" else 6))
     assert plan.num_groups == 2
-    assert (launches[0].fractals > 0) == (plan.kernel == "cube")
+    assert launches[0].kernel == f"aggregate_{plan.kernel}"
 
 
-@pytest.mark.parametrize("kernel", ["cube", "vector"])
+@pytest.mark.parametrize("kernel", ["cube", "gathered", "vector"])
 @pytest.mark.parametrize(("seed", "heads", "columns", "groups"), [(0, 1, 41, 1), (1, 3, 16, 3), (2, 1, 300, "auto")])
-def test_both_kernels_equal_float64_on_the_plans_own_chunks(monkeypatch, kernel, seed, heads, columns, groups):
-    heights = {"cube": (16, 48), "vector": (8,)}
+def test_each_kernel_equals_float64_on_the_plans_own_chunks(monkeypatch, kernel, seed, heads, columns, groups):
+    heights = {"cube": (16, 48), "gathered": (16, 48), "vector": (8,)}
     monkeypatch.setattr(chip_plan, "HEIGHTS", {name: heights[name] if name == kernel else () for name in heights})
     graph = random_graph(seed, 120, 900, 3, groups)
     draw = torch.Generator().manual_seed(seed)
@@ -224,11 +225,55 @@ def test_both_kernels_equal_float64_on_the_plans_own_chunks(monkeypatch, kernel,
     for reduce in ("sum", "mean"):
         with record_launches() as launches:
             check(both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce, backend)))  # noqa: B023
-        kernels = [launch.fractals > 0 for launch in launches if launch.bytes["ub_to_gm"] or launch.fractals]
-        assert any(kernels) == (kernel == "cube")
+        assert f"aggregate_{kernel}" in {launch.kernel for launch in launches}
+        assert {launch.kernel for launch in launches} <= {f"aggregate_{kernel}", "combine_parts", "edge_products"}
         plain = aggregate(graph, x, None, reduce, "ascend_twin")
         exact = aggregate(graph, x.double(), None, reduce, "reference")
         torch.testing.assert_close(plain.double(), exact, rtol=0.01, atol=0.02)
+
+
+def test_weights_that_come_again_are_laid_out_once_and_changed_ones_anew(monkeypatch):
+    monkeypatch.setattr(chip_plan, "HEIGHTS", {"cube": (), "gathered": (128,), "vector": ()})
+    graph, made = random_graph(5, 120, 4000, 2, 1), []
+    for name in ("cube_tables", "gathered_tables"):
+        monkeypatch.setattr(aggregate_ascend_twin, name, counted(made, name, getattr(aggregate_ascend_twin, name)))
+    for cls in (tiling.CubeTables, tiling.GatheredTables):
+        for name in ("values", "dense"):
+            if name in vars(cls):
+                monkeypatch.setattr(cls, name, counted(made, name, vars(cls)[name]))
+    x, weight = torch.randn(120, 32, requires_grad=True), torch.rand(4000)
+    kept = []
+
+    def train():
+        made.clear()
+        y = aggregate(graph, x, weight, backend="ascend_twin")
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        exact = aggregate(graph, x, weight, backend="reference")
+        for got, expected in ((y, exact), (grad, torch.autograd.grad(exact.sum(), x)[0])):
+            torch.testing.assert_close(got, expected, rtol=0.01, atol=0.02)
+        kept.append(made.count("dense"))
+        return made.count("values")
+
+    for _ in range(2):
+        assert train() > 0
+        train()
+        assert train() == kept[-1] == 0  # laid out, and dense where the plan wants it so
+        with torch.no_grad():
+            weight *= 2
+    attention = torch.rand(4000, requires_grad=True)
+    for _ in range(2):
+        made.clear()
+        aggregate(graph, x.detach(), attention * 2, backend="ascend_twin")
+        assert made.count("values") == 1
+        assert made.count("dense") == 0  # new weights each time: their tiles are not kept
+
+
+def counted(made, name, function):
+    def call(*args, **options):
+        made.append(name)
+        return function(*args, **options)
+
+    return call
 
 
 def test_default_backend_is_for_those_who_name_none():

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.ascend_ops.cost_model import chunk_cycles, hbm_bytes
+from lightning_gnn.ascend_ops.cost_model import atlas_a2, chunk_cycles, hbm_bytes
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.ops.aggregate import ascend_twin
+from lightning_gnn.ops.aggregate.backends import bounds, chunk_tensors
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHTS, count_chunks, hbm_rate, plan_chip
 from tests.strategies import edge_indices
 
@@ -43,26 +45,70 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "nodes", "edges", "columns", "groups", "cores"),
+    ("kernel", "nodes", "edges", "columns", "groups", "cores", "order"),
     [
-        ("vector", 400, 6000, 256, 1, 4),
-        ("vector", 700, 3000, 100, 1, 6),
-        ("vector", 300, 3000, 602, 3, 3),
-        ("cube", 600, 9000, 256, 1, 3),
-        ("cube", 900, 5000, 256, 2, 4),
-        ("cube", 500, 9000, 100, 1, 2),
-        ("cube", 400, 6000, 602, 3, 3),
+        ("vector", 400, 6000, 256, 1, 4, "natural"),
+        ("vector", 700, 3000, 100, 1, 6, "natural"),
+        ("vector", 300, 3000, 602, 3, 3, "natural"),
+        ("vector", 900, 9000, 192, 1, 4, "locality"),
+        ("cube", 600, 9000, 256, 1, 3, "natural"),
+        ("cube", 900, 5000, 256, 2, 4, "natural"),
+        ("cube", 500, 9000, 100, 1, 2, "natural"),
+        ("cube", 400, 6000, 602, 3, 3, "natural"),
+        ("cube", 1200, 9000, 192, 1, 3, "locality"),
+        ("cube", 800, 12000, 64, 1, 4, "locality"),
     ],
 )
-def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores):
+def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores, order):
     check, chip = load("ascend_sim_check"), load("ascend_sim_machines").machine("split")
-    chunks = graph_of(nodes, edges, exponent=2.6, seed=3).forward
+    chunks = graph_of(nodes, edges, order, exponent=2.6, seed=3).forward
     # HBM costs nothing here: the twin's first core would pay for rows that on a chip whoever comes first does.
     numbers = chip.parameters(2 * cores) | {"hbm_bytes": 1e9}
     plan = plan_chip(columns, {"": chunks}, PlanSettings(num_groups=groups), cores, numbers, kernels=(kernel,))
     compare = check.compare_cube if kernel == "cube" else check.compare_vector
     _, real = compare(chip, chunks.recut(plan.height), plan, flat=True)
     assert plan.candidates[0].cost == pytest.approx(real.makespan, rel=0.1)
+
+
+@pytest.mark.campaign(parts=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "edges", "columns", "heads", "groups", "cores", "static"),
+    [
+        (600, 9000, 256, 1, 1, 3, False),
+        (1500, 15000, 602, 1, 1, 4, True),
+        (1500, 15000, 602, 1, 4, 8, False),
+        (300, 30000, 64, 8, 1, 2, False),
+    ],
+)
+def test_a_plan_in_waves_costs_what_the_twin_takes(nodes, edges, columns, heads, groups, cores, static):
+    chunks = graph_of(nodes, edges, exponent=2.6, seed=3).forward
+    how = {"kernels": ("gathered",), "heads": heads, "static": static}
+    plan = plan_chip(columns, {"": chunks}, PlanSettings(num_groups=groups), cores, atlas_a2(), **how)
+    assert plan.waves[0] == 0
+    assert plan.waves[-1] == chunks.recut(plan.height).num_chunks
+    x, weight = torch.ones(nodes, heads, columns // heads).half(), torch.ones(edges, heads).half()
+    cut = bounds(plan.slices), list(plan.waves), plan.group_size, plan.kept
+    with ascend_twin.record_launches() as launches:
+        ascend_twin.aggregate_gathered(
+            chunk_tensors(chunks.recut(plan.height)), nodes, x, weight[: chunks.num_edges], "sum", *cut
+        )
+    assert plan.candidates[0].cost == pytest.approx(launches[0].makespan, rel=0.2)
+
+
+@pytest.mark.parametrize(("heads", "columns"), [(1, 100), (1, 3703), (8, 64)])
+@pytest.mark.parametrize(("nodes", "edges"), [(300, 2500), (1000, 30000)])
+def test_the_choice_is_the_best_of_each_kernel_alone(heads, columns, nodes, edges):
+    offered = {"": graph_of(nodes, edges).forward}
+
+    def least(*kernels, **how):
+        plan = plan_chip(columns, offered, PlanSettings(), 12, atlas_a2(), kernels=kernels, heads=heads, **how)
+        return min(candidate.cost for candidate in plan.candidates)
+
+    for static in (False, True):
+        alone = [least(kernel, static=static) for kernel in HEIGHTS]
+        assert least(*HEIGHTS, static=static) == min(alone)
+    assert least("gathered", static=True) <= least("gathered")
 
 
 def lightest(loads, parts):
@@ -83,7 +129,7 @@ def test_the_choice_equals_brute_force(chips, name, columns, cores, seed):
     graphs = {order: graph_of(300, 2500, order, seed=seed).forward for order in ("natural", "locality")}
     plan = plan_chip(columns, graphs, PlanSettings(), cores, chips[name])
     costs = {}
-    for order, kernel in itertools.product(graphs, HEIGHTS):
+    for order, kernel in itertools.product(graphs, ("cube", "vector")):
         workers = 2 * cores if (kernel, name) == ("vector", "split") else cores
         for height, groups in itertools.product(HEIGHTS[kernel], divisors(workers)):
             if groups > -(-columns // 16):

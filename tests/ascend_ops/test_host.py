@@ -53,6 +53,7 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["differences"] == [], done.stderr[-4000:]
     assert found["kernels"] == [
         "aggregate_cube",
+        "aggregate_gathered",
         "aggregate_update",
         "aggregate_vector",
         "combine_parts",
@@ -68,6 +69,7 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["progress"][-1] == "building the Ascend C kernels: 100 %"
     assert found["lines_of_second_load"] == 0
     assert found["empty"]
+    assert found["streams"] == []
     assert found["refusals"][0] == "NotImplementedError: the NPU has no kernel for reduce=max"
     assert found["refusals"][1].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
     assert found["refusals"][2] == "ValueError: there is no kernel scatter_rows"

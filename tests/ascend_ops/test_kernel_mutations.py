@@ -1,4 +1,4 @@
-"""aggregate_update and gather_rows with lines taken out or changed: the twin, or a wrong result, must say so."""
+"""Kernels of this package with lines taken out or changed: the twin, or a wrong result, must say so."""
 
 import shutil
 from types import SimpleNamespace
@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from lightning_gnn.ascend_ops.build import CSRC
-from lightning_gnn.ascend_ops.twin import Twin, TwinViolation
+from lightning_gnn.ascend_ops.twin import Twin, TwinViolation, default_twin
 from lightning_gnn.ops import library  # noqa: F401  keeps what is compiled
 from tests.ascend_ops import run_kernels as run
+from tests.ascend_ops.chunk_arrays import chunked
+from tests.ascend_ops.test_kernels import aggregated, check
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
@@ -58,30 +60,140 @@ GATHER = {
     "the last batch is as long as the others": ("Least(end - i, tiling.batch)", "tiling.batch", "global bounds|race"),
 }
 
-FAULTS = [("aggregate_update", fault) for fault in UPDATE] + [("gather_rows", fault) for fault in GATHER]
+# The same of aggregate_gathered, in whichever of its files the line stands.
+GATHERED = {
+    "the cube cores do not wait for the rows": (
+        "SyncAll<false>();\n            consumer",
+        "consumer",
+        "deadlock|uninit|race",
+    ),
+    "the vector cores do not wait for the cubes": (
+        "            SyncAll<false>();\n        }\n        Cross",
+        "}Cross",
+        "deadlock|race",
+    ),
+    "tiles of the other buffer": (
+        "wave) { base = static_cast<uint64_t>(wave & 1U)",
+        "wave) { base = (~wave & 1ULL)",
+        "uninit|race|",
+    ),
+    "rows of the buffer in use": (
+        "base = static_cast<uint64_t>(wave & 1U) * tiling.slotHalves;\n        Rows",
+        "base = 0;\n        Rows",
+        "uninit|race|",
+    ),
+    "given weights that are not finite are passed over": ("noteGm.GetValue(0) != 0", "false", ""),
+    "results are mended before they are there": ("CrossCoreWaitFlag(FLAG_DONE);", "", "cross-core flag|race"),
+    "the list is read before it is there": (
+        "AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(listed[batch & 1U]);",
+        "",
+        "race|uninit|event set twice|flag never",
+    ),
+    "the list is overwritten while it is read": (
+        "Sync<AscendC::HardEvent::S_MTE2>();\n        rowsQueue",
+        "rowsQueue",
+        "race",
+    ),
+    "fillers hold what was there": (
+        "if (vertex >= 0) {",
+        "if (vertex < 0) {\n            } else if (true) {",
+        "uninit|",
+    ),
+    "the end of a batch is left": ("if (halves < compared) {", "if (false) {", "uninit"),
+    "rows go to another place": ("batchesGm.GetValue(at + 2), halves", "0, halves", "race|uninit|"),
+    "neighbours are left out": ("list.GetValue(run * SOURCE_FIELDS + 1) * tiling.ldx", "tiling.ldx", "uninit|race|"),
+    "only the first core is believed": ("i < cores; ++i) {\n            any", "i < 1; ++i) {\n            any", ""),
+    "all heads have the weights of the first": ("part & 1U, part / 2 / count);", "part & 1U, 0);", "uninit|race|"),
+    "a part is made by nobody": ("shares + cores + 2);", "shares + cores + 2) - 1;", "uninit|"),
+    "places are read before they are cast": (
+        "cellQueue.FreeTensor(places);\n            AscendC::PipeBarrier<PIPE_V>();",
+        "cellQueue.FreeTensor(places);",
+        "race",
+    ),
+    "empty cells point to nothing": (
+        "AscendC::Duplicate(pickBuffer.Get<half>(), static_cast<half>(0.0f), CELL_BASE / sizeof(half));",
+        "",
+        "uninit",
+    ),
+    "entries are stored before they are there": ("if (done > 0 || !fetched) {", "if (done > 0) {", "race|uninit"),
+    "picked weights that are not finite are passed over": ("(picks && finite.Met())", "false", ""),
+    "stored weights that are not finite are passed over": ("return strangeWeights != 0 ||", "return", ""),
+    "a row that is not finite is passed over": ("known || finite.Met() ||", "known ||", ""),
+    "a tile is sent before it is made": ("Sync<AscendC::HardEvent::S_MTE3>();", "", "race"),
+}
+FAULTS_OF = {"aggregate_update": UPDATE, "gather_rows": GATHER, "aggregate_gathered": GATHERED}
+FILES = {"aggregate_gathered": ["aggregate_gathered.cpp", "aggregate_gatherer.h", "dense_tile.h"]}
+FAULTS = [(kernel, fault) for kernel, faults in FAULTS_OF.items() for fault in faults]
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
     """All faulty kernels, each by a name of its own; call it to have one run in place of the right one."""
     folder = tmp_path_factory.mktemp("faulty")
-    for header in CSRC.glob("*.h"):
-        shutil.copy(header, folder)
     paths = []
     for number, (kernel, fault) in enumerate(FAULTS):
-        old, new, _ = (UPDATE if kernel == "aggregate_update" else GATHER)[fault]
-        text = (CSRC / f"{kernel}.cpp").read_text()
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {kernel}.cpp"
-        paths.append(folder / f"faulty_{number}.cpp")
-        paths[-1].write_text(text.replace(old, new).replace(f"void {kernel}(", f"void faulty_{number}("))
+        old, new, _ = FAULTS_OF[kernel][fault]
+        files = FILES.get(kernel, [f"{kernel}.cpp"])
+        found = [name for name in files if old in (CSRC / name).read_text()]
+        assert len(found) == 1, f"{old!r} stands in {found} of {files}"
+        text = (CSRC / found[0]).read_text()
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {found[0]}"
+        own = folder / str(number)
+        own.mkdir()
+        for header in CSRC.glob("*.h"):
+            shutil.copy(header, own)
+        paths.append(own / f"faulty_{number}.cpp")
+        (paths[-1] if found[0].endswith(".cpp") else own / found[0]).write_text(text.replace(old, new))
+        text = (paths[-1] if found[0].endswith(".cpp") else CSRC / f"{kernel}.cpp").read_text()
+        paths[-1].write_text(text.replace(f"void {kernel}(", f"void faulty_{number}("))
     twin = Twin(paths)
 
     def in_place_of(monkeypatch, kernel, fault):
         name = f"faulty_{FAULTS.index((kernel, fault))}"
-        stand_in = SimpleNamespace(launch=lambda _, *arguments, **options: twin.launch(name, *arguments, **options))
-        monkeypatch.setattr(run, "default_twin", lambda: stand_in)
+
+        def launch(called, *arguments, **options):
+            return (
+                twin.launch(name, *arguments, **options) if called == kernel else whole(called, *arguments, **options)
+            )
+
+        whole = default_twin().launch
+        monkeypatch.setattr(run, "default_twin", lambda: SimpleNamespace(launch=launch))
 
     return in_place_of
+
+
+def noticed(call, rules):
+    """A violation of one of the rules, or, where "" is among them, a wrong result."""
+    with pytest.raises((TwinViolation, AssertionError)) as caught:
+        call()
+    if isinstance(caught.value, TwinViolation):
+        assert any(rule and caught.value.rule.startswith(rule) for rule in rules.split("|")), caught.value
+    else:
+        assert "" in rules.split("|"), caught.value
+
+
+def waves():
+    """Compare aggregate_gathered with the reference: full and thin tiles, heads, split rows, NaN and infinity."""
+    draw = np.random.default_rng(0)
+    full = np.divmod(np.arange(100 * 120), 120)
+    thin = draw.integers(0, 500, 900), draw.integers(0, 700, 900)
+    chunks = chunked(*(np.concatenate(pair) for pair in zip(full, thin, strict=True)), 500, 7, most_entries=400)
+    for strange in ("row", "full weight", "thin weight", "nothing"):
+        x = draw.integers(-4, 5, (700, 400)).astype(np.float16)  # several batches a core
+        weights = draw.integers(1, 4, (chunks.source.size, 2)).astype(np.float32)
+        if strange == "row":
+            x[690, 20] = np.nan
+        elif strange != "nothing":
+            edges = (chunks.target < 100) & (chunks.source < 120) if strange == "full weight" else chunks.target > 400
+            weights[np.flatnonzero(edges)[-1], 1] = np.inf
+        for kept, groups, members, seed in ((False, 1, 3, 0), (False, 3, 2, 3), (True, 1, 2, 0), (True, 3, 2, 5)):
+            options = {"members": members, "kept": kept, "seed": seed}
+            y = run.aggregate_gathered(chunks, x, 500, chunks.even_ranges(4), groups, weights, 2, **options)
+            expected, size = aggregated(chunks, x, 500, weights, 2)
+            finite = np.isfinite(expected)
+            assert np.array_equal(np.isnan(y), np.isnan(expected))
+            assert np.array_equal(y[np.isinf(expected)], expected[np.isinf(expected)])
+            check(y[finite], expected[finite], size[finite])
 
 
 def layers():
@@ -110,25 +222,26 @@ def test_the_kernel_as_it_is_passes():
 @pytest.mark.parametrize("fault", UPDATE)
 def test_a_fault_of_aggregate_update_is_noticed(monkeypatch, faulty, fault):
     faulty(monkeypatch, "aggregate_update", fault)
-    rules = UPDATE[fault][2]
-    with pytest.raises((TwinViolation, AssertionError)) as caught:
-        layers()
-    if isinstance(caught.value, TwinViolation):
-        assert any(rule and caught.value.rule.startswith(rule) for rule in rules.split("|")), caught.value
-    else:
-        assert "" in rules.split("|"), caught.value
+    noticed(layers, UPDATE[fault][2])
+
+
+def test_aggregate_gathered_as_it_is_passes():
+    waves()
+
+
+@pytest.mark.parametrize("fault", GATHERED)
+def test_a_fault_of_aggregate_gathered_is_noticed(monkeypatch, faulty, fault):
+    faulty(monkeypatch, "aggregate_gathered", fault)
+    noticed(waves, GATHERED[fault][2])
 
 
 @pytest.mark.parametrize("fault", GATHER)
 def test_a_fault_of_gather_rows_is_noticed(monkeypatch, faulty, fault):
     faulty(monkeypatch, "gather_rows", fault)
-    rules = GATHER[fault][2]
     table = np.arange(100, dtype=np.float32).reshape(20, 5)
 
     def gather():
         for seed in (0, 3):
             run.gather_rows(table, np.array([3, 19, 25, 0, 7] * 9), 4, seed=seed)
 
-    with pytest.raises(TwinViolation) as caught:
-        gather()
-    assert any(caught.value.rule.startswith(rule) for rule in rules.split("|")), caught.value
+    noticed(gather, GATHER[fault][2])

@@ -15,6 +15,8 @@ from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import chunked, random_chunks
 
 HALF = 2.0**-11  # relative error of rounding to float16
+AGGREGATIONS = ["aggregate_cube", "aggregate_gathered", "aggregate_kept", "aggregate_vector"]
+"""In the second and third the ranges are waves; the third is the second with tiles that are given."""
 
 
 def rounded(array):
@@ -60,7 +62,7 @@ def weights_of(seed, chunks, heads=1):
         (602, 5, 8, 4, None),
     ],
 )
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 def test_aggregation_equals_the_reference(kernel, columns, chunk_count, groups, members, most):
     seed = columns + members
     chunks = random_chunks(seed, 150, 600, chunk_count, num_sources=180, most_entries=most)
@@ -71,7 +73,7 @@ def test_aggregation_equals_the_reference(kernel, columns, chunk_count, groups, 
     check(y, expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 def test_backward_is_the_same_kernel_over_the_transposed_chunks(kernel):
     draw = np.random.default_rng(5)
     target, source = draw.integers(0, 60, 500), draw.integers(0, 90, 500)
@@ -93,11 +95,23 @@ def test_the_number_of_blocks_does_not_change_a_bit(blocks):
     check(y, expected, size)
 
 
-def test_blocks_beyond_the_plan_idle():
+@pytest.mark.parametrize(("waves", "members", "groups"), [(1, 1, 1), (2, 3, 1), (12, 5, 1), (5, 8, 3), (3, 24, 1)])
+@pytest.mark.parametrize("kept", [False, True])
+def test_waves_and_blocks_do_not_change_a_bit(kept, waves, members, groups):
+    chunks = random_chunks(9, 300, 900, 12, most_entries=25)
+    x, weights = features(3, 300, 48), weights_of(4, chunks)
+    alone = run.aggregate_cube(chunks, x, 300, [(0, 12)], 1, weights)
+    options = {"members": members, "kept": kept, "seed": waves}
+    y = run.aggregate_gathered(chunks, x, 300, chunks.even_ranges(waves), groups, weights, **options)
+    assert np.array_equal(y, alone)
+
+
+@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
+def test_blocks_beyond_the_plan_idle(kernel):
     chunks = random_chunks(1, 40, 100, 2)
     x = features(1, 40, 16)
     expected, size = aggregated(chunks, x, 40)
-    check(run.aggregate_cube(chunks, x, 40, [(0, 1), (1, 2)], blocks=7), expected, size)
+    check(getattr(run, kernel)(chunks, x, 40, [(0, 1), (1, 2)], blocks=7), expected, size)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +123,15 @@ def test_blocks_beyond_the_plan_idle():
         {"tile_rows": 64, "tile_columns": 64, "panel": 256},
     ],
 )
-def test_any_tile_size_gives_the_result(sizes):
+@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered"])
+def test_any_tile_size_gives_the_result(kernel, sizes):
     chunks = random_chunks(11, 130, 700, 3)
     x, weights = features(2, 130, 200), weights_of(1, chunks)
     expected, size = aggregated(chunks, x, 130, weights)
-    check(run.aggregate_cube(chunks, x, 130, [(0, 2), (2, 3)], 1, weights, sizes=sizes), expected, size)
+    check(getattr(run, kernel)(chunks, x, 130, [(0, 2), (2, 3)], 1, weights, sizes=sizes), expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 def test_a_hub_with_more_columns_and_entries_than_any_buffer_holds(kernel):
     draw = np.random.default_rng(0)
     target = np.concatenate([np.zeros(3000, np.int64), draw.integers(0, 20, 50)])
@@ -128,15 +143,32 @@ def test_a_hub_with_more_columns_and_entries_than_any_buffer_holds(kernel):
         check(getattr(run, kernel)(chunks, x, 20, chunks.even_ranges(3)), expected, size)
 
 
-def test_a_full_tile_takes_several_batches_of_entries():
+@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
+def test_a_full_tile_takes_several_batches_of_entries(kernel):
     target, source = np.divmod(np.arange(128 * 128), 128)
     chunks = chunked(target, source, 128, 1)
     x, weights = features(0, 128, 32), weights_of(0, chunks)
     expected, size = aggregated(chunks, x, 128, weights)
-    check(run.aggregate_cube(chunks, x, 128, [(0, 1)], 1, weights), expected, size)
+    check(getattr(run, kernel)(chunks, x, 128, [(0, 1)], 1, weights), expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+def test_a_gathered_tile_is_picked_where_it_is_full_and_scattered_where_it_is_not():
+    full, thin = np.divmod(np.arange(128 * 128), 128), np.divmod(np.arange(0, 128 * 128, 97), 128)
+    for (target, source), picked in ((full, True), (thin, False)):
+        tables = tiling.gathered_tables(chunked(target, source, 128, 1).tables, [(0, 1)], 1, 1, 32)
+        assert (tables.cells.size > 0) == picked
+        assert tables.batches[:, 3].sum() == tiling.up(tables.columns.size)
+        # Neighbouring rows come by one copy, as far as a batch goes.
+        assert len(tables.sources) == len(tables.batches)
+
+
+def test_rows_longer_than_a_batch_are_refused_by_name():
+    chunks = random_chunks(0, 20, 60, 1)
+    with pytest.raises(ValueError, match=r"rows of 20000 columns, .* use aggregate_cube"):
+        tiling.gathered_tables(chunks.tables, [(0, 1)], 1, 1, 20000)
+
+
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 @pytest.mark.parametrize("num_edges", [0, 1])
 def test_graphs_with_hardly_an_edge_and_empty_chunks(kernel, num_edges):
     chunks = random_chunks(0, 30, num_edges, 6)
@@ -145,7 +177,7 @@ def test_graphs_with_hardly_an_edge_and_empty_chunks(kernel, num_edges):
     check(getattr(run, kernel)(chunks, x, 30, chunks.even_ranges(9), 2), expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 @pytest.mark.parametrize(("heads", "columns", "groups"), [(8, 8, 1), (3, 41, 2), (2, 272, 1), (4, 16, 4)])
 def test_each_head_has_its_own_weights(kernel, heads, columns, groups):
     chunks = random_chunks(heads, 80, 500, 4, most_entries=15)
@@ -155,14 +187,15 @@ def test_each_head_has_its_own_weights(kernel, heads, columns, groups):
     check(y, expected, size)
 
 
-def test_parallel_edges_add_up():
+@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
+def test_parallel_edges_add_up(kernel):
     chunks = chunked(np.zeros(900, np.int64), np.arange(900) % 2, 1, 1)
     x = features(0, 2, 16)
     expected, size = aggregated(chunks, x, 1)
-    check(run.aggregate_cube(chunks, x, 1, [(0, 1)]), expected, size)
+    check(getattr(run, kernel)(chunks, x, 1, [(0, 1)]), expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_vector"])
+@pytest.mark.parametrize("kernel", AGGREGATIONS)
 @pytest.mark.parametrize("most", [None, 9])
 def test_what_is_not_finite_reaches_its_neighbours_and_no_one_else(kernel, most):
     chunks = random_chunks(21, 140, 900, 3, most_entries=most)

@@ -162,6 +162,26 @@ def test_no_unit_works_longer_than_the_launch_and_buffers_only_help(model, name,
         assert double.fractals == single.fractals
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_rows_on_their_way_hide_each_others_latency(model, buffers):
+    chip = machine("split")
+    chunks = random_chunks(5, 400, 12_000, 12)
+    lists = row_tables(chunks.tables, chunk_ranges=chunks.even_ranges(12), num_columns=256)
+    flat = (("hbm_bytes", 1e9),)
+
+    def run(row_buffers, changes=flat):
+        setting = model.Setting(chip, buffers, share_hbm=False, changes=changes, row_buffers=row_buffers)
+        return model.aggregate_vector(setting, lists, 400, 400, True)
+
+    kernel, many = run(0), run(9)
+    assert run(buffers).cycles == kernel.cycles
+    assert many.bytes == kernel.bytes
+    assert many.cycles < kernel.cycles / 2
+    # without a latency there is little to hide
+    at_once = (*flat, ("l2_read_latency", 0), ("l2_write_latency", 0))
+    assert run(9, at_once).cycles > run(2, at_once).cycles * 0.75
+
+
 def test_cores_share_hbm(model):
     chip = machine("split")
     chunks = random_chunks(3, 4000, 12_000, 48)

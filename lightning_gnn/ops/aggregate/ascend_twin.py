@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ascend_ops.tiling import (
     CubeTables,
+    GatheredTables,
     RowTables,
     aggregate_vector_tiling,
     combine_tiling,
     cube_tables,
+    gathered_tables,
     products_tiling,
     row_tables,
     softmax_tiling,
@@ -34,6 +36,7 @@ from lightning_gnn.ascend_ops.tiling import (
 )
 from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate.known_weights import made_once
 from lightning_gnn.ops.aggregate.reference import aggregate_max_backward  # noqa: F401  an operator of this backend
 
 HALF_EXPONENT = 15
@@ -57,8 +60,11 @@ class _Half(NamedTuple):
     exponent: int
 
 
-class _Cube(NamedTuple):
-    tables: CubeTables
+Tables = TypeVar("Tables", bound=CubeTables)
+
+
+class _Cube(NamedTuple, Generic[Tables]):
+    tables: Tables
     ones: Array
     degrees: Tensor
     sum_exponent: int
@@ -97,34 +103,88 @@ def aggregate_chunks(
     """
     if reduce == "max":
         return aggregate_reference.aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
-    heads, columns, mean = x.size(1), x.size(2), reduce == "mean"
-    none = x.new_empty(0)
     if chunks[3].numel() == 0 or x.numel() == 0:
-        return x.new_zeros((num_rows, heads, columns)), none
-    cube = _cube(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
-    tables = cube.tables
-    left = HALF_EXPONENT - cube.sum_exponent
+        return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    cube = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
+    return _on_cubes("aggregate_cube", cube, num_rows, x, weight, reduce == "mean", lambda values: []), x.new_empty(0)
+
+
+def aggregate_gathered(
+    chunks: list[Tensor],
+    num_rows: int,
+    x: Tensor,
+    weight: Tensor | None,
+    reduce: str,
+    slices: list[int],
+    waves: list[int],
+    num_members: int,
+    kept: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute sums or means wave by wave, from rows that all cores gather once; ``kept``: dense tiles as well."""
+    if chunks[3].numel() == 0 or x.numel() == 0:
+        return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    key = ("gathered", num_rows, x.size(1), x.size(2), len(slices) - 1, num_members, kept, *waves)
+
+    def make() -> _Cube[GatheredTables]:
+        arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(waves))
+        tables = gathered_tables(arrays, pairs, num_members, len(slices) - 1, x.size(2), heads=x.size(1), kept=kept)
+        return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))
+
+    made = _made(chunks, key, make)
+    tables = made.tables
+
+    def more(values: Array) -> list[Array]:
+        def tiles() -> tuple[GatheredTables, Array, bool]:
+            return (tables, *tables.dense(values))
+
+        if not kept:
+            dense, strange = np.zeros(0, np.float16), False
+        elif weight is None:
+            _, dense, strange = _made(chunks, ("dense", id(tables)), tiles)
+        else:
+            _, dense, strange = made_once(weight, ("dense", id(tables), reduce), tiles)
+        return [tables.batches, tables.sources, dense, tables.cells, np.full(8, strange, np.int32)]
+
+    return _on_cubes("aggregate_gathered", made, num_rows, x, weight, reduce == "mean", more), x.new_empty(0)
+
+
+def _on_cubes(
+    kernel: str,
+    made: _Cube[Any],
+    num_rows: int,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: bool,
+    more: Callable[[Array], list[Array]],
+) -> Tensor:
+    """Launch a kernel of dense tiles, and what adds split rows up; ``more`` makes its further inputs of the weights."""
+    tables = made.tables
+    left = HALF_EXPONENT - made.sum_exponent
     share = 0 if weight is None else left // 2 if left >= 0 else left
     rows = _half_rows(x, left - share, mean)
-    values = _Half(cube.ones, 0)
+    values = _Half(made.ones, 0)
     if weight is not None:
-        given = _scaled(weight, share, mean)
-        values = _Half(tables.values(given[0].numpy(), heads), given[1])
+        # Laid out once where weights come again: what is kept beside holds its tables.
+        def lay_out() -> tuple[CubeTables, _Half]:
+            given, exponent = _scaled(weight, share, mean)
+            return tables, _Half(tables.values(given.numpy(), x.size(1)), exponent)
+
+        _, values = made_once(weight, ("values", id(tables), share, mean), lay_out)
     wide = rows.values.shape[1]
     y = np.zeros((num_rows, wide), np.float16)
     # Filled with NaN for combine_parts, which must find no part that nobody wrote.
     parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
     workspace = np.zeros(tables.workspace_bytes // 2, np.float16)
     inputs = (rows.values, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions)
-    _launch("aggregate_cube", tables.num_blocks, [*inputs, values.values, tables.runs],
+    _launch(kernel, tables.num_blocks, [*inputs, values.values, tables.runs, *more(values.values)],
             [y], [parts, workspace], [tables.tiling])  # fmt: skip
     if len(tables.splits):
         blocks = min(2 * tables.num_blocks, len(tables.splits))
         combine = combine_tiling(len(tables.splits), wide)
         _launch("combine_parts", blocks, [parts, tables.splits], [y], [], [combine])
-    out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
-    out = _unscaled(out, rows.exponent + values.exponent, cube.degrees if mean else None)
-    return out.to(x.device, x.dtype).contiguous(), none
+    out = torch.from_numpy(y).view(num_rows, x.size(1), -1)[:, :, : x.size(2)]
+    out = _unscaled(out, rows.exponent + values.exponent, made.degrees if mean else None)
+    return out.to(x.device, x.dtype).contiguous()
 
 
 def aggregate_vector(
@@ -271,8 +331,8 @@ def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor]
 
 def _cube(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
-) -> _Cube:
-    def make() -> _Cube:
+) -> _Cube[CubeTables]:
+    def make() -> _Cube[CubeTables]:
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
         tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
         return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))

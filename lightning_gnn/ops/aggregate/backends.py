@@ -23,6 +23,8 @@ from lightning_gnn.ops.aggregate import reference as aggregate_reference  # noqa
 from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
 from lightning_gnn.ops.library import references
 
+TWIN_CORES = 24
+"""AI cores of the chip that is simulated, an Atlas A2."""
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"
 """In place of a backend's name: what is registered for the device."""
@@ -132,7 +134,13 @@ def plan_of(
 
 
 def chip_plan_of(
-    chunks: list[torch.Tensor], shape: tuple[int, int], num_columns: int, settings: PlanSettings, backend: str
+    chunks: list[torch.Tensor],
+    shape: tuple[int, int],
+    num_columns: int,
+    settings: PlanSettings,
+    backend: str,
+    heads: int = 1,
+    static: bool = False,
 ) -> tuple[list[torch.Tensor], HybridPlan]:
     """Return the chunks of a sum on an NPU, cut as its plan wants them, and the plan, which names the kernel.
 
@@ -142,6 +150,8 @@ def chip_plan_of(
         num_columns: D, heads times channels.
         settings: As for :func:`plan_of`.
         backend: What :func:`backend_name` returned.
+        heads: Heads with weights of their own.
+        static: Weights never change, or there are none.
     """
     from lightning_gnn.ascend_ops.cost_model import atlas_a2
     from lightning_gnn.ops.aggregate.chip_plan import plan_chip
@@ -152,9 +162,13 @@ def chip_plan_of(
         indptr = indptr.clone()  # what is kept must not keep its key alive
         known["whole"] = Chunks(rows, row_ptr, indptr, local, columns, column_ptr, None, *shape)
     cores = settings.num_workers or _num_workers(chunks[2].device, backend)
-    key = num_columns, cores, settings
+    key = num_columns, cores, settings, heads, static
     if key not in known:
-        known[key] = plan_chip(num_columns, {"": known["whole"]}, settings, cores, atlas_a2())
+        # Cores that wait for all others must all run at once.
+        together = cores <= (TWIN_CORES if backend == "ascend_twin" else _num_workers(chunks[2].device, backend))
+        kernels: tuple[Any, ...] = ("cube", "gathered", "vector") if together else ("cube", "vector")
+        how: dict[str, Any] = {"kernels": kernels, "heads": heads, "static": static}
+        known[key] = plan_chip(num_columns, {"": known["whole"]}, settings, cores, atlas_a2(), **how)
     plan: HybridPlan = known[key]
     if plan.height not in known:
         known[plan.height] = chunk_tensors(known["whole"].recut(plan.height))

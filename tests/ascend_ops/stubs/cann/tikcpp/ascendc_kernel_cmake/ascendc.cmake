@@ -23,9 +23,9 @@ function(ascendc_library target type)
         set(written ${CMAKE_BINARY_DIR}/${target}_${name}.cpp)
         file(WRITE ${written}
             "#include \"aclrtlaunch_${name}.h\"\n"
-            "int Launched(const char*, uint32_t, uint32_t, void**);\n"
+            "int Launched(const char*, uint32_t, uint32_t, void**, void*);\n"
             "${signature}\n{\n    void* all[] = {${names}};\n"
-            "    return Launched(\"${name}\", blockDim, ${count}, all);\n}\n")
+            "    return Launched(\"${name}\", blockDim, ${count}, all, stream);\n}\n")
         list(APPEND sources ${written})
     endforeach()
     add_library(${target} ${type} ${sources})

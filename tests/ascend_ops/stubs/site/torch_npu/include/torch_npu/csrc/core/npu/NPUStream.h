@@ -7,9 +7,13 @@ namespace c10_npu {
 
 class NPUStream {
 public:
-    aclrtStream stream(bool) const { return nullptr; }
+    aclrtStream stream(bool) const { return handle; }
+    aclrtStream handle;
 };
 
-inline NPUStream getCurrentNPUStream() { return {}; }
+// The stream of this thread, as with torch_npu; the test sets it.
+inline thread_local aclrtStream currentStream = nullptr;
+extern "C" __attribute__((visibility("default"))) inline void set_stream(aclrtStream stream) { currentStream = stream; }
+inline NPUStream getCurrentNPUStream() { return {currentStream}; }
 
 }  // namespace c10_npu
