@@ -41,6 +41,7 @@ SMALL = {
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
     "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
     "disk": ["--only", "ours, disk, 1/4"],
+    "disk_epochs": [],
     "ascend_gathered": [],
     "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
