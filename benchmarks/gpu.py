@@ -1,8 +1,9 @@
 """A GPU, measured: the most telling figures in the first ten minutes, on one page, then everything else.
 
 First ``benchmarks.gpu_first``: samples (fused, bulks, queue, hop by hop), what of the host's memory is better read by
-the CPU, mini-batches and training steps through the DataModules beside PyG, cuGraph-PyG and GraphBolt. After each part
-the page is written anew: benchmarks/results/gpu.md, with the roofline and the verdicts.
+the CPU, mini-batches and training steps through the DataModules beside PyG, cuGraph-PyG and GraphBolt, and with several
+GPUs tables that are dealt out to them. After each part the page is written anew: benchmarks/results/gpu.md, with the
+roofline and the verdicts.
 
 Then the contestants of ``benchmarks.minibatch`` and ``benchmarks.epoch``, with pinned memory, against PyG's loaders.
 Around bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both sides; in the
@@ -54,7 +55,7 @@ def first_page(args: argparse.Namespace, described: dict[str, Any]) -> dict[str,
         args.out.with_name(f"{args.out.stem}_first.json").write_text(json.dumps(found, indent=1) + "\n")
 
     write({})
-    return {"benchmark": "gpu_first", "parts": gpu_first.run(first, write)}
+    return {"benchmark": "gpu_first", "parts": gpu_first.run(first, write, torch.cuda.device_count())}
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from benchmarks import peers
+from benchmarks import gpu_shards, peers
 from benchmarks.device_clock import Clock, failure, rounds
 from benchmarks.timed_epochs import TimedBatches
 
@@ -28,7 +28,7 @@ BULKS = (2, 4, 8, 16)
 FETCH_SIZES = (32, 128)
 WARM = 8
 """Mini-batches before those that count: a bulk."""
-PARTS = {"samples": "us", "places": "us", "loaders": "ms", "steps": "ms"}
+PARTS = {"samples": "us", "places": "us", "loaders": "ms", "steps": "ms", "shards": "ms"}
 """The parts in the order in which they are measured, with the unit per mini-batch."""
 CLASSES = 32
 
@@ -46,6 +46,7 @@ class First:
         batch_size: Seeds per mini-batch.
         batches: Mini-batches per round of a loader, whole bulks.
         runs: Rounds.
+        warm: Mini-batches of a loader before those that count.
     """
 
     device: torch.device
@@ -56,6 +57,7 @@ class First:
     batch_size: int = 1024
     batches: int = 40
     runs: int = 5
+    warm: int = WARM
     small: dict[str, Any] = field(default_factory=dict)
     """Options of samplers under the interpreter."""
 
@@ -85,7 +87,7 @@ class First:
     def train_nodes(self) -> Tensor:
         """Seeds of all mini-batches of a round."""
         order = torch.randperm(self.nodes, generator=torch.Generator().manual_seed(2))
-        return order[: (self.batches + WARM) * self.batch_size]
+        return order[: (self.batches + self.warm) * self.batch_size]
 
     def measure(self, part: str) -> dict[str, Any]:
         """Return the figures of one part: of each contestant its values and their median, or what went wrong."""
@@ -226,7 +228,7 @@ class First:
     def _iterate(self, loader: Callable[[], Iterable[Any]], turn: int) -> float:
         """Return the ms of a mini-batch, but for the first bulk."""
         batches = iter(loader())
-        for _ in range(WARM):
+        for _ in range(self.warm):
             next(batches)
         start, count = self.clock.now(), 0
         for _ in itertools.islice(batches, self.batches):
@@ -289,12 +291,19 @@ def _later(make: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
-def run(first: First, done: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(
+    first: First,
+    done: Callable[[dict[str, Any]], None],
+    ranks: int = 1,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Measure all parts; after each, hand over what there is so far.
 
     Args:
         first: What is measured.
         done: Called after each part, with all parts that there are.
+        ranks: GPUs to which tables are dealt out; with one there is no such part.
+        options: Further ones of the DataModules of that part.
     """
     found: dict[str, Any] = {}
     start = time.perf_counter()
@@ -303,8 +312,10 @@ def run(first: First, done: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     except Exception as error:
         found["wrong"] = failure(error)
     for part in PARTS:
+        if part == "shards" and ranks < 2:
+            continue
         try:
-            found[part] = first.measure(part)
+            found[part] = gpu_shards.measure(first, ranks, options) if part == "shards" else first.measure(part)
         except Exception as error:
             found[part] = {"all": {"failed": failure(error)}}
         found["minutes"] = round((time.perf_counter() - start) / 60, 1)

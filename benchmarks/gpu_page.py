@@ -12,6 +12,11 @@ HEADS = {
     "places": ("Host memory", "Edges and features where they may lie; us per mini-batch."),
     "loaders": ("Mini-batches", "With features and labels on the device, nothing trained on them; ms per mini-batch."),
     "steps": ("Training steps", "GraphSAGE, 256 hidden channels, through Lightning's Trainer; ms per step."),
+    "shards": (
+        "Several GPUs",
+        "A process for each, all at the same time; what is dealt out is read where it lies, or sent; ms per mini-batch "
+        "of the slowest.",
+    ),
 }
 ENOUGH = 1.03
 """How near to the fastest the smallest bulk has to be that is recommended."""
@@ -51,6 +56,11 @@ def verdicts(parts: dict[str, Any]) -> list[str]:
             ratio = places[cpu] / places[pinned]
             word = "the GPU" if ratio >= 1 else "the CPU"
             found.append(f"Host memory, {what}: better read by **{word}** (the CPU takes {ratio:.2f} times as long).")
+    shards = medians(parts.get("shards", {}))
+    if "both dealt out" in shards and len(shards) > 1:
+        others = {name: ms / shards["both dealt out"] for name, ms in shards.items() if name != "both dealt out"}
+        said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in others.items())
+        found.append(f"Several GPUs, time of a mini-batch over that with **both dealt out**: {said}.")
     for part, what in (("loaders", "Mini-batches"), ("steps", "Training steps")):
         both = medians(parts.get(part, {}))
         ours = {name: ms for name, ms in both.items() if name.startswith(OURS)}

@@ -9,7 +9,9 @@ Reported in ``errors``:
 
 - memory is used before the event of who writes it, or written while somebody may still read it;
 - memory goes back to the allocator of one stream while another, which was not recorded, may use it;
-- the host reads or writes memory that a stream is not known to be done with.
+- the host reads or writes memory that a stream is not known to be done with;
+- memory of another GPU is read before its process has written it, or when it is not mapped any more, or is unmapped
+  while somebody may still read it. A kernel that is given the addresses of such memory counts as reading all of it.
 """
 
 from collections import Counter
@@ -85,7 +87,7 @@ class Memory:
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
-        self.written, self.read, self.recorded = {}, {}, set()
+        self.written, self.read, self.recorded, self.freed = {}, {}, set(), False
 
 
 class Simulator(TorchDispatchMode):
@@ -108,6 +110,8 @@ class Simulator(TorchDispatchMode):
         self.memory, self.errors, self.waits, self.live = {}, [], [], Counter()
         self.streams = [self.main]
         self.paused = False
+        self.mapped = {}
+        """The memory of all parts of a table, by their addresses."""
 
     # -- what the library's seams are replaced by
 
@@ -122,6 +126,38 @@ class Simulator(TorchDispatchMode):
         if isinstance(tensor, torch.Tensor) and (memory := self._of(tensor)) is not None:
             memory.recorded.add(stream.name)
         return tensor
+
+    def peers(self, deal, ranks):
+        """Return what stands in for :func:`~lightning_gnn.persistent.shards.symmetric` in the first of some processes.
+
+        Args:
+            deal: Called with a rank and its part: writes it, as that process does on a stream of its own GPU.
+            ranks: Processes.
+        """
+
+        def symmetric(shape, dtype, device, group):
+            with self.pause():
+                parts = [torch.empty(shape, dtype=dtype) for _ in range(ranks)]
+            others = []
+            for rank, part in enumerate(parts):
+                self._allocated(part, f"the part of rank {rank}", HOST)  # no stream's: unmapped at once
+                if rank:
+                    others.append(Stream(self, f"rank {rank}"))
+                    with others[-1], self.pause():
+                        deal(rank, part)
+                        self.work([], [part], self.operator_s)
+            addresses = [part.data_ptr() for part in parts]
+            self.mapped[tuple(addresses)] = [self._of(part) for part in parts]
+
+            def barrier():
+                own = self.current[-1]
+                for other in others:
+                    own.wait_stream(other)
+                own.synchronize()
+
+            return parts[0], addresses, barrier, parts
+
+        return symmetric
 
     @contextmanager
     def installed(self, monkeypatch):
@@ -232,15 +268,25 @@ class Simulator(TorchDispatchMode):
         for tensor in writes:
             if self._of(tensor) is None:
                 self._allocated(tensor, "memory", HOST)
-        for tensor, kind in [*((tensor, "reads") for tensor in reads), *((tensor, "writes") for tensor in writes)]:
-            memory = self._of(tensor)
+        seen = [(self._of(tensor), kind) for kind, used in (("reads", reads), ("writes", writes)) for tensor in used]
+        seen += [(memory, "reads") for tensor in reads for memory in self._reached(tensor)]
+        for memory, kind in seen:
             if memory is None:
                 continue
+            if memory.freed:
+                self.errors.append(f"{stream.name} {kind} {memory.name}, which is not mapped any more")
             for other, uses in (("written", memory.written), ("read", memory.read if kind == "writes" else {})):
                 for name, before in uses.items():
                     if stream.clock.get(name, 0) < before:
                         self.errors.append(f"{stream.name} {kind} {memory.name}, which {name} may not have {other} yet")
             (memory.written if kind == "writes" else memory.read)[stream.name] = number
+
+    def _reached(self, tensor):
+        """Return the memory that a table of addresses leads to."""
+        if tensor.dtype != torch.int64 or tensor.numel() not in {len(addresses) for addresses in self.mapped}:
+            return []
+        with self.pause():
+            return self.mapped.get(tuple(tensor.tolist()), [])
 
     def _of(self, tensor):
         return self.memory.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
@@ -255,6 +301,7 @@ class Simulator(TorchDispatchMode):
         finalize(storage, self._freed, storage.data_ptr(), storage.nbytes(), memory).atexit = False
 
     def _freed(self, address, size, memory):
+        memory.freed = True
         self.live[memory.owner] -= size
         if self.memory.get(address) is memory:
             del self.memory[address]

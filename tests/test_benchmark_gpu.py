@@ -45,6 +45,7 @@ def cells():
         }),
         "loaders": figures(**{"persistent, bulk=8": 1.0, "NeighborDataModule with PrefetchLoader": 4.0,
                               "PyG with PrefetchLoader": 8.0, "cuGraph-PyG": 2.0}),
+        "shards": figures(**{"both dealt out": 2.0, "all pinned": 9.0, "all on each GPU": "OutOfMemoryError: all"}),
     }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def test_the_page_says_what_the_figures_decide(load):
         "Against hop by hop with a wait per hop: **4.00 times** as fast.",
         "Host memory, edges: better read by **the CPU** (the CPU takes 0.50 times as long).",
         "Host memory, features: better read by **the GPU** (the CPU takes 3.00 times as long).",
+        "Several GPUs, time of a mini-batch over that with **both dealt out**: all pinned 4.50.",
         'Mini-batches: "persistent, bulk=8" is **2.00 times** as fast as the best peer, "cuGraph-PyG".',
     ]
     text = page.page(MACHINE, "A graph.", batch, cells(), ["GraphBolt"])
@@ -84,13 +86,14 @@ def test_what_fills_the_page_runs(load):
     gpu_first = load("gpu_first")
     gpu_first.BULKS = (2,)
     first = gpu_first.First(
-        torch.device("cpu"), nodes=80, edges=400, features=3, fanouts=(2, 1), batch_size=4, batches=2, runs=1,
+        torch.device("cpu"), nodes=80, edges=400, features=3, fanouts=(2, 1), batch_size=4, batches=2, runs=1, warm=1,
         small={"num_programs": 1, "num_warps": 1},
     )  # fmt: skip
     seen = []
-    found = gpu_first.run(first, lambda parts: seen.append(set(parts)))
+    found = gpu_first.run(first, lambda parts: seen.append(set(parts)), ranks=2, options={"bulk": 1, "prefetch": 0})
     assert found["wrong"] is None
-    assert len(seen) == 4
+    assert len(seen) == 5
+    assert set(found["shards"]) == set(load("gpu_shards").PLACES)  # the processes send each other rows here
     for part in gpu_first.PARTS:
         failed = {name: figure["failed"] for name, figure in found[part].items() if "failed" in figure}
         assert not failed, part

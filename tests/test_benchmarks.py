@@ -41,6 +41,7 @@ SMALL = {
                    "--cache-nodes", "2000", "--cache-edges", "20000", "--only", "ours, a worker"],
     "time_to_accuracy": ["--shrink", "100", "--only", "ours, make train"],
     "disk": ["--only", "ours, disk, 1/4"],
+    "disk_epochs": [],
     "ascend_gathered": [],
     "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
@@ -742,12 +743,8 @@ def test_planners_are_judged_on_epochs_that_they_have_not_seen(load, tmp_path):
     assert peers | set(load("collective_planner").WITHOUT) == set(against)
     assert {against[name]["settings"] for name in peers} == {3}
     assert against["the best of them"]["worst"] == max(against[name]["worst"] for name in peers) < 1.05
-    assert {name: found["settings"] for name, found in without.items()} == {
-        "ours": 1,
-        "without turns": 1,
-        "without cover": 1,
-        "without backup": 1,
-    }
+    assert {name.partition(",")[0] for name in without} == {"ours", *load("collective_planner").WITHOUT}
+    assert sum(found["settings"] for name, found in without.items() if name.startswith("ours,")) >= 2
 
 
 def test_parts_of_the_resource_manager_are_switched_off(load, tmp_path):

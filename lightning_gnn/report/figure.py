@@ -187,9 +187,9 @@ def _time_split(axes: Axes, metrics: dict[str, Any]) -> None:
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("seconds per epoch")
     axes.set_title(f"One epoch: {epoch:.3g} s, {metrics['mteps']:.3g} MTEPS")
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1.005, 0.97), ncols=5, fontsize=9, handlelength=1.0, columnspacing=1.4
-    )
+    handles, labels = axes.get_legend_handles_labels()
+    legend = {"ncols": len(labels), "fontsize": 9, "handlelength": 1.0, "columnspacing": 1.4}
+    axes.figure.legend(handles, labels, loc="outside lower right", **legend)  # beside the title they may be too wide
 
 
 def save_timeline(

@@ -27,8 +27,7 @@ h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; }
 .dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
 .wide { overflow-x: auto; } .wide + .wide { margin-top: 1rem; } .wide svg { min-width: 44rem; }
-.row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
-.row > * { flex: 1 1 24rem; min-width: 0; }
+.row { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); }
 table { border-collapse: collapse; } th { text-align: left; font-weight: 600; white-space: nowrap; }
 td, th { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }

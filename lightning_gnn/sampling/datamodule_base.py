@@ -183,7 +183,13 @@ class MiniBatchDataModule(ResumableDataModule):
         if self._disk is None:
             return {}
         own = (self.loader_kwargs if stage == "train" else self.eval_loader_kwargs).get("tables") or {}
-        return {"tables": {**own, **self._disk_tables(stage)}, "lookahead": self._disk.lookahead}
+        more = {"is_last": self._is_last} if stage == "train" else {}
+        return {"tables": {**own, **self._disk_tables(stage)}, "lookahead": self._disk.lookahead, **more}
+
+    def _is_last(self, epoch: int) -> bool:
+        """Say whether no epoch comes after this one."""
+        most = None if self.trainer is None or not self.trainer.training else self.trainer.max_epochs
+        return most is not None and 0 <= most <= epoch + 1
 
     def _check_together(self, asked: list[str], precompute: str | None) -> None:
         """Refuse what this DataModule cannot do with a sampler, whoever has made it."""

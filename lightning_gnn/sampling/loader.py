@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import BatchSampler
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.loader import LinkLoader, NodeLoader
@@ -34,10 +35,10 @@ from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import EdgePositions, defer, deferred
-from lightning_gnn.sampling.look_ahead import Drawn, LookAhead, claimed
+from lightning_gnn.sampling.look_ahead import Begun, Drawn, LookAhead, claimed
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
-from lightning_gnn.sampling.seed_order import mini_batches
+from lightning_gnn.sampling.seed_order import TrainingOrder, mini_batches
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
@@ -145,6 +146,7 @@ class _ThreadedLoader:
         epoch: Callable[[int], int] | None = None,
         tables: Mapping[Any, FeatureTable | DiskFeatures] | None = None,
         lookahead: int | tuple[int, int] = 0,
+        is_last: Callable[[int], bool] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
         **kwargs: Any,
@@ -161,7 +163,8 @@ class _ThreadedLoader:
         self.first_batch = first_batch
         self.epoch = epoch
         self.tables = dict(tables or {})
-        self.lookahead = lookahead
+        self.lookahead, self.is_last = lookahead, is_last
+        self._begun: list[Begun] = []
         self.thread_safe = thread_safe
         self.sparse_grad = sparse_grad
         self.num_threads: int = kwargs.pop("num_workers", 0)
@@ -401,7 +404,11 @@ class _ThreadedLoader:
         ahead, tasks = self.num_threads * self.prefetch_factor_threads, self.tasks(epoch, first)
         on_disk = {name: table for name, table in self.tables.items() if isinstance(table, DiskFeatures)}
         if on_disk and self.looks_ahead and claimed(on_disk):
-            return LookAhead(self, tasks, on_disk, self.lookahead, self.num_threads, ahead)
+            begun, self._begun = self._begun, []
+            beyond = self._tasks_after(epoch)
+            made = LookAhead(self, tasks, on_disk, self.lookahead, self.num_threads, ahead, beyond, begun)
+            self._begun = made.handed_on  # which fills until the epoch ends
+            return made
         return OrderedPipeline(tasks, self.prepare, self.num_threads, ahead)
 
     @property
@@ -416,6 +423,17 @@ class _ThreadedLoader:
         """Give the mini-batches of an epoch from ``first`` on; positions are on a device where that is possible."""
         numbered = enumerate(mini_batches(self.batch_sampler, first, device), first)
         return ((epoch, number, index) for number, index in numbered)
+
+    def _tasks_after(self, epoch: int) -> Iterator[Task]:
+        """Give the mini-batches of the next epoch, where there is one and its order is known already."""
+        of = self.batch_sampler
+        order = getattr(of, "sampler", None)
+        if type(of) is not BatchSampler or type(order) is not TrainingOrder or (self.is_last and self.is_last(epoch)):
+            return
+        order = copy.copy(order)
+        order.set_epoch(epoch + 1)
+        for number, index in enumerate(mini_batches(BatchSampler(order, of.batch_size, of.drop_last))):
+            yield epoch + 1, number, index
 
     def key_of(self, task: Task) -> int:
         """Return the key of a mini-batch."""
@@ -592,6 +610,7 @@ class ThreadedNodeLoader(_ThreadedLoader, NodeLoader):  # type: ignore[misc]
             or with several types by (type, attribute).
         lookahead: Mini-batches that are sampled before the first one of them is read from a disk, or how many at most
             and how many bytes of them.
+        is_last: Says whether an epoch is the last; else that looks ahead into the next one.
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
             and put back afterwards, so that what they draw does not depend on the number of workers.

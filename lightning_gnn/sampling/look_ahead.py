@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ class Drawn:
         return _NODE_BYTES * _count(self.out.node) + _EDGE_BYTES * _count(self.out.row)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A mini-batch of the next epoch that has been sampled.
+
+    Args:
+        task: Its epoch, its number and the positions of its seeds.
+        drawn: What was sampled.
+    """
+
+    task: Any
+    drawn: Drawn
+
+
 class LookAhead:
     """Yields what a loader's ``prepare`` would, in order: sampled by threads, read by one that knows what comes.
 
@@ -62,6 +76,9 @@ class LookAhead:
         lookahead: Mini-batches beyond the one that is read, or these and the bytes that they may take.
         num_threads: How many threads sample; 0 does everything in the caller's thread.
         ahead: How many mini-batches may be ready at once.
+        beyond: The mini-batches of the next epoch. They are only announced, so that an epoch's end keeps what the next
+            one begins with, and handed on.
+        begun: Those of this epoch that the last one has handed on.
     """
 
     def __init__(
@@ -72,11 +89,18 @@ class LookAhead:
         lookahead: int | tuple[int, int],
         num_threads: int,
         ahead: int,
+        beyond: Iterable[Any] = (),
+        begun: Sequence[Begun] = (),
     ) -> None:
         most, size = lookahead if isinstance(lookahead, tuple) else (lookahead, None)
         self._release = weakref.finalize(self, _release, list(tables.values()))
-        self._drawn = OrderedPipeline(tasks, loader.draw, num_threads, max(ahead, 2 * num_threads))
-        window = _window(self._drawn, min(most, MOST_READS - 1), size)
+        draw = partial(_draw, loader, {each.task[:2]: each for each in begun})
+        both = chain(((task, False) for task in tasks), ((task, True) for task in beyond))
+        self._drawn = OrderedPipeline(both, draw, num_threads, max(ahead, 2 * num_threads))
+        self.handed_on: list[Begun] = []
+        """The mini-batches of the next epoch that have been sampled."""
+        at_first = max(_AT_FIRST, len(begun))
+        window = _window(self._drawn, min(most, MOST_READS - 1), size, at_first, self.handed_on)
         join = partial(_join, loader, tables)
         self._made: OrderedPipeline[Any, Any] = OrderedPipeline(window, join, min(num_threads, 1), max(ahead, 1))
 
@@ -110,19 +134,41 @@ def claimed(tables: Mapping[Any, DiskFeatures]) -> bool:
     return len(taken) == len(tables)
 
 
-def _window(drawn: Iterable[Drawn], most: int, size: int | None) -> Iterator[tuple[Drawn | BaseException, list[Drawn]]]:
+def _draw(loader: Any, begun: dict[tuple[int, int], Begun], task: tuple[Any, bool]) -> Drawn | Begun | None:
+    """Sample a mini-batch, unless it has been; one of the next epoch with its task, or None where that fails."""
+    wanted, is_beyond = task
+    if is_beyond:
+        try:
+            return Begun(wanted, loader.draw(wanted))
+        except Exception:  # in its turn it fails again
+            return None
+    known = begun.pop(wanted[:2], None)
+    if known is not None and known.drawn.key == loader.key_of(wanted) and _same_seeds(known.task[2], wanted[2]):
+        return known.drawn
+    drawn: Drawn = loader.draw(wanted)
+    return drawn
+
+
+def _same_seeds(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+
+
+def _window(
+    drawn: Iterable[Drawn | Begun | None], most: int, size: int | None, at_first: int, handed_on: list[Begun]
+) -> Iterator[tuple[Drawn | BaseException, list[Drawn]]]:
     """Give each mini-batch with those that are to be announced before it is read.
 
-    What fails is raised in its turn, after all that came before it.
+    What fails is raised in its turn, after all that came before it. Those of the next epoch are announced, and handed
+    on.
     """
     waiting: deque[Drawn] = deque()
     new: list[Drawn] = []
-    source: Iterator[Drawn] | None = iter(drawn)
+    source: Iterator[Drawn | Begun | None] | None = iter(drawn)
     failure: BaseException | None = None
     read = held = 0
     while True:
-        while source is not None and len(waiting) <= min(most, _AT_FIRST + 2 * read):
-            if size is not None and held > size and waiting:
+        while source is not None and len(waiting) + len(handed_on) <= min(most, at_first + 2 * read):
+            if (size is not None and held > size and waiting) or (handed_on and not waiting):
                 break
             try:
                 one = next(source)
@@ -131,7 +177,14 @@ def _window(drawn: Iterable[Drawn], most: int, size: int | None) -> Iterator[tup
             except BaseException as error:
                 source, failure = None, error
             else:
-                waiting.append(one)
+                if one is None:
+                    source = None
+                    continue
+                if isinstance(one, Begun):
+                    handed_on.append(one)
+                    one = one.drawn
+                else:
+                    waiting.append(one)
                 new.append(one)
                 held += one.num_bytes
         if not waiting:

@@ -100,3 +100,10 @@ def test_help_names_keys_and_groups_that_exist():
             ), key
     for group, option in re.findall(r"\b(data|model|datamodule|task|trainer|experiment)=(\w+)", template):
         assert (CONF / group / f"{option}.yaml").is_file(), f"{group}={option}"
+
+
+def test_ranking_among_many_takes_no_more_memory_than_training():
+    datamodule = composed("task=recommend").datamodule
+    evaluated = datamodule.eval_loader_kwargs
+    trees = datamodule.batch_size * (2 + datamodule.neg_sampling.amount)
+    assert evaluated.batch_size * (2 + evaluated.neg_sampling.amount) <= trees

@@ -206,7 +206,7 @@ def test_options_that_cannot_work_are_refused(original):
     for options, said in (
         ({"order": "mine"}, "order='mine' is unknown; use one of 'global', 'local'"),
         ({"topology": "half"}, "topology='half' is unknown"),
-        ({"inference": "full"}, "inference='full' does not go with a partitioned graph"),
+        ({"inference": "fully"}, "inference='fully' is unknown"),
         ({"precompute": "mean"}, "precompute='mean' does not go with"),
         ({"memory": "8GB"}, "memory='8GB' does not go with"),
         ({"cache": "a lot"}, "cache must be a number of bytes"),

@@ -1,5 +1,6 @@
 """What a GPU prepares ahead is in order: no use before an event, no reuse in flight, no wait of the host."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.persistent import shards
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from lightning_gnn.triton_kernels import sample, sample_bulk
@@ -215,3 +217,81 @@ def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
         assert [next(batches).batch_size for _ in range(2)] == [2, 2]
         with pytest.raises(RuntimeError, match="the third"):
             next(batches)
+
+
+class TwoGPUs(shards.Node):
+    """The first of two processes, whose GPUs read each other's memory; the other deals its rows out on its own."""
+
+    def __init__(self, simulator, monkeypatch, mutate=lambda made: made):
+        self.group, self.device, self.peers, self.rank, self.size, self.exchange = (
+            None,
+            torch.device("cpu"),
+            True,
+            0,
+            2,
+            None,
+        )
+        self.simulator, self.patch, self.mutate = simulator, monkeypatch, mutate
+
+    def gather(self, value):
+        return [value] * self.size
+
+    def first(self, make):
+        return make()
+
+    def share(self, table, shift=shards.ROW_SHIFT):
+        dealt = shards.Dealt(table.size(0), self.size, shift)
+        symmetric = self.simulator.peers(lambda rank, part: dealt.deal(table, rank, part), self.size)
+        self.patch.setattr(shards, "symmetric", lambda *args: self.mutate(symmetric(*args)))
+        return super().share(table, shift)
+
+
+def of_two(monkeypatch, mutate=lambda made: made):
+    """Train an epoch with features on two GPUs; return what is seen, and what the CPU's DataModule gives."""
+    simulator = Simulator()
+    data = small_data(num_nodes=40, num_edges=200)
+    data.train_mask = torch.arange(40) < 24
+    node = TwoGPUs(simulator, monkeypatch, mutate)
+    monkeypatch.setattr(PersistentSamplerDataModule, "_meet", lambda datamodule, device: node)
+    with simulator.installed(monkeypatch):
+        placed = {"device": "cpu", "bulk": 1, "topology": "device", "features": "shard"}
+        made = PersistentSamplerDataModule(data, **SIZES, **placed)
+        seen, _ = train(simulator, made.train_dataloader())
+        simulator.main.synchronize()
+        del made
+    return simulator.errors, seen, list(NeighborDataModule(data, **SIZES).train_dataloader())
+
+
+def test_rows_of_another_gpu_are_read_once_they_are_written(monkeypatch):
+    errors, seen, wanted = of_two(monkeypatch)
+    assert errors == []
+    for a, b in zip(seen, wanted, strict=True):
+        assert_same_content(a, b)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (lambda local, addresses, barrier, held: (local, addresses, lambda: None, held),
+         "reads the part of rank 1 .*, which rank 1 may not have written yet"),
+        (lambda local, addresses, barrier, held: (local, addresses, barrier, None),
+         "reads the part of rank 1 .*, which is not mapped any more"),
+    ],
+    ids=["nobody waits for the others", "the mapping is not kept"],
+)  # fmt: skip
+def test_a_fault_in_reading_another_gpu_is_found(monkeypatch, mutate, message):
+    errors, _, _ = of_two(monkeypatch, lambda made: mutate(*made))
+    assert any(re.search(message, error) for error in errors), errors
+
+
+def test_rows_that_are_dropped_while_a_kernel_reads_them_are_found(monkeypatch):
+    for waits in (False, True):
+        simulator = Simulator()
+        with simulator.installed(monkeypatch):
+            made = TwoGPUs(simulator, monkeypatch).share(torch.arange(12.0).view(6, 2))
+            made.take(torch.tensor([5, 0, 3]), torch.empty(3, 2))
+            if waits:
+                simulator.main.synchronize()
+            del made
+        found = re.findall(r"part of rank 1 \S+ \S+ of host is freed, but main may still", str(simulator.errors))
+        assert len(found) == (0 if waits else 1), simulator.errors

@@ -380,7 +380,7 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
         (first + 20, None, first + 21, 4 * first),
     ):
         ahead, seen = 0, []
-        for _, new in look_ahead._window([One() for _ in range(count)], most, size):
+        for _, new in look_ahead._window([One() for _ in range(count)], most, size, look_ahead._AT_FIRST, []):
             ahead += len(new)
             seen.append(ahead)
             ahead -= 1
@@ -396,6 +396,77 @@ def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
     loader.tables["x"] = table
     trace = [batch.n_id.numpy() for batch in loader]
     assert table.counts.blocks <= 1.01 * optimum(trace, file, table.cache_rows)
+
+
+def counting_draws(loader, monkeypatch):
+    drawn, real = [], type(loader).draw
+    monkeypatch.setattr(type(loader), "draw", lambda self, task: drawn.append(task[:2]) or real(self, task))
+    return drawn
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, monkeypatch):
+    random, nodes = torch.Generator().manual_seed(0), 20_000  # of which an epoch reads a part
+    data = Data(
+        x=torch.randn(nodes, 60, generator=random),
+        y=torch.randint(0, 4, (nodes,), generator=random),
+        edge_index=torch.randint(0, nodes, (2, 8 * nodes), generator=random),
+        train_mask=torch.rand(nodes, generator=random) < 0.015,
+    )
+    save_folder(data, tmp_path / "graph")
+    data = load_folder(tmp_path / "graph")
+    plain = datamodule(data, num_workers=workers, batch_size=25).train_dataloader()
+    expected = [[batch.n_id for batch in plain] for _ in range(4)]
+    blocks = {}
+    for alone in (True, False):
+        loader = datamodule(data, num_workers=workers, batch_size=25, memory="9MB").train_dataloader()
+        file = table_of(loader).file
+        table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 1500)
+        loader.is_last = (lambda epoch: True) if alone else None
+        with monkeypatch.context() as patch:
+            drawn = counting_draws(loader, patch)
+            for epoch in expected:
+                for batch, n_id in zip(loader, epoch, strict=True):
+                    assert torch.equal(batch.n_id, n_id)
+                    assert torch.equal(batch.x, data.x[n_id])
+        assert len(set(drawn)) == len(drawn), "each is sampled once, also if the epoch before has sampled it"
+        blocks[alone] = table.counts.blocks
+    best = optimum([n_id.numpy() for epoch in expected for n_id in epoch], file, table.cache_rows)
+    assert blocks[False] <= 1.01 * best < 0.9 * blocks[True]
+
+
+def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch):
+    loaders = [
+        datamodule(load_folder(folder), num_workers=1, **more).train_dataloader() for more in ({"memory": MEMORY}, {})
+    ]
+    for change in (lambda loader: None, lambda loader: setattr(loader, "seed", 9)):
+        for loader in loaders:
+            change(loader)
+        for batch, expected in zip(*loaders, strict=True):
+            assert_same(batch, expected)
+    disk, plain = loaders
+    assert disk._begun
+    seeds = disk._begun[0].task
+    disk._begun[0] = look_ahead.Begun((*seeds[:2], seeds[2].flip(0)), disk._begun[0].drawn)  # of other seeds
+    real = type(disk).draw
+
+    def failing(self, task):
+        if task[0] == 3:
+            raise RuntimeError("no neighbours today")
+        return real(self, task)
+
+    monkeypatch.setattr(type(disk), "draw", failing)  # of the epoch after
+    for batch, expected in zip(disk, plain, strict=True):
+        assert_same(batch, expected)
+    with pytest.raises(RuntimeError, match="no neighbours today"):
+        next(iter(disk))
+
+
+def test_the_last_epoch_samples_no_other(folder, monkeypatch):
+    loader = datamodule(load_folder(folder), memory=MEMORY).train_dataloader()
+    drawn = counting_draws(loader, monkeypatch)
+    trained(load_folder(folder), memory=MEMORY)
+    assert {epoch for epoch, _ in drawn} == {0, 1}
 
 
 def test_collective_batches_from_disk(folder):

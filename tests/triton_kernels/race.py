@@ -30,7 +30,7 @@ from lightning_gnn.triton_kernels import sample_relations
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from tests.ops.test_sample_types import assert_equal
 from tests.patience import PATIENCE
-from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out
 
 
 class Forked:
@@ -129,6 +129,11 @@ def main():
         wanted = sample_neighbors(CSCGraph(*sampler.graph[:2]), own, [3, 2], key, backend="reference")
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[:3], wanted[:3], strict=True))
     print("a bulk on random equal", flush=True)
+    indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
+    shards = dealt_out(indices.int().view(-1, 1), 3, 1, own=1, place=torch.Tensor.share_memory_)
+    sampler = SharedSampler(indptr, shards.local.view(-1), shards=shards, num_programs=3, num_warps=1)
+    assert_equal_to_reference(sampler, GRAPHS["random"], [3, 0, 40], [4, 3], key=11)
+    print("lists dealt out to 3 equal", flush=True)
     sample_relations.relation_kernel = Forked(sample_relations.relation_kernel)
     indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
     plain = CSCGraph.from_csc(indptr, indices)

@@ -6,6 +6,7 @@ import torch
 
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Relation, Rule
+from lightning_gnn.persistent.shards import Dealt, PeerShards
 
 
 def csc(num_nodes, edges):
@@ -57,3 +58,23 @@ def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=Fal
     )
     wanted = node, row, col, edge, tree if disjoint else None, node_counts, edge_counts
     assert sampled(sampler, seeds, fanouts, key, replace, disjoint, first_tree) == wanted
+
+
+def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):
+    """Deal a table out to GPUs that read each other's memory; return what one of them has.
+
+    Args:
+        table: ``[num_rows, num_columns]``.
+        num_shards: GPUs.
+        shift: Logarithm of the rows that each gets in turn.
+        own: The one.
+        place: Takes the rows of a part, and returns them where they are to lie; there is no room for others.
+    """
+    dealt = Dealt(table.size(0), num_shards, shift)
+    parts = []
+    for shard in range(num_shards):
+        part = table.new_empty((dealt.size, table.size(1)))
+        dealt.deal(table, shard, part)
+        parts.append(place(part[: sum(rows.numel() for _, rows in dealt.rows_of(shard))].clone()))
+    addresses = torch.tensor([part.data_ptr() for part in parts])
+    return PeerShards(dealt, parts[own], addresses, parts)

@@ -17,6 +17,8 @@ from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather import triton as gather_triton
 from lightning_gnn.ops.gather.triton import gather_cuda
 from lightning_gnn.triton_kernels.gather import block_shape, gather
+from tests.triton_kernels.sampling_cases import dealt_out
+from tests.triton_kernels.test_sample import Watched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {  # table, out
@@ -117,6 +119,24 @@ def test_copies_of_any_dtype_keep_every_bit(dtype):
     index = torch.tensor([3, 3, 0, 19])
     out = kernel_result(table, index, dtype)
     assert torch.equal(out.view(torch.uint8), table[index].view(torch.uint8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches Triton's interpreter")
+@pytest.mark.parametrize("kind", ["float32", "int8 to float16"])
+@pytest.mark.parametrize(("num_rows", "num_shards", "shift"), [(37, 3, 0), (37, 4, 2), (2, 3, 1)])
+def test_rows_dealt_out_to_gpus_are_read_in_bounds(kind, num_rows, num_shards, shift, monkeypatch):
+    """Each part has room for its own rows alone; the index goes beyond all of them."""
+    watch, (dtype, out_dtype) = Watched(monkeypatch), KINDS[kind]
+    table, scales = made(num_rows, 5, dtype)
+    index = torch.tensor([*range(num_rows), 0, num_rows, -1, 2**40, -(2**40)])
+    dealt = dealt_out(table, num_shards, shift, own=1, place=watch.allow)
+    out = torch.full((index.numel(), 5), 99, dtype=out_dtype)
+    for tensor in (dealt.addresses, index, out, *([] if scales is None else [scales])):
+        watch.allow(tensor)
+    dealt.take(index, out, scales)
+    assert torch.equal(out[: num_rows + 1], wanted(table, index[: num_rows + 1], out_dtype, scales, None, None))
+    assert bool(out[num_rows + 1 :].isnan().all())
+    assert watch.accesses > 0
 
 
 def test_rows_further_apart_than_long():

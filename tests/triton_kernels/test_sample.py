@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -17,7 +18,8 @@ from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample as module
 from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_can
 from tests.campaigns import campaign, one_slice
-from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, random_graph, sampled
+from tests.triton_kernels import sampling_cases
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out, random_graph, sampled
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 QUEUE_MODES = ("persistent", "no_queue")
@@ -239,14 +241,19 @@ class WatchedSampler(BaselineSampler):
         return self.watch.allow(torch.full((size,), -7, dtype=dtype))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", USED)
-@pytest.mark.parametrize("name", ["random", "star in", "no edges"])
-def test_no_access_out_of_bounds(name, mode, monkeypatch):
+def sample_in_bounds(name, mode, monkeypatch, deal=None):
+    """Sample under a watch, with the lists dealt out to so many GPUs, and so many in turn (its logarithm)."""
     watch = Watched(monkeypatch)
     indptr, indices = GRAPHS[name]
-    indptr, indices = watch.allow(torch.tensor(indptr)), watch.allow(torch.tensor(indices, dtype=torch.int32))
-    sampler = WatchedSampler(indptr, indices, mode=mode, fetch_size=5, num_warps=1, num_programs=2)
+    indptr, indices, shards = watch.allow(torch.tensor(indptr)), torch.tensor(indices, dtype=torch.int32), None
+    if deal is None:
+        local = watch.allow(indices)
+    else:
+        shards = dealt_out(indices.view(-1, 1), *deal, place=watch.allow)
+        watch.allow(shards.addresses)
+        local = shards.local.view(-1)
+    options = {"mode": mode, "fetch_size": 5, "num_warps": 1, "num_programs": 2}
+    sampler = WatchedSampler(indptr, local, shards=shards, **options)
     sampler.watch = watch
     sampler._start = 1
     monkeypatch.setattr(module, "torch", Allowing(watch))
@@ -261,10 +268,37 @@ def test_no_access_out_of_bounds(name, mode, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", USED)
+@pytest.mark.parametrize("name", ["random", "star in", "no edges"])
+def test_no_access_out_of_bounds(name, mode, monkeypatch):
+    sample_in_bounds(name, mode, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "deal"), [("fused", (3, 0)), ("fused", (3, 4)), ("persistent", (3, 4))], ids=str)
+def test_lists_dealt_out_to_gpus_are_read_in_bounds(mode, deal, monkeypatch):
+    sample_in_bounds("random", mode, monkeypatch, deal)
+
+
+@pytest.mark.slow
+def test_the_watch_sees_a_list_that_is_looked_for_on_another_gpu(monkeypatch):
+    """As if one had another number of rows in turn than the others."""
+    dealt = sampling_cases.dealt_out
+
+    def crooked(*arguments, **options):
+        shards = dealt(*arguments, **options)
+        return dataclasses.replace(shards, dealt=dataclasses.replace(shards.dealt, shift=5))
+
+    monkeypatch.setattr(sys.modules[__name__], "dealt_out", crooked)
+    with pytest.raises(Exception, match="out of bounds"):
+        sample_in_bounds("random", "fused", monkeypatch, (3, 0))
+
+
+@pytest.mark.slow
 @campaign
 def test_no_access_of_compared_modes_out_of_bounds(number, monkeypatch):
     for name, mode in one_slice(list(itertools.product(["random", "star in", "no edges"], COMPARED)), number):
-        test_no_access_out_of_bounds(name, mode, monkeypatch)
+        sample_in_bounds(name, mode, monkeypatch)
 
 
 class Allowing:
@@ -309,4 +343,4 @@ def test_racing_programs_give_the_same_samples():
     script = Path(__file__).with_name("race.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 10
+    assert done.stdout.count("equal") == 11

@@ -1,0 +1,139 @@
+"""Topology and features dealt out to the GPUs of a node, beside copies on each and the host's memory.
+
+A process for each GPU makes mini-batches of its own seeds, all at the same time; what counts is the slowest of them.
+Rows are read where they lie if the GPUs map each other's memory, and sent by an all-to-all if not: where they do, the
+all-to-all is measured as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_first import First
+
+PLACES = {
+    "all on each GPU": {"topology": "device", "features": "device"},
+    "features dealt out": {"topology": "device", "features": "shard"},
+    "both dealt out": {"topology": "shard", "features": "shard"},
+    "all pinned": {"topology": "pinned", "features": "pinned"},
+}
+SENT = "both dealt out, sent"
+LIMIT_S = 600
+
+
+def measure(first: First, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the figures: of each contestant the ms of a mini-batch in each round and their median, or what went wrong.
+
+    Args:
+        first: What is measured; each process makes its own of the same sizes.
+        ranks: Processes, each with a GPU.
+        options: Of the DataModules, beside those of a contestant.
+
+    Raises:
+        RuntimeError: They did not end in ten minutes.
+    """
+    sizes = {
+        name: getattr(first, name)
+        for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        job = (folder, ranks, first.device.type, sizes, options or {})
+        processes = mp.start_processes(_rank, job, ranks, join=False, start_method="spawn")
+        deadline = time.monotonic() + LIMIT_S
+        while not processes.join(timeout=5):
+            if time.monotonic() > deadline:
+                for process in processes.processes:
+                    process.kill()
+                raise RuntimeError(f"{ranks} processes did not end in {LIMIT_S} s")
+        return dict(json.loads(Path(folder, "found.json").read_text()))
+
+
+def _rank(rank: int, folder: str, ranks: int, kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> None:
+    from benchmarks.gpu_first import First
+
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    first = First(device, **sizes)
+    figures: dict[str, Any] = {}
+    for name, places in contestants(kind).items():
+        with _sending(name == SENT):
+            seen = _everywhere(partial(_loader, first, ranks, places | options))
+            values: list[float] = []
+            for turn in range(first.runs + 1):  # the first round compiles and warms up
+                if isinstance(seen, str):
+                    break
+                took = _everywhere(partial(first._iterate, lambda loader=seen: loader, turn))
+                seen, values = (took, values) if isinstance(took, str) else (seen, [*values, _most(took)])
+        if isinstance(seen, str):
+            figures[name] = {"failed": seen}
+        else:
+            rounded = [float(f"{value:.4g}") for value in values[1:]]
+            figures[name] = {"values": rounded, "median": statistics.median(rounded)}
+        del seen
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def contestants(kind: str) -> dict[str, dict[str, str]]:
+    """Return where topology and features lie, by name; the all-to-all is another contestant where GPUs may read."""
+    return {**PLACES, SENT: PLACES["both dealt out"]} if kind == "cuda" else PLACES
+
+
+def _loader(first: First, ranks: int, options: dict[str, Any]) -> Any:
+    from lightning_gnn import PersistentSamplerDataModule
+
+    shared = {"num_neighbors": list(first.fanouts), "batch_size": first.batch_size, "seed": 0, "device": first.device}
+    seeds = first.train_nodes.repeat(ranks)  # each takes its share
+    return PersistentSamplerDataModule(first.data, seeds, **shared, **options).train_dataloader()
+
+
+def _everywhere(call: Callable[[], Any]) -> Any:
+    """Call on all ranks at the same time; return the result, or on all of them what went wrong on one."""
+    from benchmarks.device_clock import failure
+
+    dist.barrier()
+    result, error = None, None
+    try:
+        result = call()
+    except Exception as caught:
+        error = failure(caught)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next((one for one in errors if one is not None), result)
+
+
+def _most(value: float) -> float:
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+@contextmanager
+def _sending(sent: bool) -> Iterator[None]:
+    """Let nobody read another GPU's memory, so that rows are sent."""
+    if not sent:
+        yield
+        return
+    with patch.object(sys.modules["lightning_gnn.persistent.shards"], "reads_peers", lambda *_: False):
+        yield
