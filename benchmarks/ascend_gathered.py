@@ -3,9 +3,9 @@
 The kernels run on their twin with 24 cores: vertex by vertex on the vector cores; on the cube cores with rows that each
 group and panel gathers anew; and with whole rows that all cores gather once, dense tiles being made by the kernel or
 kept. Graphs have the sizes of Cora, CiteSeer and PubMed, and one is as dense as Reddit with 12,000 vertices. GCN's
-weights never change; GAT's attention of 8 heads is new each time. The figure is thousands of cycles, each run's of other
-graphs; ``extra`` has the copies of rows, the bytes and the cycles that were planned, of the last one. No second is
-measured, and no chip.
+weights never change; GAT's attention of 8 heads is new each time. The figure is thousands of cycles, each run's of
+other graphs; ``extra`` has the copies of rows, the bytes and the cycles that were planned, of the last one. No second
+is measured, and no chip.
 """
 
 from __future__ import annotations
