@@ -336,7 +336,7 @@ def test_whatever_is_a_third_apart_has_a_reason_with_numbers(load):
     assert {figure.split(",")[0] for figure in entries} == {"4", "5", "9", "10", "11", "12", "13", "15"}
     for figure, entry in entries.items():
         assert entry["paper"] == list(summary.PAPER[figure])
-        for key in ("paper", "simulated", "published", "split"):
+        for key in ("paper", "simulated", "rows", "published", "split"):
             assert entry[key] is None or 0 < entry[key][0] <= entry[key][1]
         low, high = entry["paper"]
         if low == high:  # an average over data sets
