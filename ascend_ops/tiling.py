@@ -34,7 +34,7 @@ class CubeTables:
         tiling: ``AggregateTiling``, uint32.
         plan: int32.
         row_blocks: int32 ``[numRowBlocks, 8]``.
-        tiles: int32 ``[numTiles, 12]``.
+        tiles: int32 ``[numTiles, 8]``.
         columns: int32.
         positions: uint16 ``[num_values]``.
         slots: int32 ``[num_edges]``, the place of each entry's weight among the values; parallel edges share one.
@@ -79,9 +79,12 @@ class CubeTables:
 class GatheredTables(CubeTables):
     """What aggregate_gathered reads: the same, cut into waves, and the rows that each wave gathers.
 
+    Behind the words of ``AggregateTiling`` those of ``WaveTiling`` follow.
+
     Args:
         batches: int32 ``[.., 4]``.
         sources: int32 ``[.., 2]``, runs of neighbouring rows of the features.
+        shapes: int32 ``[numTiles, 2]``.
         cells: uint16, the tables of tiles whose values are picked.
         places: int64 ``[num_values]``, the place of each value in the kept tiles of a head, ``dense_halves`` for
             fillers; empty where tiles are not kept.
@@ -90,6 +93,7 @@ class GatheredTables(CubeTables):
 
     batches: npt.NDArray[np.int32]
     sources: npt.NDArray[np.int32]
+    shapes: npt.NDArray[np.int32]
     cells: npt.NDArray[np.uint16]
     places: npt.NDArray[np.int64]
     dense_halves: int
@@ -199,7 +203,7 @@ def gathered_tables(
         ValueError: As :func:`cube_tables`; also rows or waves that are too large.
     """
     numbers = (num_members, num_groups, num_columns, heads, kept, tile_rows, tile_columns, panel)
-    names = (*_CUBE_NAMES, "batches", "sources", "cells", "places")
+    names = (*_CUBE_NAMES, "batches", "sources", "shapes", "cells", "places")
     made = _make("gathered tables", numbers, names, chunks, waves)
     num_parts, num_blocks, workspace_bytes, dense_halves = made.pop("sizes").tolist()
     sizes = {"num_parts": num_parts, "num_blocks": num_blocks, "workspace_bytes": workspace_bytes}
@@ -431,7 +435,7 @@ class _ChunksView(ctypes.Structure):
 
 
 _CUBE_NAMES = ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "slots", "runs", "splits", "sizes")
-_WIDTHS = {"row_blocks": 8, "tiles": 12, "runs": 4, "splits": 4, "batches": 4, "sources": 2}
+_WIDTHS = {"row_blocks": 8, "tiles": 8, "runs": 4, "splits": 4, "batches": 4, "sources": 2, "shapes": 2}
 
 
 def _shaped(arrays: dict[str, Array]) -> dict[str, Any]:

@@ -59,6 +59,13 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+def test_faults_of_a_mapped_topology_are_counted(load, tmp_path):
+    out = tmp_path / "topology_reads.json"
+    load("topology_reads").main(["--quick", "--runs", "1", "--out", str(out)])
+    asked, read = json.loads(out.read_text())["rows"]
+    assert 0 <= asked["median"] <= read["median"], "none of either on a file system in memory"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):

@@ -18,10 +18,11 @@ public:
     __aicore__ inline AggregateGatherer() {}
 
     __aicore__ inline void Init(AscendC::TPipe& pipe, GM_ADDR x, GM_ADDR plan, GM_ADDR tiles, GM_ADDR positions,
-                                GM_ADDR values, GM_ADDR batches, GM_ADDR sources, GM_ADDR cells, GM_ADDR workspace,
-                                const AggregateTiling& t)
+                                GM_ADDR values, GM_ADDR batches, GM_ADDR sources, GM_ADDR shapes, GM_ADDR cells,
+                                GM_ADDR workspace, const AggregateTiling& t, const WaveTiling& w)
     {
         tiling = t;
+        waves = w;
         core = AscendC::GetBlockIdx();
         cores = 2 * tiling.groups * tiling.members;
         xGm.SetGlobalBuffer((__gm__ half*)x);
@@ -29,15 +30,16 @@ public:
         tilesGm.SetGlobalBuffer((__gm__ int32_t*)tiles);
         batchesGm.SetGlobalBuffer((__gm__ int32_t*)batches);
         sourcesGm.SetGlobalBuffer((__gm__ int32_t*)sources);
+        shapesGm.SetGlobalBuffer((__gm__ int32_t*)shapes);
         wsGm.SetGlobalBuffer((__gm__ half*)workspace);
-        notesGm.SetGlobalBuffer((__gm__ int32_t*)((__gm__ half*)workspace + tiling.noteOffset));
-        sourceRoom = UpTo(tiling.batchRows * SOURCE_FIELDS, NOTE_WORDS);
+        notesGm.SetGlobalBuffer((__gm__ int32_t*)((__gm__ half*)workspace + waves.noteOffset));
+        sourceRoom = UpTo(waves.batchRows * SOURCE_FIELDS, NOTE_WORDS);
         pipe.InitBuffer(sourceBuffer, BUFFER_NUM * sourceRoom * sizeof(int32_t));
-        pipe.InitBuffer(rowsQueue, BUFFER_NUM, tiling.batchHalves * sizeof(half));
-        pipe.InitBuffer(cleanQueue, BUFFER_NUM, tiling.batchHalves * sizeof(half));
+        pipe.InitBuffer(rowsQueue, BUFFER_NUM, waves.batchHalves * sizeof(half));
+        pipe.InitBuffer(cleanQueue, BUFFER_NUM, waves.batchHalves * sizeof(half));
         pipe.InitBuffer(noteBuffer, cores * NOTE_WORDS * sizeof(int32_t));
-        finite.Init(pipe, tiling.batchHalves);
-        if (tiling.kept == 0) {
+        finite.Init(pipe, waves.batchHalves);
+        if (waves.kept == 0) {
             tile.Init(pipe, positions, values, tiling);
             tile.InitPick(pipe, cells);
         }
@@ -51,10 +53,10 @@ public:
             return;  // more blocks than the plan has
         }
         const uint32_t stride = WAVE_FIELDS + tiling.members + 1 + 2 * (cores + 1);
-        const uint32_t at = tiling.waveOffset + wave * stride, shares = at + WAVE_FIELDS + tiling.members + 1 + core;
+        const uint32_t at = waves.waveOffset + wave * stride, shares = at + WAVE_FIELDS + tiling.members + 1 + core;
         base = static_cast<uint64_t>(wave & 1U) * tiling.slotHalves;
         Rows(planGm.GetValue(shares), planGm.GetValue(shares + 1));
-        if (tiling.kept == 0) {
+        if (waves.kept == 0) {
             const uint32_t first = planGm.GetValue(at), count = planGm.GetValue(at + 1) - first;
             const uint32_t end = planGm.GetValue(shares + cores + 2);
             for (uint32_t part = planGm.GetValue(shares + cores + 1); part < end; ++part) {
@@ -67,7 +69,7 @@ public:
     __aicore__ inline void Note(bool known)
     {
         if (core < cores) {
-            const bool met = known || finite.Met() || (tiling.kept == 0 && tile.Met());
+            const bool met = known || finite.Met() || (waves.kept == 0 && tile.Met());
             AscendC::LocalTensor<int32_t> note = noteBuffer.Get<int32_t>();
             AscendC::Duplicate(note, static_cast<int32_t>(met ? 1 : 0), static_cast<int32_t>(NOTE_WORDS));
             Sync<AscendC::HardEvent::V_MTE3>();
@@ -158,12 +160,12 @@ private:
     __aicore__ inline void Part(uint32_t tileIndex, uint32_t part, uint32_t head)
     {
         const uint64_t at = static_cast<uint64_t>(tileIndex) * TILE_FIELDS;
-        const uint32_t cells = tilesGm.GetValue(at + 8) / 2 * Up16(tilesGm.GetValue(at + 1));
+        const uint32_t cells = shapesGm.GetValue(tileIndex * SHAPE_FIELDS) / 2 * Up16(tilesGm.GetValue(at + 1));
         const uint32_t begin = tilesGm.GetValue(at + 2 + 2 * part), count = tilesGm.GetValue(at + 3 + 2 * part);
-        const uint32_t fractal = head * tiling.denseStride + static_cast<uint32_t>(tilesGm.GetValue(at + 7));
-        const uint32_t table = tilesGm.GetValue(at + 9);
+        const uint32_t fractal = head * waves.denseStride + static_cast<uint32_t>(tilesGm.GetValue(at + 7));
+        const uint32_t table = shapesGm.GetValue(tileIndex * SHAPE_FIELDS + 1);
         const AscendC::GlobalTensor<half> target =
-            wsGm[base + tiling.rowHalves + static_cast<uint64_t>(fractal) * CUBE_EDGE * CUBE_EDGE + part * cells];
+            wsGm[base + waves.rowHalves + static_cast<uint64_t>(fractal) * CUBE_EDGE * CUBE_EDGE + part * cells];
         if (table > 0) {
             tile.Pick(target, static_cast<uint64_t>(table - 1) * ENTRY_ALIGN + part * cells, begin, count, head, cells);
         } else {
@@ -176,10 +178,11 @@ private:
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> cleanQueue;
     AscendC::TBuf<AscendC::TPosition::VECCALC> sourceBuffer, noteBuffer;
     AscendC::GlobalTensor<half> xGm, wsGm;
-    AscendC::GlobalTensor<int32_t> planGm, tilesGm, batchesGm, sourcesGm, notesGm;
+    AscendC::GlobalTensor<int32_t> planGm, tilesGm, batchesGm, sourcesGm, shapesGm, notesGm;
     FiniteFilter finite;
     DenseTile tile;
     AggregateTiling tiling;
+    WaveTiling waves;
     uint64_t base;
     AscendC::TEventID listed[2];
     uint32_t core, cores, sourceRoom;

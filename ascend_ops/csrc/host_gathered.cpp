@@ -44,12 +44,15 @@ public:
         const uint64_t first = begin < end ? BlockField(begin, 0) : 0;
         const uint64_t last = begin < end ? BlockField(end - 1, 1) : first;
         std::vector<uint64_t> blocks, batches, parts;
+        heights_.clear();
         for (uint64_t block = begin; block < end; ++block) {
+            const uint64_t height = Up(BlockField(block, 2), CUBE_EDGE);
             uint64_t columns = 0;
             for (uint64_t tile = BlockField(block, 0); tile < BlockField(block, 1); ++tile) {
                 columns += Up(Tile(tile)[1], CUBE_EDGE);
+                heights_.push_back(height);
             }
-            blocks.push_back(columns * (Up(BlockField(block, 2), CUBE_EDGE) + CUBE_EDGE));
+            blocks.push_back(columns * (height + CUBE_EDGE));
         }
         plan.push_back(static_cast<int32_t>(first));
         plan.push_back(static_cast<int32_t>(last));
@@ -75,7 +78,7 @@ private:
     // The rows of all tiles, one after the other, in batches of runs of neighbours.
     void Rows(uint64_t first, uint64_t last, std::vector<uint64_t>& costs)
     {
-        const uint64_t most = t_.cube.tiling.batchRows, rowBytes = 2ULL * t_.cube.tiling.ldx;
+        const uint64_t most = t_.waves.batchRows, rowBytes = 2ULL * t_.cube.tiling.ldx;
         uint64_t row = 0, inBatch = most;
         for (uint64_t tile = first; tile < last; ++tile) {
             int32_t* fields = Tile(tile);
@@ -111,10 +114,11 @@ private:
         std::vector<uint64_t> ofHead;
         for (uint64_t tile = first; tile < last; ++tile) {
             int32_t* fields = Tile(tile);
-            const uint64_t rows = static_cast<uint64_t>(fields[8]);
+            const uint64_t rows = heights_[tile - first];
             const uint64_t columns = Up(static_cast<uint64_t>(fields[1]), CUBE_EDGE), half = rows / 2 * columns;
             uint64_t& at = kept_ ? fractals : inWave;
             fields[7] = static_cast<int32_t>(at);
+            t_.shapes.insert(t_.shapes.end(), {static_cast<int32_t>(rows), 0});
             if (kept_) {
                 Places(fields, half, at * CUBE_EDGE * CUBE_EDGE);
             } else {
@@ -145,10 +149,10 @@ private:
         }
     }
 
-    void Cells(int32_t* fields, uint64_t half)
+    void Cells(const int32_t* fields, uint64_t half)
     {
         const uint64_t first = t_.cells.size();
-        fields[9] = static_cast<int32_t>(first / ENTRY_ALIGN + 1);
+        t_.shapes.back() = static_cast<int32_t>(first / ENTRY_ALIGN + 1);
         t_.cells.resize(first + 2 * half, 0);
         for (uint64_t part = 0; part < 2; ++part) {
             const int32_t begin = fields[2 + 2 * part];
@@ -162,22 +166,23 @@ private:
     }
 
     GatheredTables& t_;
+    std::vector<uint64_t> heights_;  // of the wave's tiles
     const uint32_t heads_;
     const bool kept_;
 };
 
-void CheckMemory(const AggregateTiling& t, const Limits& limits)
+void CheckMemory(const AggregateTiling& t, const WaveTiling& w, const Limits& limits)
 {
     // what aggregate_gatherer.h, dense_tile.h and aggregate_repair.h put into UB
     const uint64_t cells = t.tileRows / 2 * t.tileColumns, picked = Up(cells, 128) + 16, n = t.panelColumns;
-    const uint64_t rows = 8ULL * t.batchHalves + 3 * Up(t.batchHalves / 8, 32);
-    const uint64_t lists = 2 * 4 * Up(t.batchRows * SOURCE_FIELDS, 8) + 2 * 32ULL * t.groups * t.members;
-    const uint64_t dense = t.kept ? 0
+    const uint64_t rows = 8ULL * w.batchHalves + 3 * Up(w.batchHalves / 8, 32);
+    const uint64_t lists = 2 * 4 * Up(w.batchRows * SOURCE_FIELDS, 8) + 2 * 32ULL * t.groups * t.members;
+    const uint64_t dense = w.kept ? 0
                                   : 4 * (cells + 16) + 8 * t.entryBatch + 4 * picked + 12 * 2048 +
                                         3 * Up(Up(cells, 128) / 8, 32);
     const uint64_t repair = 2 * n + 12 * Up(n, 64) + 2 * Up(Up(n, 64) / 8, 32);
     const uint64_t need = rows + lists + dense + repair;
-    if (t.batchHalves > MOST_BATCH_HALVES || need > limits.ub) {
+    if (w.batchHalves > MOST_BATCH_HALVES || need > limits.ub) {
         throw std::invalid_argument("rows of " + std::to_string(t.ldx) + " columns, tiles of " +
                                     std::to_string(t.tileRows) + " x " + std::to_string(t.tileColumns) + " and " +
                                     std::to_string(t.groups * t.members) + " cores need " + std::to_string(need) +
@@ -197,20 +202,20 @@ GatheredTables MakeGatheredTables(const ChunksView& chunks, const Ranges& waves,
     }
     // One range of row blocks for each wave: what MakeCubeTables calls a member.
     GatheredTables tables{MakeCubeTables(chunks, waves, groups, numColumns, heads, tileRows, tileColumns, panel, limits),
-                          {}, {}, {}, {}, 0};
+                          {}, {}, {}, {}, {}, {}, 0};
     AggregateTiling& t = tables.cube.tiling;
+    WaveTiling& w = tables.waves;
     std::vector<int32_t>& plan = tables.cube.plan;
     const std::vector<int32_t> bounds(plan.begin() + t.rangeOffset, plan.begin() + t.panelOffset);
     plan.erase(plan.begin() + t.rangeOffset, plan.begin() + t.panelOffset);
     t.panelOffset = t.rangeOffset;
     t.members = members;
     t.waves = static_cast<uint32_t>(waves.size());
-    t.waveOffset = static_cast<uint32_t>(plan.size());
-    t.heads = heads;
-    t.kept = kept ? 1 : 0;
-    t.batchHalves = static_cast<uint32_t>(Up(std::max(t.ldx, BATCH_HALVES), 128));
-    t.batchRows = std::min(t.batchHalves / t.ldx, BATCH_ROWS);
-    CheckMemory(t, limits);
+    w.waveOffset = static_cast<uint32_t>(plan.size());
+    w.kept = kept ? 1 : 0;
+    w.batchHalves = static_cast<uint32_t>(Up(std::max(t.ldx, BATCH_HALVES), 128));
+    w.batchRows = std::min(w.batchHalves / t.ldx, BATCH_ROWS);
+    CheckMemory(t, w, limits);
     tables.places.resize(kept ? tables.cube.positions.size() : 0);
     WaveBuilder builder(tables, heads, kept);
     for (size_t wave = 0; wave + 1 < bounds.size(); ++wave) {
@@ -219,17 +224,17 @@ GatheredTables MakeGatheredTables(const ChunksView& chunks, const Ranges& waves,
     tables.denseHalves = builder.fractals * CUBE_EDGE * CUBE_EDGE;
     std::replace(tables.places.begin(), tables.places.end(), int64_t{-1}, static_cast<int64_t>(tables.denseHalves));
     const uint64_t rowHalves = builder.mostRows * t.ldx;
-    t.denseStride = static_cast<uint32_t>(kept ? builder.fractals : builder.mostFractals);
-    const uint64_t slot = rowHalves + (kept ? 0 : static_cast<uint64_t>(heads) * t.denseStride * CUBE_EDGE * CUBE_EDGE);
+    w.denseStride = static_cast<uint32_t>(kept ? builder.fractals : builder.mostFractals);
+    const uint64_t slot = rowHalves + (kept ? 0 : static_cast<uint64_t>(heads) * w.denseStride * CUBE_EDGE * CUBE_EDGE);
     if (2 * slot >= (1ULL << 32) || tables.cells.size() / ENTRY_ALIGN >= (1ULL << 31)) {
         throw std::invalid_argument("a wave of " + std::to_string(slot) +
                                     " numbers is too large for 32-bit tables; use more waves, or aggregate_cube");
     }
-    t.rowHalves = static_cast<uint32_t>(rowHalves);
+    w.rowHalves = static_cast<uint32_t>(rowHalves);
     t.slotHalves = static_cast<uint32_t>(slot);
-    t.noteOffset = 2 * t.slotHalves;
+    w.noteOffset = 2 * t.slotHalves;
     tables.cube.numBlocks = static_cast<uint64_t>(groups) * members;
-    tables.cube.workspaceBytes = 2ULL * t.noteOffset + 2 * 32 * tables.cube.numBlocks;
+    tables.cube.workspaceBytes = 2ULL * w.noteOffset + 2 * 32 * tables.cube.numBlocks;
     return tables;
 }
 

@@ -155,7 +155,6 @@ private:
                 fields.push_back(static_cast<int64_t>(begin));
                 fields.push_back(static_cast<int64_t>(tables_.positions.size() - begin));
             }
-            fields.insert(fields.end(), {0, 0, static_cast<int64_t>(2 * halfRows)});
             tables_.tiles.insert(tables_.tiles.end(), fields.begin(), fields.end());
             tables_.tiles.resize(Up(tables_.tiles.size(), TILE_FIELDS), 0);
             tables_.columns.insert(tables_.columns.end(), distinct.begin() + first, distinct.begin() + first + count);

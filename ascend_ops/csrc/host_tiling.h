@@ -51,7 +51,8 @@ struct CubeTables {
 // CubeTables for aggregate_gathered, and what that reads besides.
 struct GatheredTables {
     CubeTables cube;
-    std::vector<int32_t> batches, sources;
+    WaveTiling waves;
+    std::vector<int32_t> batches, sources, shapes;
     std::vector<uint16_t> cells;
     std::vector<int64_t> places;  // of each value in the kept tiles of a head, denseHalves for fillers; empty: not kept
     uint64_t denseHalves;         // of the kept tiles of a head

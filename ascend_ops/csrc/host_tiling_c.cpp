@@ -51,7 +51,9 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
         const GatheredTables t =
             MakeGatheredTables(*chunks, *ranges, a[0], a[1], a[2], a[3], a[4] != 0, a[5], a[6], a[7]);
         Arrays arrays = CubeArrays(t.cube);
+        arrays["tiling"] += Words(t.waves)["tiling"];
         arrays.insert({{"batches", Copy(t.batches)},
+                       {"shapes", Copy(t.shapes)},
                        {"sources", Copy(t.sources)},
                        {"cells", Copy(t.cells)},
                        {"places", Copy(t.places)}});

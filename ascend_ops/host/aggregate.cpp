@@ -102,7 +102,8 @@ std::tuple<at::Tensor, at::Tensor> AggregateGathered(at::TensorList chunks, int6
                              : Tiles{cube.ones, at::zeros({8}, x.options().dtype(at::kInt))};
     Launch("aggregate_gathered", aclrtlaunch_aggregate_gathered, cube.numBlocks, given.rows.values, cube.plan,
            cube.rowBlocks, cube.tiles, cube.columns, cube.positions, given.values.values, cube.runs, tables->batches,
-           tables->sources, tiles.dense, tables->cells, tiles.note, given.y, given.parts, given.workspace, cube.tiling);
+           tables->sources, tiles.dense, tables->shapes, tables->cells, tiles.note, given.y, given.parts,
+           given.workspace, cube.tiling);
     return {given.Finish(), none};
 }
 

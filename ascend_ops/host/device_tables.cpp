@@ -147,12 +147,15 @@ GatheredOnDevice MakeGathered(at::TensorList chunks, int64_t numRows, int64_t he
     const GatheredTables tables = MakeGatheredTables(
         host.View(), Pairs(waves), static_cast<uint32_t>(members), static_cast<uint32_t>(groups),
         static_cast<uint32_t>(columns), static_cast<uint32_t>(heads), kept);
-    return {Uploaded(tables.cube, host, numRows, like),
-            Upload(tables.batches, at::kInt, like),
-            Upload(tables.sources, at::kInt, like),
-            Upload(tables.cells, at::kShort, like),  // uint16, by its bits
-            kept ? Upload(tables.places, at::kLong, like) : at::Tensor(),
-            static_cast<int64_t>(tables.denseHalves)};
+    GatheredOnDevice device{Uploaded(tables.cube, host, numRows, like),
+                            Upload(tables.batches, at::kInt, like),
+                            Upload(tables.sources, at::kInt, like),
+                            Upload(tables.shapes, at::kInt, like),
+                            Upload(tables.cells, at::kShort, like),  // uint16, by its bits
+                            kept ? Upload(tables.places, at::kLong, like) : at::Tensor(),
+                            static_cast<int64_t>(tables.denseHalves)};
+    device.cube.tiling = at::cat({device.cube.tiling, UploadWords(tables.waves, like)});
+    return device;
 }
 
 VectorOnDevice MakeVector(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,

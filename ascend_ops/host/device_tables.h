@@ -22,7 +22,7 @@ struct CubeOnDevice {
 // aggregate_gathered's.
 struct GatheredOnDevice {
     CubeOnDevice cube;
-    at::Tensor batches, sources, cells;
+    at::Tensor batches, sources, shapes, cells;
     at::Tensor places;  // of each value in the kept tiles of a head, int64; empty where tiles are not kept
     int64_t denseHalves;
 };

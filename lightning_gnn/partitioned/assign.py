@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import NodeType
 
-from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 
 METHODS = ("metis", "ldg", "random")
@@ -96,7 +96,8 @@ def _together(graph: CSCGraph | HeteroCSCGraph, starts: Mapping[Any, int], total
         degrees[starts[target] : starts[target] + part.num_nodes] += part.in_degrees.numpy()
     indptr = np.zeros(total + 1, np.int64)
     np.cumsum(degrees, out=indptr[1:])
-    indices, filled = np.empty(int(indptr[-1]), np.int64), indptr[:-1].copy()
+    indices: np.ndarray = np.empty(int(indptr[-1]), index_dtype(total))
+    filled = indptr[:-1].copy()
     for (source, _, target), part in graph.relations.items():
         _copy_lists(part.indptr.numpy(), part.indices.numpy(), filled[starts[target] :], starts[source], indices)
     return indptr, indices

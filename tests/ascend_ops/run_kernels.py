@@ -72,7 +72,7 @@ def aggregate_gathered(
     values = tables.values(weights, heads)
     dense, strange = tables.dense(values) if kept else (np.zeros(0, np.float16), False)
     cube = (tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions, values, tables.runs)
-    inputs = (*cube, tables.batches, tables.sources, dense, tables.cells, np.full(8, strange, np.int32))
+    inputs = (*cube, tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32))
     args = [
         given(padded(x, heads)),
         *map(given, inputs),

@@ -96,8 +96,9 @@ def test_a_plan_in_waves_costs_what_the_twin_takes(nodes, edges, columns, heads,
     assert plan.candidates[0].cost == pytest.approx(launches[0].makespan, rel=0.2)
 
 
-@pytest.mark.parametrize(("heads", "columns"), [(1, 100), (1, 3703), (8, 64)])
-@pytest.mark.parametrize(("nodes", "edges"), [(300, 2500), (1000, 30000)])
+@pytest.mark.parametrize(
+    ("heads", "columns", "nodes", "edges"), [(1, 100, 1000, 30000), (1, 3703, 300, 2500), (8, 64, 1000, 30000)]
+)
 def test_the_choice_is_the_best_of_each_kernel_alone(heads, columns, nodes, edges):
     offered = {"": graph_of(nodes, edges).forward}
 

@@ -123,43 +123,30 @@ GATHERED = {
 }
 FAULTS_OF = {"aggregate_update": UPDATE, "gather_rows": GATHER, "aggregate_gathered": GATHERED}
 FILES = {"aggregate_gathered": ["aggregate_gathered.cpp", "aggregate_gatherer.h", "dense_tile.h"]}
-FAULTS = [(kernel, fault) for kernel, faults in FAULTS_OF.items() for fault in faults]
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
-    """All faulty kernels, each by a name of its own; call it to have one run in place of the right one."""
-    folder = tmp_path_factory.mktemp("faulty")
-    paths = []
-    for number, (kernel, fault) in enumerate(FAULTS):
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Call it to have a faulty kernel run in place of the right one; a slice of the tests builds its own only."""
+
+    def put(kernel, fault):
         old, new, _ = FAULTS_OF[kernel][fault]
+        for source in (*CSRC.glob("*.h"), CSRC / f"{kernel}.cpp"):
+            shutil.copy(source, tmp_path)
         files = FILES.get(kernel, [f"{kernel}.cpp"])
         found = [name for name in files if old in (CSRC / name).read_text()]
         assert len(found) == 1, f"{old!r} stands in {found} of {files}"
         text = (CSRC / found[0]).read_text()
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {found[0]}"
-        own = folder / str(number)
-        own.mkdir()
-        for header in CSRC.glob("*.h"):
-            shutil.copy(header, own)
-        paths.append(own / f"faulty_{number}.cpp")
-        (paths[-1] if found[0].endswith(".cpp") else own / found[0]).write_text(text.replace(old, new))
-        text = (paths[-1] if found[0].endswith(".cpp") else CSRC / f"{kernel}.cpp").read_text()
-        paths[-1].write_text(text.replace(f"void {kernel}(", f"void faulty_{number}("))
-    twin = Twin(paths)
-
-    def in_place_of(monkeypatch, kernel, fault):
-        name = f"faulty_{FAULTS.index((kernel, fault))}"
+        (tmp_path / found[0]).write_text(text.replace(old, new))
+        whole, twin = default_twin(), Twin([tmp_path / f"{kernel}.cpp"])
 
         def launch(called, *arguments, **options):
-            return (
-                twin.launch(name, *arguments, **options) if called == kernel else whole(called, *arguments, **options)
-            )
+            return (twin if called == kernel else whole).launch(called, *arguments, **options)
 
-        whole = default_twin().launch
         monkeypatch.setattr(run, "default_twin", lambda: SimpleNamespace(launch=launch))
 
-    return in_place_of
+    return put
 
 
 def noticed(call, rules):
@@ -220,8 +207,8 @@ def test_the_kernel_as_it_is_passes():
 
 
 @pytest.mark.parametrize("fault", UPDATE)
-def test_a_fault_of_aggregate_update_is_noticed(monkeypatch, faulty, fault):
-    faulty(monkeypatch, "aggregate_update", fault)
+def test_a_fault_of_aggregate_update_is_noticed(faulty, fault):
+    faulty("aggregate_update", fault)
     noticed(layers, UPDATE[fault][2])
 
 
@@ -230,14 +217,14 @@ def test_aggregate_gathered_as_it_is_passes():
 
 
 @pytest.mark.parametrize("fault", GATHERED)
-def test_a_fault_of_aggregate_gathered_is_noticed(monkeypatch, faulty, fault):
-    faulty(monkeypatch, "aggregate_gathered", fault)
+def test_a_fault_of_aggregate_gathered_is_noticed(faulty, fault):
+    faulty("aggregate_gathered", fault)
     noticed(waves, GATHERED[fault][2])
 
 
 @pytest.mark.parametrize("fault", GATHER)
-def test_a_fault_of_gather_rows_is_noticed(monkeypatch, faulty, fault):
-    faulty(monkeypatch, "gather_rows", fault)
+def test_a_fault_of_gather_rows_is_noticed(faulty, fault):
+    faulty("gather_rows", fault)
     table = np.arange(100, dtype=np.float32).reshape(20, 5)
 
     def gather():

@@ -84,6 +84,7 @@ def test_blocks_of_few_nodes(folder, monkeypatch):
 
 
 def _several(rank, ranks, folder):
+    torch.set_num_threads(1)
     found = []
     for name, weighted in (("gcn improved", True), ("sage", False), ("gat", True)):
         datamodule = PartitionedDataModule(

@@ -143,7 +143,7 @@ def aggregate_gathered(
             _, dense, strange = _made(chunks, ("dense", id(tables)), tiles)
         else:
             _, dense, strange = made_once(weight, ("dense", id(tables), reduce), tiles)
-        return [tables.batches, tables.sources, dense, tables.cells, np.full(8, strange, np.int32)]
+        return [tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32)]
 
     return _on_cubes("aggregate_gathered", made, num_rows, x, weight, reduce == "mean", more), x.new_empty(0)
 
