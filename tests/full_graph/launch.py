@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import runpy
 import socket
 import subprocess
@@ -128,7 +129,12 @@ def _script(path, arguments, shown):
 
 
 def free_port():
-    """Return a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that nobody listens on, and that no connection can be given by then: those are above."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
