@@ -116,13 +116,16 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item):
-    """Fail a test that leaves Ctrl-C to somebody else: a later one could end the whole process."""
+    """Fail a test that leaves Ctrl-C to somebody else, when a later one could end the whole process, or a group."""
     outcome = yield
     before, after = item.stash[HANDLERS], handlers()
     if after != before:
         for number, handler in before.items():
             signal.signal(number, handler)
         pytest.fail(f"handlers of signals were {before} before, and are {after}", pytrace=False)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a process group is left to the tests that follow", pytrace=False)
     return outcome
 
 

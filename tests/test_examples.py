@@ -15,6 +15,7 @@ from tests.full_graph.launch import run_script
 from tests.patience import PATIENCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.usefixtures("interruptible")  # a notebook's client lets Ctrl-C through, whatever was before
 
 
 def outputs_of(name):

@@ -265,7 +265,7 @@ class CollectivePlan:
 
     def to_yaml(self) -> str:
         """Return the plan as YAML that people can read and change."""
-        return f"{_BEGIN}{yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)}{_END}\n"
+        return f"{_BEGIN}{yaml.safe_dump(_plain(asdict(self)), sort_keys=False)}{_END}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:

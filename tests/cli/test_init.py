@@ -49,7 +49,7 @@ def test_the_script_learns_and_takes_settings(project):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(project, monkeypatch):
+def test_the_notebook_runs(project, monkeypatch, interruptible):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(project / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)

@@ -130,7 +130,14 @@ def test_hybrid_training_evaluates_on_samples(folder):
         assert "inference='full' on a partitioned graph needs all ranks, and hyscale" in error
 
 
-def test_what_cannot_work_is_refused(folder, tmp_path):
+@pytest.fixture
+def one_rank():
+    """Close the process group that Lightning leaves after an exception."""
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_what_cannot_work_is_refused(folder, tmp_path, one_rank):
     def inferring(model, **options):
         datamodule = PartitionedDataModule(folder / "False", **OPTIONS, inference="full", **options)
         trainer_of(1).validate(NodeClassifier(model.double(), num_classes=3), datamodule=datamodule, verbose=False)
