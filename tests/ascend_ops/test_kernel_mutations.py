@@ -139,10 +139,15 @@ def faulty(tmp_path, monkeypatch):
         text = (CSRC / found[0]).read_text()
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {found[0]}"
         (tmp_path / found[0]).write_text(text.replace(old, new))
-        whole, twin = default_twin(), Twin([tmp_path / f"{kernel}.cpp"])
+        # A kernel of the same name would take the right one's place for the rest of the process.
+        source, name = tmp_path / f"{kernel}.cpp", f"faulty_{kernel}_{list(FAULTS_OF[kernel]).index(fault)}"
+        source.write_text(source.read_text().replace(f"void {kernel}(", f"void {name}("))
+        whole, twin = default_twin(), Twin([source])
 
         def launch(called, *arguments, **options):
-            return (twin if called == kernel else whole).launch(called, *arguments, **options)
+            if called == kernel:
+                return twin.launch(name, *arguments, **options)
+            return whole.launch(called, *arguments, **options)
 
         monkeypatch.setattr(run, "default_twin", lambda: SimpleNamespace(launch=launch))
 
