@@ -204,8 +204,9 @@ def _alike(there: Tensor, given: Tensor, int8: bool) -> Tensor:
     """Say which numbers of a file are those given, but for what the coarser of both dtypes rounds, bool ``[n, f]``."""
     a, b = there.double(), given.double()
     allowed = torch.zeros_like(b)
-    if there.dtype != given.dtype:
-        coarser = max(torch.finfo(there.dtype), torch.finfo(given.dtype), key=lambda info: info.eps)
+    rounding = [torch.finfo(dtype) for dtype in (there.dtype, given.dtype) if dtype.is_floating_point]
+    if there.dtype != given.dtype and rounding:
+        coarser = max(rounding, key=lambda info: info.eps)
         allowed = coarser.eps * (b.abs() + coarser.tiny)
     if int8:  # half a step of the row's scale
         allowed = allowed + a.abs().amax(1, keepdim=True) * (0.5 / 127 * (1 + 1e-5))

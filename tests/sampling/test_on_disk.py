@@ -170,6 +170,18 @@ def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, 
         datamodule(other, memory=MEMORY, check_features=False, store=store)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64])
+def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tmp_path, dtype):
+    data = load_folder(folder)
+    data.x = (10 * data.x.abs()).to(dtype)
+    store = write_rows(data.x.float(), tmp_path / "x.rows").path
+    (batch, *_) = datamodule(data, memory=MEMORY, store=store).train_dataloader()
+    assert torch.equal(batch.x, data.x[batch.n_id].float())
+    data.x[NODES - 1] = ~data.x[NODES - 1] if dtype is torch.bool else data.x[NODES - 1] + 1
+    with pytest.raises(ValueError, match="holds other features"):
+        datamodule(data, memory=MEMORY, store=store)
+
+
 def test_two_stores_with_other_numbers(folder, tmp_path):
     root = tmp_path / "graph"
     shutil.copytree(folder, root)
