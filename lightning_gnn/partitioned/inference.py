@@ -178,6 +178,7 @@ class _Pass:
         self.exchange, self.partition = how.remote.exchange, how.remote.partition
         parameter = next(parameter for layer in layers for parameter in layer.conv.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self.sums: set[Any] = set()  # of weights, as they are published
         self.parts = list(self.remote.shard.parts.values())
         self.own = []
         for part in self.parts:
@@ -204,7 +205,8 @@ class _Pass:
         assert self.how.wanted is not None
         out = self._read(before, self.how.wanted.numpy())
         self.exchange.gather(None)
-        self.published.drop(before)
+        for name in (before, *self.sums):
+            self.published.drop(name)
         return out.to(self.device)
 
     def _outputs(self, layer: Layer, block: PartBlock, before: Any) -> Tensor:
@@ -237,6 +239,9 @@ class _Pass:
         if not conv.normalize:
             return None
         name = ("degrees", conv.add_self_loops, conv.improved)
+        if name in self.sums:
+            return name
+        self.sums.add(name)
         sums = []
         for part, own in zip(self.parts, self.own, strict=True):
             degrees = torch.zeros((own.size, 1), dtype=self.dtype)
