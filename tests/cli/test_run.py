@@ -460,3 +460,12 @@ def test_relative_root_and_published_settings(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert metrics_of(tmp_path)["test_acc"] > 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
+def test_wide_settings_learn(tmp_path):
+    """With rows scaled to the sum 1, their weight decay leaves it at chance, 17 %."""
+    given = ["experiment=citeseer_gcn_tuned", f"data.root={RAW}", "model.hidden_channels=64", "task.lr=0.005"]
+    assert lgnn(tmp_path, *given, "trainer.max_epochs=30", base=["trainer.enable_progress_bar=false"]) == 0
+    assert metrics_of(tmp_path)["test_acc"] > 0.5
