@@ -342,6 +342,17 @@ class TritonNeighborSampler(DeviceSampler):
     ) -> Batch:
         return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
+    def bulk(self, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool) -> Batch:
+        """Return several mini-batches for :meth:`begin`; arguments as for ``sample_bulk``, with at least one seed each.
+
+        Raises:
+            ValueError: More than 30 hops.
+        """
+        from lightning_gnn.triton_kernels.sample_bulk import Bulk  # which is made of what is here
+
+        several: Batch = Bulk.of(self, seeds, fanouts, keys, replace)
+        return several
+
 
 class Fetched(NamedTuple):
     """Words on their way to the host.

@@ -82,9 +82,10 @@ def sample_bulk(
     check_hops(fanouts)
     with sampler.turn():
         sampler.share = 1.0
-        bulk = Bulk.of(sampler, seeds, fanouts, keys, replace)
+        bulk = sampler.bulk(seeds, fanouts, keys, replace)
         bulk.start()
-        return bulk.finish()
+        made: list[Sample] = bulk.finish()
+        return made
 
 
 @dataclass(eq=False)
