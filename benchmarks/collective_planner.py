@@ -337,7 +337,10 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    paths = {"resume": "a file with what each setting came to, to go on from where it ends"}
+    paths = {
+        "resume": "a file with what each setting came to, to go on from where it ends",
+        "numbers": "of the settings to look at, such as 477,832, in place of all; each is ablated",
+    }
     args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
     described = machine()
     sizes, source = args.sizes, random.Random(0)
@@ -348,8 +351,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     without: dict[str, list[float]] = {}
     planned, over = [], []
     settings = [draw(source) for _ in range(sizes["settings"])]
+    numbers = range(len(settings)) if args.numbers is None else [int(number) for number in args.numbers.split(",")]
+    settings = [settings[number] for number in numbers]
     ablated = [
-        10 * number < sizes["ablated"] or (number < sizes["ablated"] and setting.hard)
+        args.numbers is not None or 10 * number < sizes["ablated"] or (number < sizes["ablated"] and setting.hard)
         for number, setting in enumerate(settings)
     ]
     results: list[tuple[dict[str, float], Any]] = []
@@ -363,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if kept is not None:
                 with Path(kept).open("a") as file:
                     file.write(json.dumps(one) + "\n")
-    for number, (setting, (found, about)) in enumerate(zip(settings, results, strict=True)):
+    for number, setting, (found, about) in zip(numbers, settings, results, strict=True):
         planned.append(about)
         found[BEST] = max(ratio for name, ratio in found.items() if name not in WITHOUT)
         for name, ratio in found.items():
@@ -382,7 +387,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "benchmark": "collective_planner",
         "title": "Planned epochs of collective batching against other planners, simulated",
         "unit": "makespan of ours over the peer's",
-        "settings": {**sizes, "spreads": SPREADS, "workers": WORKERS, "gpu_buffer_size": GPU_BUFFER},
+        "settings": {
+            **sizes,
+            "numbers": args.numbers or "all",
+            "spreads": SPREADS,
+            "workers": WORKERS,
+            "gpu_buffer_size": GPU_BUFFER,
+        },
         "machine": described,
         "rows": [],
         "comparisons": [],
