@@ -235,6 +235,8 @@ class TritonNeighborSampler(DeviceSampler):
 
     MODES: tuple[str, ...] = MODES
     QUEUE_MODES: tuple[str, ...] = ("persistent",)
+    BULK: Any = None
+    """How it samples several mini-batches together, if not as ``sample_bulk.Bulk``."""
 
     def __init__(
         self,
@@ -341,17 +343,6 @@ class TritonNeighborSampler(DeviceSampler):
         self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
     ) -> Batch:
         return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
-
-    def bulk(self, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool) -> Batch:
-        """Return several mini-batches for :meth:`begin`; arguments as for ``sample_bulk``, with at least one seed each.
-
-        Raises:
-            ValueError: More than 30 hops.
-        """
-        from lightning_gnn.triton_kernels.sample_bulk import Bulk  # which is made of what is here
-
-        several: Batch = Bulk.of(self, seeds, fanouts, keys, replace)
-        return several
 
 
 class Fetched(NamedTuple):

@@ -49,10 +49,6 @@ class FetchingSampler(TritonNeighborSampler):  # type: ignore[misc]
     ) -> Batch:
         return _FetchedBatch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
-    def bulk(self, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool) -> Batch:
-        """Return several mini-batches that are sampled, and fetched for, together."""
-        return _FetchedBulk.of(self, seeds, fanouts, keys, replace)
-
     def most_together(self, num_seeds: int, fanouts: Sequence[int], replace: bool) -> int:
         """Return how many mini-batches of so many seeds have room in the memory with which samplers begin."""
         alone = self.batch(torch.empty(num_seeds, dtype=torch.int64), fanouts, 0, replace)
@@ -99,3 +95,6 @@ class _FetchedBatch(_Fetched):
 
 class _FetchedBulk(_Fetched, Bulk):  # type: ignore[misc]
     """Several side by side."""
+
+
+FetchingSampler.BULK = _FetchedBulk
