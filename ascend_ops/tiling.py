@@ -264,6 +264,23 @@ def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> W
     return _words("aggregate_vector", *of_tables, stride, tables.columns.size, weighted)
 
 
+def cut_panels(num_columns: int, num_groups: int, heads: int, max_panel: int) -> tuple[Array, Array, int]:
+    """Return the panels of columns of each group of a plan, as :func:`row_tables` has them.
+
+    Args:
+        num_columns: Columns of one head.
+        num_groups: M.
+        heads: Number of heads.
+        max_panel: Columns handled at once.
+
+    Returns:
+        First panel of each group, int32 ``[M + 1]``; first column, columns and head of each panel and 0, int32
+        ``[4 * num_panels]``; the columns of the widest.
+    """
+    made = _make("panels", (heads, num_columns, num_groups, max_panel), ("first", "panels", "sizes"))
+    return made["first"], made["panels"], int(made["sizes"][0])
+
+
 def max_tiling(
     range_offset: int,
     panel_offset: int,

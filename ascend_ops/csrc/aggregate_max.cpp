@@ -127,7 +127,7 @@ private:
     {
         LocalTensor<float> top = topBuffer.Get<float>(), level = levelBuffer.Get<float>(), ties = onesBuffer.Get<float>();
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
-        PipeBarrier<PIPE_V>();
+        PipeBarrier<PIPE_V>();  // rows may have just been multiplied
         if (strange) {
             CountNumbers(rows, n);
         }

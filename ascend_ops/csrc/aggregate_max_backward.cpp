@@ -31,7 +31,8 @@ public:
         pipe.InitBuffer(rowQueue, BUFFER_NUM, (3 * floats + batches.WeightRoom()) * sizeof(float));
         pipe.InitBuffer(outQueue, BUFFER_NUM, room * sizeof(float));
         pipe.InitBuffer(levelBuffer, floats * sizeof(float));
-        pipe.InitBuffer(maskBuffer, 3 * (floats / 8));
+        maskBytes = UpTo(floats / 8, 32);
+        pipe.InitBuffer(maskBuffer, 3 * maskBytes);
         ClearBuffers(rowQueue, 3 * floats);
     }
 
@@ -136,7 +137,6 @@ private:
     {
         LocalTensor<float> message = levelBuffer.Get<float>();
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
-        PipeBarrier<PIPE_V>();  // what was there before has been read
         if (tiling.weighted != 0) {
             batches.Multiply(message, own, true, at, n, lanes);
         } else {
@@ -163,14 +163,13 @@ private:
     // Into the mask: where both are NaN.
     __aicore__ inline void AddNan(const LocalTensor<float>& message, const LocalTensor<float>& best, uint32_t n)
     {
-        const uint32_t bytes = floats / 8;
         const int32_t words = static_cast<int32_t>(n * lanes / 16);
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
         LocalTensor<uint16_t> met = mask.template ReinterpretCast<uint16_t>();
-        LocalTensor<uint16_t> left = mask[bytes].template ReinterpretCast<uint16_t>();
-        LocalTensor<uint16_t> right = mask[2 * bytes].template ReinterpretCast<uint16_t>();
-        Compare(mask[bytes], message, message, CMPMODE::NE, n * lanes);  // true for NaN alone
-        Compare(mask[2 * bytes], best, best, CMPMODE::NE, n * lanes);
+        LocalTensor<uint16_t> left = mask[maskBytes].template ReinterpretCast<uint16_t>();
+        LocalTensor<uint16_t> right = mask[2 * maskBytes].template ReinterpretCast<uint16_t>();
+        Compare(mask[maskBytes], message, message, CMPMODE::NE, n * lanes);  // true for NaN alone
+        Compare(mask[2 * maskBytes], best, best, CMPMODE::NE, n * lanes);
         PipeBarrier<PIPE_V>();
         And(left, left, right, words);
         PipeBarrier<PIPE_V>();
@@ -196,7 +195,7 @@ private:
     LocalTensor<float> out;
     RowsTiling tiling;
     VertexCursor cursor, ahead;
-    uint32_t column, width, head, lanes, floats;
+    uint32_t column, width, head, lanes, floats, maskBytes;
     bool strange, fresh;
 };
 

@@ -100,7 +100,6 @@ public:
     // Each weight as a block of its own, for Multiply.
     __aicore__ inline void SpreadWeights(const AscendC::LocalTensor<float>& weights, uint32_t n)
     {
-        AscendC::PipeBarrier<PIPE_V>();  // the batch before may still read them
         AscendC::Brcb(weightBuffer.Get<float>(), weights, Narrow<uint8_t>(UpTo(n, FLOAT_BLOCK) / FLOAT_BLOCK),
                       AscendC::BrcbRepeatParams(1, FLOAT_BLOCK));
         AscendC::PipeBarrier<PIPE_V>();

@@ -65,7 +65,17 @@ struct RowTables {
     uint32_t rangeOffset, panelOffset, groups, members, panelColumns;
 };
 
+struct Panels {
+    std::vector<int32_t> first;  // of each group
+    std::vector<int32_t> table;  // [.., PANEL_FIELDS]
+    uint32_t widest = 0;
+};
+
 // All of these throw std::invalid_argument.
+// Columns go to groups in blocks of 16, one block more to the last groups (to the first, where there are fewer blocks
+// than groups); a slice is cut where a head ends and into panels of about the same width.
+Panels CutPanels(uint32_t heads, uint32_t numColumns, uint32_t groups, uint32_t maxPanel);
+
 void CheckSizes(uint32_t tileRows, uint32_t tileColumns, uint32_t panel, const Limits& limits = DAV_C220);
 
 CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32_t groups, uint32_t numColumns,

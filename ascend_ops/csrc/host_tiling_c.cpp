@@ -67,6 +67,10 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
                 {"columns", Copy(t.columns)},
                 {"sizes", Copy<uint64_t>({t.rangeOffset, t.panelOffset, t.groups, t.members, t.panelColumns})}};
     }
+    if (what == "panels") {
+        const Panels p = CutPanels(a[0], a[1], a[2], a[3]);
+        return {{"first", Copy(p.first)}, {"panels", Copy(p.table)}, {"sizes", Copy<uint64_t>({p.widest})}};
+    }
     if (what == "aggregate_vector" || what == "aggregate_max") {
         RowTables t{};
         t.rangeOffset = a[0], t.panelOffset = a[1], t.groups = a[2], t.members = a[3], t.panelColumns = a[4];

@@ -165,16 +165,6 @@ def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
     torch.testing.assert_close(got[finite].double(), expected[finite], rtol=0, atol=HALF * 200)
 
 
-def test_a_maximum_is_computed_by_torch():
-    graph = random_graph(6, 40, 200)
-    x = torch.randn(40, 1, 9)
-    with record_launches() as launches:
-        results = both(graph, [x], lambda backend, x: aggregate(graph, x, reduce="max", backend=backend))
-    assert launches == []
-    for got, expected in zip(*results[:2], strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_no_columns_and_no_edges():
     graph = random_graph(7, 30, 0)
     x = torch.ones(30, 5, requires_grad=True)
