@@ -125,7 +125,8 @@ private:
     // n rows of one vertex, compared with each other and with what was before.
     __aicore__ inline void Segment(const LocalTensor<float>& rows, uint32_t n)
     {
-        LocalTensor<float> top = topBuffer.Get<float>(), level = levelBuffer.Get<float>(), ties = onesBuffer.Get<float>();
+        LocalTensor<float> top = topBuffer.Get<float>(), level = levelBuffer.Get<float>();
+        LocalTensor<float> ties = onesBuffer.Get<float>();
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
         PipeBarrier<PIPE_V>();  // rows may have just been multiplied
         if (strange) {

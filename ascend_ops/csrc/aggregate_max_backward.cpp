@@ -32,7 +32,7 @@ public:
         pipe.InitBuffer(outQueue, BUFFER_NUM, room * sizeof(float));
         pipe.InitBuffer(levelBuffer, floats * sizeof(float));
         maskBytes = UpTo(floats / 8, 32);
-        pipe.InitBuffer(maskBuffer, 3 * maskBytes);
+        pipe.InitBuffer(maskBuffer, 2 * maskBytes);
         ClearBuffers(rowQueue, 3 * floats);
     }
 
@@ -146,7 +146,7 @@ private:
         Compare(mask, message, best, CMPMODE::EQ, n * lanes);
         PipeBarrier<PIPE_V>();
         if (strange) {
-            AddNan(message, best, n);
+            AddNan(message, n);
         }
         Select(shares, mask, shares, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, n * lanes);
         PipeBarrier<PIPE_V>();
@@ -160,20 +160,14 @@ private:
         fresh = false;
     }
 
-    // Into the mask: where both are NaN.
-    __aicore__ inline void AddNan(const LocalTensor<float>& message, const LocalTensor<float>& best, uint32_t n)
+    // Into the mask: where the message is NaN, for then the maximum is.
+    __aicore__ inline void AddNan(const LocalTensor<float>& message, uint32_t n)
     {
-        const int32_t words = static_cast<int32_t>(n * lanes / 16);
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
         LocalTensor<uint16_t> met = mask.template ReinterpretCast<uint16_t>();
-        LocalTensor<uint16_t> left = mask[maskBytes].template ReinterpretCast<uint16_t>();
-        LocalTensor<uint16_t> right = mask[2 * maskBytes].template ReinterpretCast<uint16_t>();
-        Compare(mask[maskBytes], message, message, CMPMODE::NE, n * lanes);  // true for NaN alone
-        Compare(mask[2 * maskBytes], best, best, CMPMODE::NE, n * lanes);
+        Compare(mask[maskBytes], message, message, CMPMODE::NE, n * lanes);
         PipeBarrier<PIPE_V>();
-        And(left, left, right, words);
-        PipeBarrier<PIPE_V>();
-        Or(met, met, left, words);
+        Or(met, met, mask[maskBytes].template ReinterpretCast<uint16_t>(), static_cast<int32_t>(n * lanes / 16));
         PipeBarrier<PIPE_V>();
     }
 

@@ -134,7 +134,7 @@ BATCHES = {
     "the last batch is as long as the others": (
         "return Least(last - at, tiling.batch);",
         "return tiling.batch;",
-        "global bounds|race|uninit|",
+        "global bounds|queue state|race|uninit|",
     ),
     "all heads have the weights of the first": (
         "valuesGm[static_cast<uint64_t>(head) * tiling.valueStride + at]",
@@ -208,11 +208,14 @@ MAX_BACKWARD = BATCHES | {
         "for (; at < end; ++at) {",
         "uninit|race|",
     ),
-    "the next batch begins with the vertex of this": ("ahead = batches.Find(ahead.vertex + 1);", "", "uninit|race|"),
+    "the next batch begins with the vertex of this": (
+        "ahead = batches.Find(ahead.vertex + 1);",
+        "",
+        "local bounds|uninit|race|",
+    ),
     "gradients are not multiplied": ("batches.Multiply(rows[floats], rows[floats], false, 0, n, lanes);", "", ""),
     "messages have the weights of the batch's first": ("own, true, at, n, lanes", "own, true, 0, n, lanes", ""),
     "NaN attains nothing": ("noteGm.GetValue(0) != 0", "false", ""),
-    "a number attains NaN": ("And(left, left, right, words);", "", ""),
     "shares are added before they are picked": (
         "n * lanes);\n        PipeBarrier<PIPE_V>();\n        FoldSum(shares",
         "n * lanes);\n        FoldSum(shares",

@@ -107,6 +107,7 @@ def aggregate_chunks(
         return maxima(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), x, weight)
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    _check_heads(x, weight)
     cube = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
     return _on_cubes("aggregate_cube", cube, num_rows, x, weight, reduce == "mean", lambda values: []), x.new_empty(0)
 
@@ -125,6 +126,7 @@ def aggregate_gathered(
     """Compute sums or means wave by wave, from rows that all cores gather once; ``kept``: dense tiles as well."""
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    _check_heads(x, weight)
     key = ("gathered", num_rows, x.size(1), x.size(2), len(slices) - 1, num_members, kept, *waves)
 
     def make() -> _Cube[GatheredTables]:
@@ -148,6 +150,14 @@ def aggregate_gathered(
         return [tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32)]
 
     return _on_cubes("aggregate_gathered", made, num_rows, x, weight, reduce == "mean", more), x.new_empty(0)
+
+
+def _check_heads(x: Tensor, weight: Tensor | None) -> None:
+    if weight is None and x.size(1) > 1:
+        raise ValueError(
+            f"the kernels of dense tiles have weights per head, but there are none for the {x.size(1)} heads of x "
+            f"{list(x.shape)}; without weights give them as one, x.reshape({x.size(0)}, 1, {x.size(1) * x.size(2)})"
+        )
 
 
 def _on_cubes(
