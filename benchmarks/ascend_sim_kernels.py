@@ -186,7 +186,7 @@ def _vector_stalls(panels, buffers, batch, at_once):
     rows = buffers * batch * 8
     out = rows + buffers * at_once * widest * 2
     total = out + buffers * widest * 2
-    wide = total + widest * 4
+    wide = total + _up(widest * 4, 512) + 256
     for panel in range(number):
         size = panels[panel, 1] * 4
         for buffer in range(buffers):

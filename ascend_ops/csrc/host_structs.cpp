@@ -13,10 +13,10 @@ namespace {
 uint32_t Up(uint32_t value, uint32_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Rows of a group in row_sums.h: as many as UB has room for, two groups in fp16 and one in fp32, beside two lists, two
-// results in fp16 and the sums in fp32.
+// results in fp16 and the sums in fp32, filled up.
 uint32_t RowsAtOnce(uint32_t panelColumns)
 {
-    const uint64_t row = 8 * panelColumns, taken = 16 * SUM_BATCH + row;
+    const uint64_t row = 8 * panelColumns, taken = 16 * SUM_BATCH + row + 768;
     return static_cast<uint32_t>(std::min<uint64_t>(ROWS_AT_ONCE, (DAV_C220.ub - taken) / row));
 }
 

@@ -12,6 +12,8 @@
 
 namespace lightning_gnn {
 
+constexpr uint32_t BANK_BYTES = 256;  // of UB that half of its 16 groups of banks hold, a repeat of an instruction
+
 class RowSums {
 public:
     __aicore__ inline RowSums() {}
@@ -31,7 +33,9 @@ public:
         pipe.InitBuffer(listQueue, BUFFER_NUM, batch * 2 * sizeof(int32_t));
         pipe.InitBuffer(rowQueue, BUFFER_NUM, atOnce * tiling.panelColumns * sizeof(half));
         pipe.InitBuffer(outQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
-        pipe.InitBuffer(sumBuffer, tiling.panelColumns * sizeof(float));
+        // Filled up so that rows of a multiple of 128 columns lie in other groups of UB's banks than the sums that they are
+        // added to: neither waits for the other.
+        pipe.InitBuffer(sumBuffer, UpTo(tiling.panelColumns * sizeof(float), 2 * BANK_BYTES) + BANK_BYTES);
         pipe.InitBuffer(wideBuffer, atOnce * tiling.panelColumns * sizeof(float));
     }
 

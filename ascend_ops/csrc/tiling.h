@@ -88,7 +88,8 @@ struct WaveTiling {
 
 // The vector-core kernels that go vertex by vertex: aggregate_vector, edge_softmax and its backward, edge_products,
 // edge_sum. vertices int32 [numVertices, VERTEX_FIELDS]: the vertices that have entries, the parts of a split one
-// put together (they are side by side), each beginning where the one before it ends. plan as above, with ranges of vertices instead of row blocks.
+// put together (they are side by side), each beginning where the one before it ends. plan as above, with ranges of
+// vertices instead of row blocks.
 struct RowsTiling {
     uint32_t groups;
     uint32_t members;
