@@ -250,6 +250,7 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
         target[begin:end] = vertex
     assert np.array_equal(target, chunks.target)
     assert np.array_equal(tables.columns, chunks.source)
+    assert np.array_equal(tables.vertices[1:, 1], tables.vertices[:-1, 2])  # a list goes on over vertices
     assert np.unique(tables.vertices[:, 0]).size == len(tables.vertices)
     bounds = tables.plan[tables.range_offset : tables.panel_offset]
     assert bounds.size == members + 1
