@@ -38,6 +38,18 @@ RowsTiling AggregateVectorTiling(const RowTables& tables, uint32_t stride, uint3
     return t;
 }
 
+RowsTiling MaxTiling(const RowTables& tables, uint32_t stride, uint32_t numEdges, bool weighted)
+{
+    if (tables.panelColumns < 1 || tables.panelColumns > MAX_KERNEL_PANEL) {
+        throw std::invalid_argument("panels must have 1 to " + std::to_string(MAX_KERNEL_PANEL) + " columns, but have " +
+                                    std::to_string(tables.panelColumns));
+    }
+    RowsTiling t = AggregateVectorTiling(tables, stride, numEdges, weighted);
+    // 255 repeats at most, and whole blocks of weights; more rows than copies may be in flight.
+    t.batch = std::min(64U, MAX_KERNEL_FLOATS / Up(tables.panelColumns, 64));
+    return t;
+}
+
 RowsTiling SoftmaxTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, float slope)
 {
     const uint32_t lanes = Up(std::min(heads, HEADS_AT_ONCE), 8);

@@ -12,6 +12,7 @@ from lightning_gnn.ops import library  # noqa: F401  keeps what is compiled
 from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import chunked
 from tests.ascend_ops.test_kernels import aggregated, check
+from tests.ascend_ops.test_max import maxima
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
@@ -158,16 +159,126 @@ GATHERED = {
     "a row that is not finite is passed over": ("known || finite.Met() ||", "known ||", ""),
     "a tile is sent before it is made": ("Sync<AscendC::HardEvent::S_MTE3>();", "", "race"),
 }
+
+# The same of both kernels of maxima, which share a file.
+BATCHES = {
+    "the list is read before it is there": (
+        "AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(listed[Slot(at)]);",
+        "",
+        "race|uninit|event set twice|flag never",
+    ),
+    "the list is overwritten while it is read": ("Sync<AscendC::HardEvent::S_MTE2>();", "", "race"),
+    "the last batch is as long as the others": (
+        "return Least(last - at, tiling.batch);",
+        "return tiling.batch;",
+        "global bounds|queue state|race|uninit|",
+    ),
+    "all heads have the weights of the first": (
+        "valuesGm[static_cast<uint64_t>(head) * tiling.valueStride + at]",
+        "valuesGm[at]",
+        "",
+    ),
+    "weights are used before they are spread": (
+        "AscendC::BrcbRepeatParams(1, FLOAT_BLOCK));\n        AscendC::PipeBarrier<PIPE_V>();",
+        "AscendC::BrcbRepeatParams(1, FLOAT_BLOCK));",
+        "race",
+    ),
+    "rows are spread too densely": (
+        "still(1, 1, Narrow<uint8_t>(lanes / FLOAT_BLOCK), 0)",
+        "still(1, 1, FLOAT_BLOCK, 0)",
+        "uninit|race|",
+    ),
+    "an odd row in the middle is left out": (
+        "n -= half;\n        AscendC::Add(rows, rows, rows[n * lanes]",
+        "n = half;\n        AscendC::Add(rows, rows, rows[n * lanes]",
+        "",
+    ),
+}
+MAX = BATCHES | {
+    "lanes beyond the columns hold what was there": ("ClearBuffers(rowQueue, floats);", "", "uninit"),
+    "rows are compared before they are multiplied": (
+        "PipeBarrier<PIPE_V>();  // rows may have just been multiplied",
+        "",
+        "race",
+    ),
+    "a row of an odd number is left out": (
+        "uint32_t count = n - n / 2;",
+        "uint32_t count = (n + 1) / 2 - n % 2;",
+        "uninit|",
+    ),
+    "the middle of a fold is left out": ("count -= half;", "count = half;", ""),
+    "the mask is read before it is there": (
+        "CMPMODE::EQ, n * lanes);\n            PipeBarrier<PIPE_V>();\n            Select(level, mask, ties",
+        "CMPMODE::EQ, n * lanes);\n            Select(level, mask, ties",
+        "race",
+    ),
+    "a batch forgets the one before": ("if (fresh) {\n            Max(out", "if (true) {\n            Max(out", ""),
+    "those that attained less are counted": (
+        "Select(known, before, known, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, lanes);",
+        "",
+        "",
+    ),
+    "those that attain less are counted": ("Compare(now, top, next", "Compare(now, next, next", ""),
+    "NaN is not looked for": ("noteGm.GetValue(0) != 0", "false", ""),
+    "NaN is attained by those that are not": (
+        "Select(known, mask, known, numbers, SELMODE::VSEL_TENSOR_TENSOR_MODE, lanes);",
+        "",
+        "",
+    ),
+    "NaN of the batch before is forgotten": (
+        "if (fresh) {\n            Adds(numbers",
+        "if (true) {\n            Adds(numbers",
+        "",
+    ),
+    "vertices without entries are passed over": (
+        "for (; vertex < cursor.vertex; ++vertex) {",
+        "for (; false;) {",
+        "",
+    ),
+    "results of the slice before": ("tiling.ldy + column;", "tiling.ldy;", "race|uninit|"),
+}
+MAX_BACKWARD = BATCHES | {
+    "lanes beyond the columns hold what was there": ("ClearBuffers(rowQueue, 3 * floats);", "", "uninit"),
+    "shares of another slice": ("Narrow<uint16_t>((tiling.ldy - width) / FLOAT_BLOCK)", "0", ""),
+    "all vertices have the row of the first": (
+        "own += lanes;\n            for (; at < end; ++at) {",
+        "for (; at < end; ++at) {",
+        "uninit|race|",
+    ),
+    "the next batch begins with the vertex of this": (
+        "ahead = batches.Find(ahead.vertex + 1);",
+        "",
+        "local bounds|uninit|race|",
+    ),
+    "gradients are not multiplied": ("batches.Multiply(rows[floats], rows[floats], false, 0, n, lanes);", "", ""),
+    "messages have the weights of the batch's first": ("own, true, at, n, lanes", "own, true, 0, n, lanes", ""),
+    "NaN attains nothing": ("noteGm.GetValue(0) != 0", "false", ""),
+    "shares are added before they are picked": (
+        "n * lanes);\n        PipeBarrier<PIPE_V>();\n        FoldSum(shares",
+        "n * lanes);\n        FoldSum(shares",
+        "race",
+    ),
+    "a batch forgets the one before": ("if (fresh) {\n            Adds(out", "if (true) {\n            Adds(out", ""),
+    "vertices without entries are passed over": (
+        "for (; vertex < cursor.vertex; ++vertex) {",
+        "for (; false;) {",
+        "",
+    ),
+}
 FAULTS_OF = {
     "aggregate_update": UPDATE,
     "aggregate_vector": VECTOR,
     "gather_rows": GATHER,
     "aggregate_gathered": GATHERED,
+    "aggregate_max": MAX,
+    "aggregate_max_backward": MAX_BACKWARD,
 }
 FILES = {
     "aggregate_update": ["aggregate_update.cpp", "row_sums.h"],
     "aggregate_vector": ["aggregate_vector.cpp", "row_sums.h"],
     "aggregate_gathered": ["aggregate_gathered.cpp", "aggregate_gatherer.h", "dense_tile.h"],
+    "aggregate_max": ["aggregate_max.cpp", "entry_batches.h"],
+    "aggregate_max_backward": ["aggregate_max_backward.cpp", "entry_batches.h"],
 }
 
 
@@ -294,6 +405,18 @@ def test_aggregate_gathered_as_it_is_passes():
 def test_a_fault_of_aggregate_gathered_is_noticed(faulty, fault):
     faulty("aggregate_gathered", fault)
     noticed(waves, GATHERED[fault][2])
+
+
+@pytest.mark.parametrize("fault", MAX)
+def test_a_fault_of_aggregate_max_is_noticed(faulty, fault):
+    faulty("aggregate_max", fault)
+    noticed(maxima, MAX[fault][2])
+
+
+@pytest.mark.parametrize("fault", MAX_BACKWARD)
+def test_a_fault_of_aggregate_max_backward_is_noticed(faulty, fault):
+    faulty("aggregate_max_backward", fault)
+    noticed(maxima, MAX_BACKWARD[fault][2])
 
 
 @pytest.mark.parametrize("fault", GATHER)

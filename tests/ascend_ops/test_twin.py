@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import lightning_gnn.ops.library  # noqa: F401  keeps what is compiled
 from lightning_gnn.ascend_ops import build
 from lightning_gnn.ascend_ops.twin import PIPES, ReadOnly, Scratch, Twin, TwinViolation
 

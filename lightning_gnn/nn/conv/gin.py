@@ -11,7 +11,7 @@ from torch_geometric.typing import OptPairTensor
 
 from lightning_gnn.nn.conv.fused import Fused, fuses, multiplied
 from lightning_gnn.nn.conv.graph import REDUCE, check_inputs, is_graph
-from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.definition import REDUCES, aggregate
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 
 
@@ -28,7 +28,7 @@ class GINConv(pyg.GINConv):  # type: ignore[misc]
 
     takes_graph = True
     propagate_type = {"x": OptPairTensor}  # noqa: RUF012
-    fused = Fused(pyg.GINConv, "aggregation (sum, mean, max)", ("sum", "mean", "max"), lambda layer: {})
+    fused = Fused(pyg.GINConv, "aggregation (sum, mean, max)", REDUCES, lambda layer: {}, on_chip=REDUCES)
 
     def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
         """Return ``[num_targets, …]``, whatever ``nn`` makes of it, for ``x`` ``[N, F]``, or (sources, targets)."""

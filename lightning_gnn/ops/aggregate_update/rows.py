@@ -14,6 +14,7 @@ from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import huge_pages, loadable, wide
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
+from lightning_gnn.ops.aggregate_update.on_chip import chip_of
 from lightning_gnn.ops.library import define, library
 
 
@@ -32,7 +33,8 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
         ``[num_targets, D]``.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or edges[1].numel() == 0 or x.numel() == 0:
+    no_kernel = reduce == "max" and x.dtype == torch.float64 and chip_of(x.device) is not None
+    if transformed or no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _by_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
 
@@ -40,8 +42,14 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
 class _AggregateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
-        out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
-        ctx.reduce = reduce
+        ctx.reduce, ctx.chip, ties = reduce, chip_of(x.device), None
+        if ctx.chip is None:
+            out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
+        elif reduce == "max":
+            out, ties = ctx.chip.maxima(edges, x)
+        else:
+            out = ctx.chip.sums(edges, x, reduce == "mean")
+        out = out.to(x.dtype)
         ctx.save_for_backward(x, *((out, ties) if reduce == "max" else (None, None)), *edges)
         result: Tensor = out
         return result
@@ -52,7 +60,13 @@ class _AggregateRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             x = x.view_as(x)
             return *torch.autograd.grad(_by_torch(edges, x, ctx.reduce), x, grad, create_graph=True), None, None
-        return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
+        if ctx.chip is None:
+            return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
+        if ctx.reduce == "max":
+            grad_x = ctx.chip.maxima_backward(edges, grad / ties.clamp(min=1), out, x)
+        else:
+            grad_x = ctx.chip.sums_backward(edges, grad, x.size(0), ctx.reduce == "mean")
+        return grad_x.to(x.dtype), None, None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
