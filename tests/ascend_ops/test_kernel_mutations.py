@@ -58,7 +58,11 @@ UPDATE = {
 VECTOR = {
     "a group is asked for that has no room": ("e + BUFFER_NUM * atOnce", "e + 3 * atOnce", "queue"),
     "a list's last group is as long as the others": ("Least(n - asked, atOnce)", "atOnce", "uninit|global bounds"),
-    "a list's last rows are more than there are": ("first, e, Least(n - e, atOnce)", "first, e, atOnce", "uninit|race|"),
+    "a list adds more rows than there are": (
+        "first, e, Least(n - e, atOnce)",
+        "first, e, atOnce",
+        "uninit|race|",
+    ),
     "a group's rows lie in one place": ("DataCopy(group[i * width],", "DataCopy(group,", "race|uninit"),
     "a group's last row is not asked for": (
         "for (uint32_t i = 0; i < n; ++i) {\n            const",
