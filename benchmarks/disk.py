@@ -110,11 +110,13 @@ def forget_group(pid: int) -> None:
         group.rmdir()
 
 
-def datamodule(spec: dict[str, Any], **options: Any) -> NeighborDataModule:
+def datamodule(
+    spec: dict[str, Any], kind: type[NeighborDataModule] = NeighborDataModule, **options: Any
+) -> NeighborDataModule:
     data = load_folder(spec["folder"], mmap=True, check=False)
     if spec.get("in_memory"):
         data.x = torch.from_numpy(np.array(data.x.numpy()))
-    return NeighborDataModule(
+    return kind(
         data,
         num_neighbors=FANOUTS,
         batch_size=spec["batch_size"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
 from lightning_gnn.sampling.deferred_edges import apply_now
-from lightning_gnn.sampling.loader import Prepared, Task
+from lightning_gnn.sampling.loader import Prepared
 
 SHARE = 0.5
 """Of the GPU, how much sampling may fill beside training."""
@@ -29,11 +29,15 @@ class Ahead:
         loader: Begins mini-batches, and ends them.
         tasks: What to prepare.
         depth: How many; 0 prepares on the stream that trains.
+        prepare: Makes each of ``tasks`` when it is asked for; by default the loader begins with them, where it can.
     """
 
-    def __init__(self, loader: Any, tasks: Iterator[Task], depth: int) -> None:
+    def __init__(
+        self, loader: Any, tasks: Iterator[Any], depth: int, prepare: Callable[[Any], Prepared] | None = None
+    ) -> None:
         self._loader, self._tasks, self._depth = loader, tasks, depth
-        self._begins = loader.can_begin
+        self._begins = prepare is None and loader.can_begin
+        self._prepare = prepare or loader.prepare
         self._bulk = loader.bulk_size if self._begins else 1
         self._stream: Any = new_stream(loader.device) if depth else None
         self._begun: Any = None
@@ -76,7 +80,7 @@ class Ahead:
     def _in_turn(self) -> Prepared:
         if not self._sampled:
             if not self._begins:
-                return self._loader.prepare(next(self._tasks))  # type: ignore[no-any-return]
+                return self._prepare(next(self._tasks))
             if not (tasks := list(islice(self._tasks, self._bulk))):
                 raise StopIteration
             self._sampled.extend(self._loader.end(self._loader.begin(tasks)))
@@ -106,7 +110,7 @@ class Ahead:
                 if self._ready or not waits:
                     return
                 if not self._begins and (task := next(self._tasks, None)) is not None:
-                    self._put(self._loader.prepare(task))
+                    self._put(self._prepare(task))
                     return
             except BaseException as error:  # belongs to its own mini-batch, and those before it are whole
                 self._tasks, self._begun = iter(()), None
