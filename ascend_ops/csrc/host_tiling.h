@@ -15,6 +15,8 @@ namespace lightning_gnn {
 constexpr uint32_t MAX_PANEL = 256;
 constexpr uint32_t ENTRY_BATCH = 1024;
 constexpr uint32_t VECTOR_PANEL = 2048;
+constexpr uint32_t SUM_BATCH = 1024;      // edges that aggregate_vector and aggregate_update list at once
+constexpr uint32_t ROWS_AT_ONCE = 16;     // that they ask for at once, where UB has room
 constexpr uint32_t PRODUCTS_PANEL = 1024;
 constexpr uint32_t MAX_KERNEL_PANEL = 512;
 constexpr uint32_t MAX_KERNEL_FLOATS = 4096;  // of a batch of rows

@@ -18,8 +18,9 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 class GINConv(pyg.GINConv):  # type: ignore[misc]
     """PyG's ``GINConv`` (arXiv:1810.00826), whose ``edge_index`` may also be a graph, bipartite or not.
 
-    On the CPU the neighbours of an ``edge_index`` are added up by one operator, unless something about the layer is out
-    of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters and results are PyG's.
+    On the CPU and on an NPU the neighbours of an ``edge_index`` are reduced by one operator, unless something about the
+    layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters and
+    results are PyG's.
 
     Raises:
         ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,

@@ -33,7 +33,7 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
         ``[num_targets, D]``.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    no_kernel = reduce == "max" and x.dtype == torch.float64 and chip_of(x.device) is not None
+    no_kernel = not x.is_cpu and _chip(x, reduce) is None
     if transformed or no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _by_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
@@ -42,7 +42,7 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
 class _AggregateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
-        ctx.reduce, ctx.chip, ties = reduce, chip_of(x.device), None
+        ctx.reduce, ctx.chip, ties = reduce, _chip(x, reduce), None
         if ctx.chip is None:
             out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
         elif reduce == "max":
@@ -72,14 +72,21 @@ class _AggregateRows(torch.autograd.Function):
 _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
 
 
+def _chip(x: Tensor, reduce: str) -> Any:
+    """Return what reduces rows in place of the dispatcher's operator, or None; no chip compares float64."""
+    return None if reduce == "max" and x.dtype == torch.float64 else chip_of(x.device)
+
+
 def _by_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
     if reduce != "max":
         return reference.sums(edges, x, reduce == "mean")
     indptr, indices = edges
     rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
-    out = x.new_zeros(indptr.numel() - 1, x.size(1))
+    # The values that it begins with are left out, but share the gradient of maxima that equal them: NaN equals none.
+    out = x.new_full((indptr.numel() - 1, x.size(1)), torch.nan)
     index = rows.unsqueeze(1).expand(-1, x.size(1))
-    return out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
+    out = out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
+    return out.masked_fill((indptr.diff() == 0).unsqueeze(1), 0)
 
 
 define("aggregate_rows(Tensor[] edges, Tensor x, str reduce) -> (Tensor, Tensor)", None)
