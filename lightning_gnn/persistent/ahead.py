@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
 from lightning_gnn.sampling.deferred_edges import apply_now
-from lightning_gnn.sampling.loader import Prepared, Task
+from lightning_gnn.sampling.loader import Prepared
 
 SHARE = 0.5
 """Of the GPU, how much sampling may fill beside training."""
@@ -30,11 +30,15 @@ class Ahead:
         loader: Begins mini-batches, and ends them.
         tasks: What to prepare.
         depth: How many; 0 prepares on the stream that trains.
+        prepare: Makes each of ``tasks`` when it is asked for; by default the loader begins with them, where it can.
     """
 
-    def __init__(self, loader: Any, tasks: Iterator[Task], depth: int) -> None:
+    def __init__(
+        self, loader: Any, tasks: Iterator[Any], depth: int, prepare: Callable[[Any], Prepared] | None = None
+    ) -> None:
         self._loader, self._tasks, self._depth = loader, tasks, depth
-        self._begins = loader.can_begin
+        self._begins = prepare is None and loader.can_begin
+        self._prepare = prepare or loader.prepare
         self._bulk = loader.bulk_size if self._begins else 1
         self._stream: Any = new_stream(loader.device) if depth else None
         self._begun: Any = None
@@ -86,7 +90,7 @@ class Ahead:
             if not (tasks := list(islice(self._tasks, self._bulk))):
                 return None
             if not self._begins and self._bulk == 1:
-                return self._loader.prepare(tasks[0])  # type: ignore[no-any-return]
+                return self._prepare(tasks[0])
             self._sampled.extend(self._loader.end(self._loader.begin(tasks)))
         return self._sampled.popleft()()
 

@@ -22,6 +22,7 @@ from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedLinkLoader, ThreadedNodeLoader
+from lightning_gnn.sampling.look_ahead import ReadInTurn
 
 
 @dataclass(eq=False)
@@ -80,13 +81,21 @@ class _OnDevice:
         tables = self.tables.values()  # type: ignore[attr-defined]
         return any(isinstance(getattr(table, "shards", None), ExchangedShards) for table in tables)
 
-    def pipeline(self, epoch: int, first: int) -> Ahead | InStep:
+    def pipeline(self, epoch: int, first: int) -> Ahead | InStep | ReadInTurn:
         """Return an iterator over the mini-batches of an epoch that are left.
+
+        Where rows lie on disk, mini-batches are sampled one by one, far ahead, and wait in the host's memory; ranks
+        that send each other rows keep to their step instead.
 
         Raises:
             TypeError: Ranks send each other rows, but the seeds come from a sampler that does not tell how many.
         """
         depth: int = self.prefetch  # type: ignore[attr-defined]
+        if self.exchange is None:
+            tasks, after = self.tasks(epoch, first), self._tasks_after(epoch)  # type: ignore[attr-defined]
+            look_ahead = self.look_ahead(tasks, first, after)  # type: ignore[attr-defined]
+            if look_ahead is not None:
+                return ReadInTurn(look_ahead, Ahead(self, look_ahead, depth, look_ahead.prepare))
         where = self.device if self.can_begin or self.samples_together else None
         ahead = Ahead(self, self.tasks(epoch, first, where), depth)  # type: ignore[attr-defined]
         if self.exchange is None:
