@@ -65,6 +65,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.ascend_sim $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_gathered $(ARGS)
+	$(BIN)/python -m benchmarks.ascend_max $(ARGS)
 	$(BIN)/python -m benchmarks.ascend_planned $(ARGS)
 
 # The documentation, as a site that can be read from its folder, without a network; its search wants a server.

@@ -8,6 +8,7 @@ waits before its first tile is there, are fitted to the twin (``EXPOSED``, ``FIL
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,17 +28,19 @@ TILE_COLUMNS, UNIFIED_COLUMNS = 128, 64
 """Columns of a dense tile, on split cores and on a unified one."""
 PANEL = {"cube": 256, "gathered": 256, "vector": 2048}
 """Columns of the features that a kernel handles at once (host_tiling.h)."""
-BATCH = 256
-"""Entries that aggregate_vector brings to UB at once."""
+BATCH, AT_ONCE, UB_BYTES = 1024, 16, 188416
+"""Entries that the vector kernels list at once, rows that they ask for at once, and what UB has room for
+(host_tiling.h)."""
 HBM_GB_S = 1421.0
 """Of an Atlas A2: 24 cores times ``ddr_rate`` of CANN's platform configuration (Ascend910B1.ini) times the clock."""
 EXPOSED = {
-    ("vector", 2): 0.05, ("vector", 1): 0.0, ("cube", 2): 0.035, ("cube", 1): 0.11, ("unified", 2): 0.035,
-    ("unified", 1): 0.02,
+    ("vector", 2): 0.01, ("vector", 1): 0.05, ("update", 2): 0.05, ("cube", 2): 0.035, ("cube", 1): 0.11,
+    ("unified", 2): 0.035, ("unified", 1): 0.02,
 }  # fmt: skip
 """Part of the cycles of all but the busiest unit that nothing hides, by kernel and buffers of a queue; ``"unified"`` is
-the cube kernel on a core that has both units."""
-FILL = {"vector": 0.0, "cube": 0.5, "unified": 0.5}
+the cube kernel on a core that has both units, ``"update"`` the sums of aggregate_update, which also stands for a core's
+having more entries than the average."""
+FILL = {"cube": 0.5, "unified": 0.5}
 """Part of a tile's such cycles that a core waits at its beginning and its end."""
 
 
@@ -50,9 +53,6 @@ class Counts:
         entries: Entries.
         columns: Distinct columns: rows of the features that the cube kernel loads.
         runs: Runs of rows whose results lie side by side.
-        batches: Lists that the vector kernel brings to UB, of at most 256 entries of one row.
-        pairs: Pairs of rows of the features that it copies one after the other, of lists of more than two entries.
-        short: Lists of one or two entries.
         column_runs: Runs of neighbours among the distinct columns.
         num_sources: Rows of the features that are read at all.
     """
@@ -61,9 +61,6 @@ class Counts:
     entries: Array
     columns: Array
     runs: Array
-    batches: Array
-    pairs: Array
-    short: Array
     column_runs: Array
     num_sources: int
 
@@ -100,14 +97,13 @@ def chunk_cycles(
     unified = chip.get("ub_to_l1_bytes", 0) > 0
     byte = row_byte(kernel, counts, num_columns, chip)
     if kernel == "vector":
-        busiest, total = _vector(counts, width, pieces, chip, byte, buffers)
-    else:
-        busiest, total = _cube(counts, width, pieces, chip, byte, unified, buffers)
-    kind = "unified" if unified and kernel == "cube" else kernel
+        return _vector(counts, width, pieces, chip, byte, buffers)
+    busiest, total = _cube(counts, width, pieces, chip, byte, unified, buffers)
+    kind = "unified" if unified else kernel
     others = total - busiest
     steps = np.maximum(pieces * _tiles(counts, unified), 1)
     start = FILL[kind] * float((others / steps).max(initial=0))
-    return busiest + EXPOSED[kind, buffers] * others, start + (_fill(chip) if kernel == "cube" else 0.0)
+    return busiest + EXPOSED[kind, buffers] * others, start + _fill(chip)
 
 
 def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: int, chip: Mapping[str, float]) -> float:
@@ -120,7 +116,6 @@ def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: in
         cores: AI cores, of two vector cores each; each takes 64 rows of every tile of 128.
         chip: Parameters by the names of the twin's.
     """
-    p = chip
     width = 16 * -(-num_columns // 16)
     pieces = -(-width // PANEL["vector"])
     tiles = -(-num_rows // 128)
@@ -128,22 +123,21 @@ def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: in
     last = min(num_rows - 128 * (tiles - 1), 64) if (tiles - 1) % cores == 0 else 64
     rows = 64 * (own - 1) + last
     entries = rows * num_entries / max(num_rows, 1)
-    lists = pieces * -(-entries // BATCH)
-    head, flag, vector = p["mte_head"], p["flag_cycles"], p["vector_head"]
-    latency, repeats = p["l2_read_latency"], 4 * width / p["vector_bytes"]
-    move, add = pieces * vector + repeats, pieces * vector + repeats * (1 + p["bank_cycles"])
-    row = pieces * head + 2 * width * list_byte(p)
-    # As in aggregate_vector, but a list serves many rows, and copies go on over their borders.
-    waited = lists * (2 * head + latency) + 8 * list_byte(p) * entries * pieces
-    units = (
-        pieces * (rows * (p["scalar_gm_cycles"] + latency / 16 + 6 * flag) + entries * (4 * flag + 7))
-        + lists * 8 * flag,
-        entries * (move + add) + 2 * rows * move,
-        waited + entries / 2 * (row + pieces * (latency + 4 * flag) + move),
-        rows * (pieces * head + 2 * width * stored_byte(p)),
-    )
-    busiest = max(units)
-    return busiest + EXPOSED["vector", 2] * (sum(units) - busiest)
+    look_up = chip["scalar_gm_cycles"] + chip["l2_read_latency"] / 16
+    exposed = EXPOSED["update", 2]
+    cycles, waited = _sums(np.array(rows), np.array(entries), width, pieces, chip, list_byte(chip), 2, look_up, exposed)
+    opened = 19 * chip["scalar_gm_cycles"] + 3 * chip["l2_read_latency"]  # tiling, the first and last rows' edges
+    return opened + float(cycles) + own * pieces * -(-entries / own // BATCH) * waited
+
+
+def rows_at_once(num_columns: int) -> int:
+    """Return how many rows of the features the vector kernels ask for at once, as host_structs.cpp does.
+
+    Args:
+        num_columns: Columns of the widest panel, a multiple of 16.
+    """
+    row = 8 * num_columns
+    return min(AT_ONCE, (UB_BYTES - 16 * BATCH - row - 768) // row)
 
 
 def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]) -> float:
@@ -218,35 +212,59 @@ def row_byte(kernel: Kernel, counts: Counts, num_columns: int, chip: Mapping[str
     return missed * list_byte(chip) + (1 - missed) / chip["l2_read_bytes"]
 
 
+def _sums(
+    rows: Array, entries: Array, width: int, pieces: int, p: Mapping[str, float], row_byte: float, buffers: int,
+    look_up: float, exposed: float,
+) -> tuple[Array, float]:  # fmt: skip
+    """Return the cycles of sums of so many entries for so many rows, and the wait for a list and its first rows.
+
+    Args:
+        rows: Rows of the result.
+        entries: Rows of the features that are added, of one list (row_sums.h).
+        width: Columns.
+        pieces: Panels.
+        p: Parameters by the names of the twin's.
+        row_byte: Cycles of a byte of a row of the features.
+        buffers: 2 for double buffering, else 1.
+        look_up: Cycles in which the scalar unit learns of a row of the result.
+        exposed: Part of the cycles of all but the busiest unit that nothing hides.
+    """
+    head, flag, latency = p["mte_head"], p["flag_cycles"], p["l2_read_latency"]
+    panel = 16 * -(-width // (16 * pieces))
+    at_once = rows_at_once(panel)
+    groups = pieces * entries / at_once
+    repeats = 4 * width / p["vector_bytes"]  # of a row in float32
+    # Rounding from and to half goes without waiting for banks, about. Of the rows of a group, which are so many blocks
+    # of 32 bytes apart, those that begin half of the 16 groups of banks away from the sum are added without a wait.
+    waits = p["bank_cycles"] * (1 - math.gcd(panel // 8, 16) / 16)
+    move, add = pieces * p["vector_head"] + repeats, pieces * p["vector_head"] + repeats * (1 + waits)
+    cast = groups * p["vector_head"] + repeats * entries
+    row = head + 2 * width / pieces * row_byte
+    if buffers > 1:  # so many copies are in flight, and each ends so much later
+        copies = pieces * entries * max(row, (row + latency) / p["copies_in_flight"])
+    else:  # the next group has room once this one is float32
+        copies = pieces * entries * row + groups * (latency + 2 * flag) + cast
+    units = np.stack([
+        pieces * (rows * (look_up + 4 * flag + 8) + 5 * entries) + groups * (4 * flag + 2),
+        2 * move * rows + add * entries + cast,
+        copies,
+        rows * (pieces * head + 2 * width * stored_byte(p)),
+    ])  # fmt: skip
+    busiest = units.max(0)
+    listed = 2 * head + latency + 8 * float(np.minimum(entries, BATCH).max(initial=0)) * list_byte(p)
+    first = latency + row * min(at_once, float(entries.max(initial=0)))
+    return busiest + exposed * (units.sum(0) - busiest), listed + first
+
+
 def _vector(
     c: Counts, width: int, pieces: int, p: Mapping[str, float], row_byte: float, buffers: int
-) -> tuple[Array, Array]:
-    """Return the cycles of the busiest unit in each chunk and those of all; aggregate_vector.cpp says what they do."""
-    head, flag, latency = p["mte_head"], p["flag_cycles"], p["l2_read_latency"]
-    repeats = 4 * width / p["vector_bytes"]  # of a row in float32
-    # Rounding from and to half goes without waiting for banks, about; a sum and what is added lie in the same groups.
-    move, add = pieces * p["vector_head"] + repeats, pieces * p["vector_head"] + repeats * (1 + p["bank_cycles"])
-    row = pieces * head + 2 * width * row_byte
-    # The rows of a list wait for it, and a row for its buffer, free once the one before has come and been cast.
-    waited = pieces * (2 * head + latency) * c.batches + 8 * list_byte(p) * c.entries * pieces
-    turn = row + pieces * (latency + 4 * flag) + move
-    if buffers > 1:
-        copies = (
-            waited
-            + turn * c.pairs
-            + 1.5 * row * c.batches
-            + pieces * (3 * p["scalar_gm_cycles"] + latency / 4) * c.short
-        )
-    else:
-        copies = waited + turn * c.entries + add * c.batches
-    look_up = c.rows * (3 * p["scalar_gm_cycles"] + latency / 4 + 12)
-    units = np.stack([
-        pieces * (look_up + 10 * c.batches * flag + c.entries * (4 * flag + 7)),
-        2 * move * c.rows + (move + add) * c.entries,
-        copies,
-        c.rows * (pieces * head + 2 * width * stored_byte(p)),
-    ])  # fmt: skip
-    return units.max(0), units.sum(0)
+) -> tuple[Array, float]:
+    """Return the cycles of aggregate_vector in each chunk, and those of a core's start: its first list and rows."""
+    look_up = 2 * p["scalar_gm_cycles"] + p["l2_read_latency"] / 4  # four vertices lie in a line of the cache
+    exposed = EXPOSED["vector", buffers]
+    cycles, waited = _sums(c.rows, c.entries, width, pieces, p, row_byte, buffers, look_up, exposed)
+    opened = 27 * p["scalar_gm_cycles"] + 5 * p["l2_read_latency"]  # tiling, ranges, two vertices, the panel
+    return cycles + pieces * waited * c.entries / BATCH, pieces * waited + opened
 
 
 def _cube(

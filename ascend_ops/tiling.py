@@ -24,6 +24,8 @@ Ranges = Sequence[tuple[int, int]]
 
 CUBE_EDGE = 16
 """Rows and columns of a fractal of the cube unit."""
+MAX_PANEL = 512
+"""Columns that aggregate_max handles at once at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +262,49 @@ def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> W
     """
     of_tables = (tables.range_offset, tables.panel_offset, tables.num_groups, tables.num_members, tables.panel_columns)
     return _words("aggregate_vector", *of_tables, stride, tables.columns.size, weighted)
+
+
+def cut_panels(num_columns: int, num_groups: int, heads: int, max_panel: int) -> tuple[Array, Array, int]:
+    """Return the panels of columns of each group of a plan, as :func:`row_tables` has them.
+
+    Args:
+        num_columns: Columns of one head.
+        num_groups: M.
+        heads: Number of heads.
+        max_panel: Columns handled at once.
+
+    Returns:
+        First panel of each group, int32 ``[M + 1]``; first column, columns and head of each panel and 0, int32
+        ``[4 * num_panels]``; the columns of the widest.
+    """
+    made = _make("panels", (heads, num_columns, num_groups, max_panel), ("first", "panels", "sizes"))
+    return made["first"], made["panels"], int(made["sizes"][0])
+
+
+def max_tiling(
+    range_offset: int,
+    panel_offset: int,
+    num_groups: int,
+    num_members: int,
+    panel_columns: int,
+    stride: int,
+    num_edges: int,
+    weighted: bool,
+) -> Words:
+    """Return ``RowsTiling`` for aggregate_max and aggregate_max_backward.
+
+    Args:
+        range_offset: Where the ranges start in the plan.
+        panel_offset: Where the panels start in the plan.
+        num_groups: M.
+        num_members: G.
+        panel_columns: The widest panel, ``MAX_PANEL`` at most.
+        stride: Elements from row to row of features and results.
+        num_edges: Entries, weights of a head.
+        weighted: Whether there are weights.
+    """
+    of_tables = (range_offset, panel_offset, num_groups, num_members, panel_columns)
+    return _words("aggregate_max", *of_tables, stride, num_edges, weighted)
 
 
 def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:

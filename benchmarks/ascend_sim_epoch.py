@@ -283,7 +283,7 @@ def simulate(
             return [("aggregate", aggregate_vector(setting, tables, nodes, nodes, True))]
         orders = {"natural": graph.natural.forward} | ({"locality": graph.compressed.forward} if chunked else {})
         kernels: tuple[Any, ...] = ("cube", "vector") if chunked else ("vector",)
-        if chunked and setting.row_buffers:  # the planner knows nothing of them: both kernels are tried
+        if chunked and (setting.rows_at_once or setting.own_lists):  # unknown to the planner: both kernels are tried
             tried = [planned(width, orders, (kernel,)) for kernel in kernels]
             runs = [run(width, plan) for plan in tried]
             took = [sum(launch.cycles for _, launch in launches) for launches in runs]

@@ -53,7 +53,6 @@ from benchmarks.ascend_sim_engine import (
 MOST_BUFFERS = 16
 _TAKEN, _GIVEN, _ENQUEUED, _DEQUEUED, _FIELDS = range(2 * MOST_BUFFERS, 2 * MOST_BUFFERS + 5)
 BATCH = 1024  # entries that aggregate_cube brings to UB at once
-VECTOR_BATCH = 256
 CUBE_COLUMNS = 128
 PIECE = 2048  # columns that combine_parts adds up at once
 
@@ -117,125 +116,169 @@ def _earliest(times, active):
     return best
 
 
-# aggregate_vector: list, rows, out
+# aggregate_vector: list, rows, out. Where a block stands is panel, vertex, edge, end of the list, rows asked for.
+_PANEL, _VERTEX, _EDGE, _LIST, _LISTED, _ASKED, _PLACES = range(7)
+
+
 @jit
 def run_vector(
-    c, lines, tables, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, row_buffers, q,
-    ends
+    c, lines, tables, vertices, columns, first_panel, panels, ranges, members, ld, weighted, buffers, batch, at_once,
+    own_lists, q, ends
 ):  # fmt: skip
     """Aggregate vertex by vertex; block b is member b % members of group b // members.
 
     ``lines``: first lines of x, y, columns, values. ``tables``: first lines, as the scalar unit's cache has them, of
-    tiling, plan, vertices. ``row_buffers``: of the rows, which the kernel has as many of as of anything else (two).
-    ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
+    tiling, plan, vertices. ``batch``: edges of a list. ``at_once``: rows of a group. ``own_lists``: a list ends with
+    its vertex, which the kernel's do not. ``q``: ``[blocks, 3]``. ``ends``: when each block is done.
     """
     blocks = ends.size
-    at = np.zeros(blocks, np.int64)
-    panel = np.zeros(blocks, np.int64)
+    place = np.zeros((blocks, _PLACES), np.int64)
     active = np.zeros(blocks, np.bool_)
     now = np.zeros(blocks)
     range_at = first_panel.size
     panel_at = range_at + ranges.size
-    stalls = _vector_stalls(panels, buffers, row_buffers)
+    casts, adds, outs = _vector_stalls(panels, buffers, batch, at_once)
     for b in range(blocks):
         group, member = b // members, b % members
         look_up(c, b, tables[0], 0, 16)
         look_up(c, b, tables[1], range_at + member, 2)
         look_up(c, b, tables[1], group, 2)
-        at[b], panel[b] = ranges[b % members], first_panel[group]
-        active[b] = panel[b] < first_panel[group + 1]
+        place[b, _PANEL] = first_panel[group]
+        if ranges[member] < ranges[member + 1]:
+            look_up(c, b, tables[2], 4 * ranges[member] + 1, 1)
+            look_up(c, b, tables[2], 4 * (ranges[member + 1] - 1) + 2, 1)
+            active[b] = place[b, _PANEL] < first_panel[group + 1]
         if active[b]:
-            look_up(c, b, tables[1], panel_at + 4 * panel[b], 3)
-            active[b] = at[b] < ranges[b % members + 1]
+            _begin_panel(c, b, tables, panel_at, place[b], panels, vertices, ranges[member])
         now[b] = end(c, b)
     while True:
         b = _earliest(now, active)
         if b < 0:
             break
-        column, width = panels[panel[b], 0], panels[panel[b], 1]
-        i = at[b]
-        v = vertices[i]
-        look_up(c, b, tables[2], 4 * i, 3)
-        waits = stalls[panel[b]]
-        _vertex(c, b, q[b], lines, v[0], v[1], v[2], columns, column, width, ld, weighted, buffers, row_buffers, waits)
-        at[b] += 1
-        if at[b] == ranges[b % members + 1]:
-            panel[b] += 1
-            at[b] = ranges[b % members]
-            active[b] = panel[b] < first_panel[b // members + 1]
+        group, member = b // members, b % members
+        panel = place[b, _PANEL]
+        last = vertices[ranges[member + 1] - 1, 2]
+        _group(
+            c, b, q[b], lines, tables, place[b], vertices, columns, last, panels[panel, 0], panels[panel, 1], ld,
+            weighted, buffers, batch, at_once, own_lists, casts[panel], adds[panel], outs[panel],
+        )  # fmt: skip
+        if place[b, _EDGE] == last:
+            _send_sums(
+                c, b, q[b, 2], lines, place[b], vertices, panels[panel, 0], panels[panel, 1], ld, buffers, outs[panel]
+            )
+            place[b, _PANEL] += 1
+            active[b] = place[b, _PANEL] < first_panel[group + 1]
             if active[b]:
-                look_up(c, b, tables[1], panel_at + 4 * panel[b], 3)
+                _begin_panel(c, b, tables, panel_at, place[b], panels, vertices, ranges[member])
         now[b] = c.t[b, S]
     for b in range(blocks):
         ends[b] = end(c, b)
 
 
 @inner
-def _vector_stalls(panels, buffers, row_buffers):
-    """Count the stalls of a vertex's instructions: additions, results from float32 and rows to it, by buffer."""
-    stalls = np.zeros((panels.shape[0], 3 + row_buffers), np.int64)
-    widest = panels[:, 1].max() if panels.shape[0] > 0 else 0
-    rows = buffers * VECTOR_BATCH * 8
-    out = rows + row_buffers * widest * 2
+def _vector_stalls(panels, buffers, batch, at_once):
+    """Count the stalls of groups of 1, 2, .. rows that become float32, of each row's sum, and of results, by buffer."""
+    number = panels.shape[0]
+    casts = np.zeros((number, buffers, at_once + 1), np.int64)
+    adds = np.zeros((number, at_once), np.int64)
+    outs = np.zeros((number, buffers), np.int64)
+    widest = panels[:, 1].max() if number > 0 else 0
+    rows = buffers * batch * 8
+    out = rows + buffers * at_once * widest * 2
     total = out + buffers * widest * 2
-    wide = total + widest * 4
-    for panel in range(panels.shape[0]):
-        width = panels[panel, 1]
-        for buffer in range(row_buffers):
-            row = rows + buffer * widest * 2
-            stalls[panel, 3 + buffer] = bank_stalls(width * 4, wide, width * 4, row, width * 2, 0, 0)
+    wide = total + _up(widest * 4, 512) + 256
+    for panel in range(number):
+        size = panels[panel, 1] * 4
         for buffer in range(buffers):
-            result = out + buffer * widest * 2
-            stalls[panel, 1 + buffer] = bank_stalls(width * 4, result, width * 2, total, width * 4, 0, 0)
-        stalls[panel, 0] = bank_stalls(width * 4, total, width * 4, total, width * 4, wide, width * 4)
-    return stalls
+            row, result = rows + buffer * at_once * widest * 2, out + buffer * widest * 2
+            for n in range(1, at_once + 1):
+                casts[panel, buffer, n] = bank_stalls(n * size, wide, n * size, row, n * size // 2, 0, 0)
+            outs[panel, buffer] = bank_stalls(size, result, size // 2, total, size, 0, 0)
+        for i in range(at_once):
+            adds[panel, i] = bank_stalls(size, total, size, total, size, wide + i * size, size)
+    return casts, adds, outs
 
 
 @inner
-def _vertex(c, r, q, lines, vertex, begin, end, columns, column, width, ld, weighted, buffers, row_buffers, stalls):
-    listed, rows, out = q[0], q[1], q[2]
+def _begin_panel(c, r, tables, panel_at, place, panels, vertices, first):
+    look_up(c, r, tables[1], panel_at + 4 * place[_PANEL], 3)
     barrier(c, r)
-    vector(c, r, width, 4, 0)
-    for first in range(begin, end, VECTOR_BATCH):
-        n = min(end - first, VECTOR_BATCH)
+    vector(c, r, panels[place[_PANEL], 1], 4, 0)
+    place[_VERTEX] = first
+    place[_EDGE] = place[_LISTED] = vertices[first, 1]
+    _next_vertex(c, r, tables, first)
+
+
+@inner
+def _next_vertex(c, r, tables, i):
+    look_up(c, r, tables[2], 4 * i, 1)
+    look_up(c, r, tables[2], 4 * i + 2, 1)
+
+
+@inner
+def _group(
+    c, r, q, lines, tables, place, vertices, columns, last, column, width, ld, weighted, buffers, batch, at_once,
+    own_lists, casts, adds, outs,
+):  # fmt: skip
+    """Bring a list if one begins, ask for rows as far as there is room, and add those of the next group."""
+    listed, rows = q[0], q[1]
+    e = place[_EDGE]
+    if e == place[_LISTED]:
+        place[_LIST] = place[_ASKED] = e
+        until = vertices[_vertex_of(place, vertices, e), 2] if own_lists else last
+        place[_LISTED] = min(e + batch, until)
+        n = place[_LISTED] - e
         _take(c, r, MTE2, listed, buffers)
-        copy_in(c, r, lines[2], first * 4, n * 4, n * 4, 1, P_UB)
+        copy_in(c, r, lines[2], e * 4, n * 4, n * 4, 1, P_UB)
         if weighted:
-            copy_in(c, r, lines[3], first * 4, n * 4, n * 4, 1, P_UB)
+            copy_in(c, r, lines[3], e * 4, n * 4, n * 4, 1, P_UB)
         _enqueue(c, r, MTE2, listed)
         _dequeue(c, r, V, listed)
         sync(c, r, MTE2, S)
-        ahead = row_buffers - 1
-        for e in range(min(ahead, n)):
-            _row(c, r, rows, lines[0], columns[first + e], column, width, ld, row_buffers)
-        for e in range(n):
-            if e + ahead < n:
-                _row(c, r, rows, lines[0], columns[first + e + ahead], column, width, ld, row_buffers)
-            _dequeue(c, r, V, rows)
-            barrier(c, r)
-            vector(c, r, width, 4, stalls[3 + _taken(rows, row_buffers)])
-            _give(c, r, V, rows, row_buffers)
-            barrier(c, r)
-            if weighted:
-                spend(c, r, c.p[SCALAR])
-            vector(c, r, width, 4, stalls[0])
+    while place[_ASKED] < min(place[_LISTED], e + buffers * at_once):
+        _take(c, r, MTE2, rows, buffers)
+        for edge in range(place[_ASKED], min(place[_ASKED] + at_once, place[_LISTED])):
+            spend(c, r, c.p[SCALAR])
+            copy_in(c, r, lines[0], (columns[edge] * ld + column) * 2, width * 2, width * 2, 1, P_UB)
+        _enqueue(c, r, MTE2, rows)
+        place[_ASKED] += at_once
+    n = min(at_once, place[_LISTED] - e)
+    _dequeue(c, r, V, rows)
+    barrier(c, r)
+    vector(c, r, n * width, 4, casts[_taken(rows, buffers), n])
+    _give(c, r, V, rows, buffers)
+    for i in range(n):
+        if e + i == vertices[place[_VERTEX], 2]:
+            _send_sums(c, r, q[2], lines, place, vertices, column, width, ld, buffers, outs)
+            place[_VERTEX] += 1
+            _next_vertex(c, r, tables, place[_VERTEX])
+        barrier(c, r)
+        if weighted:
+            spend(c, r, c.p[SCALAR])
+        vector(c, r, width, 4, adds[i])
+    place[_EDGE] += n
+    if place[_EDGE] == place[_LISTED]:
         sync(c, r, S, MTE2)
         _give(c, r, V, listed, buffers)
-    _take(c, r, V, out, buffers)
-    barrier(c, r)
-    vector(c, r, width, 4, stalls[1 + _made(out, buffers)])
-    _enqueue(c, r, V, out)
-    _dequeue(c, r, MTE3, out)
-    copy_out(c, r, lines[1], (vertex * ld + column) * 2, width * 2, width * 2, 1)
-    _give(c, r, MTE3, out, buffers)
 
 
 @inner
-def _row(c, r, q, line, vertex, column, width, ld, buffers):
-    spend(c, r, c.p[SCALAR])
-    _take(c, r, MTE2, q, buffers)
-    copy_in(c, r, line, (vertex * ld + column) * 2, width * 2, width * 2, 1, P_UB)
-    _enqueue(c, r, MTE2, q)
+def _vertex_of(place, vertices, edge):
+    """Return the vertex of an edge, which is the current one or, where that has ended, the next."""
+    return place[_VERTEX] + (edge == vertices[place[_VERTEX], 2])
+
+
+@inner
+def _send_sums(c, r, out, lines, place, vertices, column, width, ld, buffers, outs):
+    _take(c, r, V, out, buffers)
+    barrier(c, r)
+    vector(c, r, width, 4, outs[_made(out, buffers)])
+    _enqueue(c, r, V, out)
+    _dequeue(c, r, MTE3, out)
+    copy_out(c, r, lines[1], (vertices[place[_VERTEX], 0] * ld + column) * 2, width * 2, width * 2, 1)
+    _give(c, r, MTE3, out, buffers)
+    barrier(c, r)
+    vector(c, r, width, 4, 0)
 
 
 # aggregate_cube: where a block stands is row block, panel, tile, step.

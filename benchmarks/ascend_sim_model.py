@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.ascend_sim_engine import DATA_LINE, LOGGED, PATHS, UNITS, Chip, layout, make_chip
 from benchmarks.ascend_sim_kernels import queues, run_combine, run_cube, run_cube_unified, run_update, run_vector
 from benchmarks.ascend_sim_machines import Machine
-from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables, fields, up
+from lightning_gnn.ascend_ops.tiling import CubeTables, RowTables, aggregate_vector_tiling, fields, up
 
 UPDATE_TILE = 128
 
@@ -28,8 +28,8 @@ class Setting:
         share_hbm: Whether the cores share HBM; otherwise each has its own rate, as in the CPU twin.
         l2_scale: Share of L2 that there is, for graphs that are smaller than what they stand for.
         changes: Facts of the machine to change, as pairs.
-        row_buffers: Rows that aggregate_vector has room for, one in use and the others on their way; 0 for as many as
-            ``buffers``, which is what the kernel has.
+        rows_at_once: Rows that aggregate_vector asks for at once; 0 for as many as the kernel does.
+        own_lists: Whether aggregate_vector lists the edges of each vertex by themselves, which the kernel does not.
         log: Instructions of the first block to keep.
     """
 
@@ -39,7 +39,8 @@ class Setting:
     share_hbm: bool = True
     l2_scale: float = 1.0
     changes: tuple[tuple[str, float], ...] = ()
-    row_buffers: int = 0
+    rows_at_once: int = 0
+    own_lists: bool = False
     log: int = 0
 
     @property
@@ -122,11 +123,12 @@ def aggregate_vector(setting: Setting, tables: RowTables, num_rows: int, num_sou
     read = layout(64, plan.size * 4, tables.vertices.size * 4, line=DATA_LINE)
     chip = setting.chip(blocks, lines[-1], read[-1])
     ends = np.zeros(blocks)
+    of_kernel = fields("RowsTiling", aggregate_vector_tiling(tables, ld, weighted))
     run_vector(
         chip, np.array(lines), np.array(read), tables.vertices.astype(np.int64), tables.columns.astype(np.int64),
         plan[: tables.range_offset].astype(np.int64), panels, plan[tables.range_offset : at].astype(np.int64),
-        tables.num_members, ld, weighted, setting.buffers, setting.row_buffers or setting.buffers, queues(blocks, 3),
-        ends,
+        tables.num_members, ld, weighted, setting.buffers, of_kernel["batch"],
+        setting.rows_at_once or of_kernel["atOnce"], setting.own_lists, queues(blocks, 3), ends,
     )  # fmt: skip
     return _launch("aggregate_vector", chip, ends)
 

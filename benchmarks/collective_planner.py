@@ -6,8 +6,9 @@ all, in a discrete-event simulation of its own: processes that hand events to a 
 force" is the best of a grid over both buffers, with three leads, chosen on other epochs than it is judged on, else the
 best of many would be luck. The authors' planner and schedule train mini-batches as they are ready; ours keeps their
 order. "Without turns" is our planner as it would be without rows and a beginning of their own, "without cover" with
-transfers that set out at any time, "without backup" with a GPU that waits for a late worker; these in the first few
-settings, and in all hard ones: spreads of 20 % and more, and 7 workers and more. There all are judged on more epochs.
+transfers that set out at any time, "without backup" with a GPU that waits for a late worker, "without stocks" with no
+plans to begin with that let the CPU prepare far ahead; these in the first few settings, and in hard ones among ten
+times as many: spreads of 20 % and more, and 7 workers and more. There all are judged on more epochs.
 Where another comes within half a percent of ours, or is better, both are judged again, on more epochs and on those
 alone. Where more than a percent remains, a search of ten times as many plans tells what order costs, and what a short
 search. Nothing is timed but the planning itself, by the processor's clock.
@@ -42,7 +43,7 @@ from lightning_gnn.collective.simulate import drawn_durations, makespan
 
 SIZES = {
     "settings": (1000, 3),
-    "ablated": (40, 2),
+    "ablated": (200, 20),
     "processes": (2, 1),
     "judged": (6, 1),
     "again": (16, 2),
@@ -241,7 +242,15 @@ class WithoutBackup(Dispatcher):
         return replace(super()._plan(*sizes, **others), backup=False)
 
 
+class WithoutStocks(Dispatcher):
+    """Begins with no plans that have room for what the CPU prepares far ahead."""
+
+    def _with_stocks(self, share: float, taken: float) -> list[CollectivePlan]:
+        return []
+
+
 WITHOUT: dict[str, type[Dispatcher]] = {
+    "without stocks": WithoutStocks,
     "without turns": WithoutTurns,
     "without cover": WithoutCover,
     "without backup": WithoutBackup,
@@ -328,7 +337,10 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    paths = {"resume": "a file with what each setting came to, to go on from where it ends"}
+    paths = {
+        "resume": "a file with what each setting came to, to go on from where it ends",
+        "numbers": "of the settings to look at, such as 477,832, in place of all; each is ablated",
+    }
     args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
     described = machine()
     sizes, source = args.sizes, random.Random(0)
@@ -339,7 +351,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     without: dict[str, list[float]] = {}
     planned, over = [], []
     settings = [draw(source) for _ in range(sizes["settings"])]
-    ablated = [number < sizes["ablated"] or setting.hard for number, setting in enumerate(settings)]
+    numbers = range(len(settings)) if args.numbers is None else [int(number) for number in args.numbers.split(",")]
+    settings = [settings[number] for number in numbers]
+    ablated = [
+        args.numbers is not None or 10 * number < sizes["ablated"] or (number < sizes["ablated"] and setting.hard)
+        for number, setting in enumerate(settings)
+    ]
     results: list[tuple[dict[str, float], Any]] = []
     if args.resume is not None and Path(args.resume).exists():
         results = [tuple(json.loads(line)) for line in Path(args.resume).read_text().splitlines()][: len(settings)]
@@ -351,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if kept is not None:
                 with Path(kept).open("a") as file:
                     file.write(json.dumps(one) + "\n")
-    for number, (setting, (found, about)) in enumerate(zip(settings, results, strict=True)):
+    for number, setting, (found, about) in zip(numbers, settings, results, strict=True):
         planned.append(about)
         found[BEST] = max(ratio for name, ratio in found.items() if name not in WITHOUT)
         for name, ratio in found.items():
@@ -370,7 +387,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "benchmark": "collective_planner",
         "title": "Planned epochs of collective batching against other planners, simulated",
         "unit": "makespan of ours over the peer's",
-        "settings": {**sizes, "spreads": SPREADS, "workers": WORKERS, "gpu_buffer_size": GPU_BUFFER},
+        "settings": {
+            **sizes,
+            "numbers": args.numbers or "all",
+            "spreads": SPREADS,
+            "workers": WORKERS,
+            "gpu_buffer_size": GPU_BUFFER,
+        },
         "machine": described,
         "rows": [],
         "comparisons": [],

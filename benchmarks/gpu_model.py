@@ -156,7 +156,7 @@ def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
 
     - The scan in one pass, against three (count, add up, assign), which it replaced: each position written and read
       once more and its source twice, a barrier a level, and the totals of all programs, read by each.
-    - Copying out inside of the launch: a launch.
+    - Copying out inside of the launch: a launch, less a barrier, as every source must have its local id before.
     - Outputs of int32, which PyG cannot index with: half of what is written, less turning them into int64.
     - A test before each atomic: no byte of memory less, as the sector is the same; the atomics of those that lose, less
       a load for each that bids, as many sectors of the second cache.
@@ -168,7 +168,7 @@ def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
     us = {
         "one pass": (12 * positions + 16 * programs * programs * levels - totals) / gb_per_s / 1e3
         + levels * BARRIER_US,
-        "copying out inside": LAUNCH_US,
+        "copying out inside": LAUNCH_US - BARRIER_US,
         "int32 outputs": (4 - 12) * outputs / gb_per_s / 1e3,
         "test before atomics": SECTOR * (edges - new - edges) / gb_per_s / 1e3,
     }

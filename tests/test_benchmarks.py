@@ -43,6 +43,7 @@ SMALL = {
     "disk": ["--only", "ours, disk, 1/4"],
     "disk_epochs": [],
     "ascend_gathered": [],
+    "ascend_max": [],
     "ascend_minibatch": [],
     "convert": ["--only", "ours, memory=1GB"],
     "shared_memory": ["--nodes", "3000", "--edges", "4000", "--most-ranks", "1", "--only", "ours, Neighbor"],

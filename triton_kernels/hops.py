@@ -297,7 +297,7 @@ def expand_rows(
             begin = tl.load(indptr + v, mask=on, other=0)
             copied = tl.load(offset + v, mask=on, other=-1)
         if SHARDS == FETCHED:
-            u = tl.load(hot + pos, mask=on, other=0)
+            u = tl.load(hot + pos, mask=on, other=0) + before
         else:
             u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
         tree = pos
@@ -403,7 +403,7 @@ def expand_flat(
             copied = tl.load(offset + v, mask=on, other=-1)
         if SHARDS != PICKED:
             if SHARDS == FETCHED:
-                u = tl.load(hot + pos, mask=on, other=0)
+                u = tl.load(hot + pos, mask=on, other=0) + before
             else:
                 u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
             bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)

@@ -82,9 +82,17 @@ def sample_bulk(
     check_hops(fanouts)
     with sampler.turn():
         sampler.share = 1.0
-        bulk = Bulk.of(sampler, seeds, fanouts, keys, replace)
+        bulk = joined(sampler, seeds, fanouts, keys, replace)
         bulk.start()
         return bulk.finish()
+
+
+def joined(
+    sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
+) -> Bulk:
+    """Return mini-batches of which none is empty as what ``sampler.begin`` launches; arguments as for sample_bulk."""
+    kind: type[Bulk] = sampler.BULK or Bulk
+    return kind.of(sampler, seeds, fanouts, keys, replace)
 
 
 @dataclass(eq=False)

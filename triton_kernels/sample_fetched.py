@@ -14,12 +14,14 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels.hops import BARRIER, EDGES, FETCHED, PHASES, PICKED, hop_kernel
 from lightning_gnn.triton_kernels.sample import Batch, TritonNeighborSampler
+from lightning_gnn.triton_kernels.sample_bulk import Bulk, most_batches
 
 
 class FetchingSampler(TritonNeighborSampler):  # type: ignore[misc]
-    """Sample mini-batches one at a time; every one calls ``fetch`` once for each hop, also where there are no edges.
+    """Sample mini-batches, one at a time or in bulks; each launch calls ``fetch`` once a hop, also for no edges.
 
-    So processes that fetch from each other stay in step. Memory is taken for as many edges as fanouts allow.
+    So processes that fetch from each other stay in step, also if one has fewer mini-batches in a bulk than the others.
+    Memory is taken for as many edges as fanouts allow.
 
     Args:
         indptr: Offsets in CSC order, int64 ``[num_nodes + 1]``, on the device.
@@ -47,8 +49,13 @@ class FetchingSampler(TritonNeighborSampler):  # type: ignore[misc]
     ) -> Batch:
         return _FetchedBatch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
+    def most_together(self, num_seeds: int, fanouts: Sequence[int], replace: bool) -> int:
+        """Return how many mini-batches of so many seeds have room in the memory with which samplers begin."""
+        alone = self.batch(torch.empty(num_seeds, dtype=torch.int64), fanouts, 0, replace)
+        return int(max(1, min(most_batches(self), self.START_EDGES // max(alone.bound, 1))))
 
-class _FetchedBatch(Batch):  # type: ignore[misc]
+
+class _Fetched(Batch):  # type: ignore[misc]
     sampler: FetchingSampler
 
     def __post_init__(self) -> None:
@@ -71,11 +78,23 @@ class _FetchedBatch(Batch):  # type: ignore[misc]
                 self._run((*graph, *args[4:]), options | {"SHARDS": PICKED.value}, first, first + 1)
                 begin, end = self.sizes[EDGES.value + level : EDGES.value + level + 2].tolist()
                 fetched[begin:end] = self.sampler.fetch_sources(self.eid[begin:end].to(torch.int64))
-            self._run((*graph, *args[4:]), options | {"SHARDS": FETCHED.value}, first, first + PHASES.value)
+            splits = self.parts > 1 and level == self.num_hops
+            self._run((*graph, *args[4:]), options | {"SHARDS": FETCHED.value}, first, first + PHASES.value + splits)
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any], first: int, end: int) -> None:
-        variant = ("hop", self.disjoint, options["SHARDS"], self.K, self.seeds.dtype)
+        variant = ("hop", self.disjoint, self.parts > 1, options["SHARDS"], self.K, self.seeds.dtype)
         programs = self.sampler.resident(hop_kernel, variant, (*args, first, end), options)
         self.control[BARRIER.value] = 0  # arrivals are counted from the beginning of a launch
         for begin, stop in self.sampler.ranges(first, end, programs):
             hop_kernel[(programs,)](*args, begin, stop, **options)
+
+
+class _FetchedBatch(_Fetched):
+    """One mini-batch."""
+
+
+class _FetchedBulk(_Fetched, Bulk):  # type: ignore[misc]
+    """Several side by side."""
+
+
+FetchingSampler.BULK = _FetchedBulk

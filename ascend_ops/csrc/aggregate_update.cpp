@@ -12,6 +12,7 @@
 //
 // Launch: any number of blocks of a cube core and two vector cores. n == 0: no product, only sums.
 #include "product_tile.h"
+#include "row_sums.h"
 
 using namespace AscendC;
 using namespace lightning_gnn;
@@ -28,124 +29,45 @@ public:
                                 const AggregateUpdateTiling& t)
     {
         tiling = t;
-        xGm.SetGlobalBuffer((__gm__ half*)x);
         indptrGm.SetGlobalBuffer((__gm__ int32_t*)indptr);
-        columnsGm.SetGlobalBuffer((__gm__ int32_t*)columns);
-        valuesGm.SetGlobalBuffer((__gm__ float*)values);
         sumsGm.SetGlobalBuffer((__gm__ half*)sums);
-        // As in aggregate_vector: columns and weights of a batch in one buffer; rows and results have two, one in use
-        // and one on its way.
-        pipe.InitBuffer(listQueue, BUFFER_NUM, tiling.batch * 2 * sizeof(int32_t));
-        pipe.InitBuffer(rowQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
-        pipe.InitBuffer(outQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
-        pipe.InitBuffer(sumBuffer, tiling.panelColumns * sizeof(float));
-        pipe.InitBuffer(rowBuffer, tiling.panelColumns * sizeof(float));
+        rowSums.Init(pipe, x, columns, values, tiling);
     }
 
     __aicore__ inline void Rows(uint32_t first, uint32_t last)
     {
         rows = last;
         for (column = 0; first < last && column < tiling.ldx; column += tiling.panelColumns) {
-            width = Least(tiling.ldx - column, tiling.panelColumns);
             row = first;
             rowBegin = indptrGm.GetValue(first);
             rowEnd = indptrGm.GetValue(first + 1);
-            const uint32_t end = indptrGm.GetValue(last);
-            Clear();
-            // The rows' edges follow each other, so a list serves many rows, and copies go on over their borders.
-            for (uint32_t e = rowBegin; e < end; e += tiling.batch) {
-                Entries(e, Least(end - e, tiling.batch));
-            }
+            rowSums.Begin(column, Least(tiling.ldx - column, tiling.panelColumns), 0);
+            rowSums.Add(*this, rowBegin, indptrGm.GetValue(last));
             while (row < last) {
                 Close();
             }
         }
     }
 
-private:
-    __aicore__ inline void Clear()
-    {
-        PipeBarrier<PIPE_V>();  // the row before may still be read
-        Duplicate(sumBuffer.Get<float>(), 0.0f, static_cast<int32_t>(width));
-    }
+    __aicore__ inline uint32_t End() const { return rowEnd; }
 
-    // Send the row's sums away, rounded once, and go on to the next row.
     __aicore__ inline void Close()
     {
-        LocalTensor<float> sum = sumBuffer.Get<float>();
-        PipeBarrier<PIPE_V>();
         if (tiling.mean != 0 && rowEnd > rowBegin) {
-            Muls(sum, sum, 1.0f / static_cast<float>(static_cast<int32_t>(rowEnd - rowBegin)),
-                 static_cast<int32_t>(width));
-            PipeBarrier<PIPE_V>();
+            rowSums.Scale(1.0f / static_cast<float>(static_cast<int32_t>(rowEnd - rowBegin)));
         }
-        LocalTensor<half> out = outQueue.AllocTensor<half>();
-        Cast(out, sum, RoundMode::CAST_RINT, width);
-        outQueue.EnQue(out);
-        out = outQueue.DeQue<half>();
-        DataCopy(sumsGm[static_cast<uint64_t>(row) * tiling.ldx + column], out, width);
-        outQueue.FreeTensor(out);
-        Clear();
+        rowSums.Send(sumsGm[static_cast<uint64_t>(row) * tiling.ldx + column]);
         ++row;
         rowBegin = rowEnd;
         rowEnd = row < rows ? static_cast<uint32_t>(indptrGm.GetValue(row + 1)) : rowEnd;
     }
 
-    __aicore__ inline void Entries(uint32_t start, uint32_t n)
-    {
-        LocalTensor<int32_t> list = listQueue.AllocTensor<int32_t>();
-        const DataCopyExtParams words(1, n * sizeof(int32_t), 0, 0, 0);  // lists start anywhere
-        DataCopyPad(list, columnsGm[start], words, DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
-        if (tiling.weighted != 0) {
-            DataCopyPad(list[tiling.batch].template ReinterpretCast<float>(), valuesGm[start], words,
-                        DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
-        }
-        listQueue.EnQue(list);
-        list = listQueue.DeQue<int32_t>();
-        Sync<HardEvent::MTE2_S>();
-        LocalTensor<float> weights = list[tiling.batch].template ReinterpretCast<float>();
-        LocalTensor<float> sum = sumBuffer.Get<float>(), wide = rowBuffer.Get<float>();
-        const int32_t count = static_cast<int32_t>(width);
-        CopyRow(list.GetValue(0));
-        for (uint32_t i = 0; i < n; ++i) {
-            if (i + 1 < n) {
-                CopyRow(list.GetValue(i + 1));  // the next row is on its way while this one is added
-            }
-            while (start + i >= rowEnd) {
-                Close();
-            }
-            LocalTensor<half> copied = rowQueue.DeQue<half>();
-            PipeBarrier<PIPE_V>();
-            Cast(wide, copied, RoundMode::CAST_NONE, width);
-            rowQueue.FreeTensor(copied);
-            PipeBarrier<PIPE_V>();
-            if (tiling.weighted != 0) {
-                Axpy(sum, wide, weights.GetValue(i), count);
-            } else {
-                Add(sum, sum, wide, count);
-            }
-        }
-        // The scalar unit has read its list: MTE2 may fill the buffer again.
-        Sync<HardEvent::S_MTE2>();
-        listQueue.FreeTensor(list);
-    }
-
-    __aicore__ inline void CopyRow(uint32_t vertex)
-    {
-        LocalTensor<half> copied = rowQueue.AllocTensor<half>();
-        DataCopy(copied, xGm[static_cast<uint64_t>(vertex) * tiling.ldx + column], width);
-        rowQueue.EnQue(copied);
-    }
-
-    TQue<TPosition::VECIN, 1> listQueue;
-    TQue<TPosition::VECIN, BUFFER_NUM> rowQueue;  // depth 2: two EnQue without a DeQue between them
-    TQue<TPosition::VECOUT, 1> outQueue;
-    TBuf<TPosition::VECCALC> sumBuffer, rowBuffer;
-    GlobalTensor<half> xGm, sumsGm;
-    GlobalTensor<float> valuesGm;
-    GlobalTensor<int32_t> indptrGm, columnsGm;
+private:
+    RowSums rowSums;
+    GlobalTensor<half> sumsGm;
+    GlobalTensor<int32_t> indptrGm;
     AggregateUpdateTiling tiling;
-    uint32_t column, width, row, rows, rowBegin, rowEnd;
+    uint32_t column, row, rows, rowBegin, rowEnd;
 };
 
 class MultiplySums {

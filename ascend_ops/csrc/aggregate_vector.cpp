@@ -1,8 +1,9 @@
 // The vertex-centric baseline (paper, section 3): y[v, slice] = sum over the in-edges of v of weight * x[column, slice]
-// on the vector cores, one row of x per copy; fp16 in, fp32 accumulation, fp16 out. One group of columns is the
-// baseline (data parallel); with more groups it follows the plan as aggregate_cube does.
+// on the vector cores, one row of x per copy (row_sums.h); fp16 in, fp32 accumulation, fp16 out. One group of columns is
+// the baseline (data parallel); with more groups it follows the plan as aggregate_cube does.
 //
 // Launch: groups * members vector-core blocks. No workspace. y must hold zeros in rows without entries.
+#include "row_sums.h"
 #include "vertex_range.h"
 
 using namespace AscendC;
@@ -16,112 +17,57 @@ public:
                                 const RowsTiling& t)
     {
         tiling = t;
-        xGm.SetGlobalBuffer((__gm__ half*)x);
         verticesGm.SetGlobalBuffer((__gm__ int32_t*)vertices);
-        columnsGm.SetGlobalBuffer((__gm__ int32_t*)columns);
-        valuesGm.SetGlobalBuffer((__gm__ float*)values);
         planGm.SetGlobalBuffer((__gm__ int32_t*)plan);
         yGm.SetGlobalBuffer((__gm__ half*)y);
-        // Columns and weights of a batch in one buffer; rows and results have two, one in use and one on its way.
-        pipe.InitBuffer(listQueue, BUFFER_NUM, tiling.batch * 2 * sizeof(int32_t));
-        pipe.InitBuffer(rowQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
-        pipe.InitBuffer(outQueue, BUFFER_NUM, tiling.panelColumns * sizeof(half));
-        pipe.InitBuffer(sumBuffer, tiling.panelColumns * sizeof(float));
-        pipe.InitBuffer(rowBuffer, tiling.panelColumns * sizeof(float));
+        sums.Init(pipe, x, columns, values, tiling);
     }
 
     __aicore__ inline void Process()
     {
-        const VertexRange range = RangeOfBlock(planGm, tiling);
+        range = RangeOfBlock(planGm, tiling);
+        if (range.begin == range.end) {
+            return;
+        }
+        const uint32_t begin = verticesGm.GetValue(range.begin * VERTEX_FIELDS + 1);
+        const uint32_t end = verticesGm.GetValue((range.end - 1) * VERTEX_FIELDS + 2);
         for (uint32_t panel = range.panelBegin; panel < range.panelEnd; ++panel) {
             const uint32_t at = tiling.panelOffset + panel * PANEL_FIELDS;
             column = planGm.GetValue(at);
-            width = planGm.GetValue(at + 1);
-            head = planGm.GetValue(at + 2);
-            for (uint32_t i = range.begin; i < range.end; ++i) {
-                Vertex(i);
-            }
+            const uint32_t width = planGm.GetValue(at + 1), head = planGm.GetValue(at + 2);
+            sums.Begin(column, width, static_cast<uint64_t>(head) * tiling.valueStride);
+            next = range.begin;
+            Next();
+            sums.Add(*this, begin, end);
+            Close();
+        }
+    }
+
+    __aicore__ inline uint32_t End() const { return vertexEnd; }
+
+    __aicore__ inline void Close()
+    {
+        sums.Send(yGm[static_cast<uint64_t>(vertex) * tiling.ldy + column]);
+        if (next < range.end) {
+            Next();
         }
     }
 
 private:
-    __aicore__ inline void Vertex(uint32_t i)
+    __aicore__ inline void Next()
     {
-        const uint32_t vertex = verticesGm.GetValue(i * VERTEX_FIELDS);
-        const uint32_t begin = verticesGm.GetValue(i * VERTEX_FIELDS + 1);
-        const uint32_t end = verticesGm.GetValue(i * VERTEX_FIELDS + 2);
-        // The last vertex's Cast still reads the sums: the barrier lets it end before they are cleared.
-        LocalTensor<float> sum = sumBuffer.Get<float>();
-        PipeBarrier<PIPE_V>();
-        Duplicate(sum, 0.0f, static_cast<int32_t>(width));
-        for (uint32_t e = begin; e < end; e += tiling.batch) {
-            Entries(e, Least(end - e, tiling.batch), sum);
-        }
-        // Rounded once, at the end. Nobody else writes this row and slice.
-        LocalTensor<half> out = outQueue.AllocTensor<half>();
-        PipeBarrier<PIPE_V>();
-        Cast(out, sum, RoundMode::CAST_RINT, width);
-        outQueue.EnQue(out);
-        out = outQueue.DeQue<half>();
-        DataCopy(yGm[static_cast<uint64_t>(vertex) * tiling.ldy + column], out, width);
-        outQueue.FreeTensor(out);
-    }
-
-    __aicore__ inline void Entries(uint32_t first, uint32_t n, const LocalTensor<float>& sum)
-    {
-        LocalTensor<int32_t> list = listQueue.AllocTensor<int32_t>();
-        const DataCopyExtParams words(1, n * sizeof(int32_t), 0, 0, 0);  // lists of a vertex start anywhere
-        DataCopyPad(list, columnsGm[first], words, DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
-        if (tiling.weighted != 0) {
-            DataCopyPad(list[tiling.batch].template ReinterpretCast<float>(),
-                        valuesGm[static_cast<uint64_t>(head) * tiling.valueStride + first], words,
-                        DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
-        }
-        listQueue.EnQue(list);
-        list = listQueue.DeQue<int32_t>();
-        Sync<HardEvent::MTE2_S>();
-        LocalTensor<float> weights = list[tiling.batch].template ReinterpretCast<float>();
-        LocalTensor<float> wide = rowBuffer.Get<float>();
-        const int32_t count = static_cast<int32_t>(width);
-        CopyRow(list.GetValue(0));
-        for (uint32_t e = 0; e < n; ++e) {
-            if (e + 1 < n) {
-                CopyRow(list.GetValue(e + 1));  // the next row is on its way while this one is added
-            }
-            LocalTensor<half> row = rowQueue.DeQue<half>();
-            PipeBarrier<PIPE_V>();
-            // To float32 first: thousands of halves would lose the small ones.
-            Cast(wide, row, RoundMode::CAST_NONE, width);
-            rowQueue.FreeTensor(row);
-            PipeBarrier<PIPE_V>();
-            if (tiling.weighted != 0) {
-                Axpy(sum, wide, weights.GetValue(e), count);
-            } else {
-                Add(sum, sum, wide, count);
-            }
-        }
-        // The scalar unit has read its list: MTE2 may fill the buffer again.
-        Sync<HardEvent::S_MTE2>();
-        listQueue.FreeTensor(list);
-    }
-
-    __aicore__ inline void CopyRow(uint32_t vertex)
-    {
-        LocalTensor<half> row = rowQueue.AllocTensor<half>();
-        DataCopy(row, xGm[static_cast<uint64_t>(vertex) * tiling.ldx + column], width);
-        rowQueue.EnQue(row);
+        vertex = verticesGm.GetValue(next * VERTEX_FIELDS);
+        vertexEnd = verticesGm.GetValue(next * VERTEX_FIELDS + 2);
+        ++next;
     }
 
     TPipe pipe;
-    TQue<TPosition::VECIN, 1> listQueue;
-    TQue<TPosition::VECIN, BUFFER_NUM> rowQueue;  // depth 2: two EnQue without a DeQue between them
-    TQue<TPosition::VECOUT, 1> outQueue;
-    TBuf<TPosition::VECCALC> sumBuffer, rowBuffer;
-    GlobalTensor<half> xGm, yGm;
-    GlobalTensor<float> valuesGm;
-    GlobalTensor<int32_t> verticesGm, columnsGm, planGm;
+    RowSums sums;
+    GlobalTensor<half> yGm;
+    GlobalTensor<int32_t> verticesGm, planGm;
     RowsTiling tiling;
-    uint32_t column, width, head;
+    VertexRange range;
+    uint32_t column, next, vertex, vertexEnd;  // the next vertex is one after the one that is summed
 };
 
 extern "C" __global__ __aicore__ void aggregate_vector(GM_ADDR x, GM_ADDR vertices, GM_ADDR columns, GM_ADDR values,

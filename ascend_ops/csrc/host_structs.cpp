@@ -12,6 +12,14 @@ namespace {
 
 uint32_t Up(uint32_t value, uint32_t unit) { return (value + unit - 1) / unit * unit; }
 
+// Rows of a group in row_sums.h: as many as UB has room for, two groups in fp16 and one in fp32, beside two lists, two
+// results in fp16 and the sums in fp32, filled up.
+uint32_t RowsAtOnce(uint32_t panelColumns)
+{
+    const uint64_t row = 8 * panelColumns, taken = 16 * SUM_BATCH + row + 768;
+    return static_cast<uint32_t>(std::min<uint64_t>(ROWS_AT_ONCE, (DAV_C220.ub - taken) / row));
+}
+
 }  // namespace
 
 RowsTiling AggregateVectorTiling(const RowTables& tables, uint32_t stride, uint32_t numEdges, bool weighted)
@@ -23,9 +31,22 @@ RowsTiling AggregateVectorTiling(const RowTables& tables, uint32_t stride, uint3
     t.panelOffset = tables.panelOffset;
     t.panelColumns = tables.panelColumns;
     t.ldx = t.ldy = stride;
-    t.batch = 256;
+    t.batch = SUM_BATCH;
+    t.atOnce = RowsAtOnce(t.panelColumns);
     t.weighted = weighted ? 1 : 0;
     t.valueStride = numEdges;
+    return t;
+}
+
+RowsTiling MaxTiling(const RowTables& tables, uint32_t stride, uint32_t numEdges, bool weighted)
+{
+    if (tables.panelColumns < 1 || tables.panelColumns > MAX_KERNEL_PANEL) {
+        throw std::invalid_argument("panels must have 1 to " + std::to_string(MAX_KERNEL_PANEL) + " columns, but have " +
+                                    std::to_string(tables.panelColumns));
+    }
+    RowsTiling t = AggregateVectorTiling(tables, stride, numEdges, weighted);
+    // 255 repeats at most, and whole blocks of weights; more rows than copies may be in flight.
+    t.batch = std::min(64U, MAX_KERNEL_FLOATS / Up(tables.panelColumns, 64));
     return t;
 }
 
@@ -152,8 +173,9 @@ AggregateUpdateTiling MakeAggregateUpdateTiling(uint32_t rows, uint32_t k, uint3
     t.weighted = weighted ? 1 : 0;
     t.mean = mean ? 1 : 0;
     t.transposeB = transposeB ? 1 : 0;
-    t.batch = 256;
+    t.batch = SUM_BATCH;
     t.panelColumns = std::min(ldx, VECTOR_PANEL);
+    t.atOnce = RowsAtOnce(t.panelColumns);
     return t;
 }
 

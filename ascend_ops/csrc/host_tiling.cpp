@@ -14,14 +14,8 @@ namespace {
 
 uint64_t Up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-struct Panels {
-    std::vector<int32_t> first;  // of each group
-    std::vector<int32_t> table;  // [.., PANEL_FIELDS]
-    uint32_t widest = 0;
-};
+}  // namespace
 
-// Columns go to groups in blocks of 16, one block more to the last groups (to the first, where there are fewer blocks
-// than groups); a slice is cut where a head ends and into panels of about the same width.
 Panels CutPanels(uint32_t heads, uint32_t numColumns, uint32_t groups, uint32_t maxPanel)
 {
     if (numColumns < 1 || heads < 1 || groups < 1) {
@@ -55,6 +49,8 @@ Panels CutPanels(uint32_t heads, uint32_t numColumns, uint32_t groups, uint32_t 
     }
     return panels;
 }
+
+namespace {
 
 void CheckRanges(const Ranges& ranges, int64_t numChunks)
 {

@@ -15,7 +15,11 @@ namespace lightning_gnn {
 constexpr uint32_t MAX_PANEL = 256;
 constexpr uint32_t ENTRY_BATCH = 1024;
 constexpr uint32_t VECTOR_PANEL = 2048;
+constexpr uint32_t SUM_BATCH = 1024;      // edges that aggregate_vector and aggregate_update list at once
+constexpr uint32_t ROWS_AT_ONCE = 16;     // that they ask for at once, where UB has room
 constexpr uint32_t PRODUCTS_PANEL = 1024;
+constexpr uint32_t MAX_KERNEL_PANEL = 512;
+constexpr uint32_t MAX_KERNEL_FLOATS = 4096;  // of a batch of rows
 constexpr uint32_t BATCH_HALVES = 8192;   // of a batch of gathered rows, unless a single one is longer
 constexpr uint32_t BATCH_ROWS = 256;
 constexpr uint32_t MOST_BATCH_HALVES = 16384;
@@ -63,7 +67,17 @@ struct RowTables {
     uint32_t rangeOffset, panelOffset, groups, members, panelColumns;
 };
 
+struct Panels {
+    std::vector<int32_t> first;  // of each group
+    std::vector<int32_t> table;  // [.., PANEL_FIELDS]
+    uint32_t widest = 0;
+};
+
 // All of these throw std::invalid_argument.
+// Columns go to groups in blocks of 16, one block more to the last groups (to the first, where there are fewer blocks
+// than groups); a slice is cut where a head ends and into panels of about the same width.
+Panels CutPanels(uint32_t heads, uint32_t numColumns, uint32_t groups, uint32_t maxPanel);
+
 void CheckSizes(uint32_t tileRows, uint32_t tileColumns, uint32_t panel, const Limits& limits = DAV_C220);
 
 CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32_t groups, uint32_t numColumns,
@@ -81,6 +95,7 @@ RowTables MakeRowTables(const ChunksView& chunks, const Ranges* ranges, uint32_t
                         uint32_t numColumns = 1, uint32_t heads = 1, uint32_t maxPanel = VECTOR_PANEL);
 
 RowsTiling AggregateVectorTiling(const RowTables& tables, uint32_t stride, uint32_t numEdges, bool weighted);
+RowsTiling MaxTiling(const RowTables& tables, uint32_t stride, uint32_t numEdges, bool weighted);
 RowsTiling SoftmaxTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, float slope);
 RowsTiling ProductsTiling(uint32_t members, uint32_t rangeOffset, uint32_t heads, uint32_t numColumns);
 CombineTiling MakeCombineTiling(uint32_t numVertices, uint32_t numColumns, uint32_t partsPerRow, bool floatOut);

@@ -67,10 +67,15 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
                 {"columns", Copy(t.columns)},
                 {"sizes", Copy<uint64_t>({t.rangeOffset, t.panelOffset, t.groups, t.members, t.panelColumns})}};
     }
-    if (what == "aggregate_vector") {
+    if (what == "panels") {
+        const Panels p = CutPanels(a[0], a[1], a[2], a[3]);
+        return {{"first", Copy(p.first)}, {"panels", Copy(p.table)}, {"sizes", Copy<uint64_t>({p.widest})}};
+    }
+    if (what == "aggregate_vector" || what == "aggregate_max") {
         RowTables t{};
         t.rangeOffset = a[0], t.panelOffset = a[1], t.groups = a[2], t.members = a[3], t.panelColumns = a[4];
-        return Words(AggregateVectorTiling(t, a[5], a[6], a[7] != 0));
+        const auto make = what == "aggregate_max" ? MaxTiling : AggregateVectorTiling;
+        return Words(make(t, a[5], a[6], a[7] != 0));
     }
     if (what == "edge_softmax") {
         float slope;

@@ -88,7 +88,8 @@ struct WaveTiling {
 
 // The vector-core kernels that go vertex by vertex: aggregate_vector, edge_softmax and its backward, edge_products,
 // edge_sum. vertices int32 [numVertices, VERTEX_FIELDS]: the vertices that have entries, the parts of a split one
-// put together (they are side by side). plan as above, with ranges of vertices instead of row blocks.
+// put together (they are side by side), each beginning where the one before it ends. plan as above, with ranges of
+// vertices instead of row blocks.
 struct RowsTiling {
     uint32_t groups;
     uint32_t members;
@@ -103,9 +104,9 @@ struct RowsTiling {
     uint32_t weighted;       // aggregate_vector: 0 = every weight is 1
     uint32_t valueStride;    // aggregate_vector: weights per head
     uint32_t slopeBits;      // edge_softmax: the slope of the leaky ReLU, a float's bits
+    uint32_t atOnce;         // aggregate_vector: rows of x in a group
     uint32_t reserved0;
     uint32_t reserved1;
-    uint32_t reserved2;
 };
 
 // combine_parts: y[vertex] = sum of parts, in order.
@@ -167,9 +168,9 @@ struct AggregateUpdateTiling {
     uint32_t transposeB;     // b is stored [n, k], as torch.nn.Linear does
     uint32_t batch;          // edges handled at once
     uint32_t panelColumns;   // columns handled at once, multiple of 16
+    uint32_t atOnce;         // rows of x in a group
     uint32_t reserved0;
     uint32_t reserved1;
-    uint32_t reserved2;
 };
 
 }  // namespace lightning_gnn

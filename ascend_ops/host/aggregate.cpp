@@ -28,6 +28,14 @@ std::pair<Scaling, Scaling> ScalingsFor(int sumExponent, bool weighted, bool mea
     return {{left - weight, mean}, {weight, mean}};
 }
 
+// Weights are kept per head: those of one would be read beyond their end.
+void CheckHeads(const at::Tensor& x, const std::optional<at::Tensor>& weight)
+{
+    TORCH_CHECK_VALUE(weight.has_value() || x.size(1) == 1, "the kernels of dense tiles have weights per head, but there ",
+                      "are none for the ", x.size(1), " heads of x ", x.sizes(), "; without weights give them as one, ",
+                      "x.reshape(", x.size(0), ", 1, ", x.size(1) * x.size(2), ")");
+}
+
 // What the kernels of dense tiles take and give, and what comes after them.
 struct Cubes {
     Cubes(const CubeOnDevice& tablesOfCube, int64_t numRows, const at::Tensor& features,
@@ -75,6 +83,7 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
     if (chunks[3].numel() == 0 || x.numel() == 0) {
         return {at::zeros({numRows, heads, columns}, x.options()), none};
     }
+    CheckHeads(x, weight);
     const auto tables = CubeTablesOf(chunks, numRows, heads, columns, slices, chunkRanges);
     const Cubes given(*tables, numRows, x, weight, reduce == "mean");
     Launch("aggregate_cube", aclrtlaunch_aggregate_cube, tables->numBlocks, given.rows.values, tables->plan,
@@ -95,6 +104,7 @@ std::tuple<at::Tensor, at::Tensor> AggregateGathered(at::TensorList chunks, int6
     if (chunks[3].numel() == 0 || x.numel() == 0) {
         return {at::zeros({numRows, heads, columns}, x.options()), none};
     }
+    CheckHeads(x, weight);
     const auto tables = GatheredTablesOf(chunks, numRows, heads, columns, slices, waves, numMembers, kept);
     const CubeOnDevice& cube = tables->cube;
     const Cubes given(cube, numRows, x, weight, reduce == "mean");

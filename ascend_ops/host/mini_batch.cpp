@@ -1,6 +1,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include "aclrtlaunch_aggregate_max.h"
+#include "aclrtlaunch_aggregate_max_backward.h"
 #include "aclrtlaunch_aggregate_update.h"
 #include "aclrtlaunch_combine_parts.h"
 #include "aclrtlaunch_gather_rows.h"
@@ -31,6 +33,12 @@ void LaunchKernel(std::string_view kernel, int64_t blocks, at::TensorList in, at
     if (takes("aggregate_update", 6, 2)) {
         Launch("aggregate_update", aclrtlaunch_aggregate_update, blocks, in[0], in[1], in[2], in[3], in[4], in[5],
                out[0], out[1], tiling);
+    } else if (takes("aggregate_max", 6, 2)) {
+        Launch("aggregate_max", aclrtlaunch_aggregate_max, blocks, in[0], in[1], in[2], in[3], in[4], in[5], out[0],
+               out[1], tiling);
+    } else if (takes("aggregate_max_backward", 7, 1)) {
+        Launch("aggregate_max_backward", aclrtlaunch_aggregate_max_backward, blocks, in[0], in[1], in[2], in[3], in[4],
+               in[5], in[6], out[0], tiling);
     } else if (takes("update", 4, 1)) {
         Launch("update", aclrtlaunch_update, blocks, in[0], in[1], in[2], in[3], out[0], tiling);
     } else if (takes("combine_parts", 2, 1)) {

@@ -111,6 +111,7 @@ def check_kernels(device: str, backend: str) -> list[Check]:
 
     return [
         _check("aggregate", lambda x, w: aggregate(on(x), x, w), [x, weight], device, backend),
+        _check("aggregate (max)", lambda x: aggregate(on(x), x, None, "max"), [x], device, backend),
         _check("edge_softmax", lambda a, b: edge_softmax(on(a), a, b), [y, y.flip(0)], device, backend),
         _check("aggregate_update", layer, [x, first, second], device, backend),
         _check("gather_rows", gathered, [x], device, backend, differentiable=False),

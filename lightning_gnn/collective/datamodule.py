@@ -168,11 +168,12 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             training_device = torch.device("cpu")
         plan = self._plan_for(training_device, workers, route is not None)
         cores = cores_of_process(self.trainer)
+        on_disk = self._from_disk(stage)
         loader = CollectiveLoader(
             self.batch_data,
             self.graph_sampler,
             **self._inputs(stage),
-            tables={**self._host_tables(route), **self._disk_tables(stage)},
+            **{**on_disk, "tables": {**self._host_tables(route), **on_disk.get("tables", {})}},
             route=route,
             device=training_device,
             plan=plan,

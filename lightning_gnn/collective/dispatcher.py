@@ -13,7 +13,7 @@ from lightning_gnn.collective.simulate import Durations, drawn_durations, makesp
 
 SIMULATED_BATCHES = 400
 """Of a longer epoch only so many are simulated: the others would go on like them."""
-ROUNDS = 160
+ROUNDS = 200
 """So many plans are tried near the best ones, beside a few to begin with."""
 LEADERS = 6
 """So many of the best plans are tried to improve on."""
@@ -23,10 +23,13 @@ CHANGED = 0.2
 """Probability that a backup is taken away or added."""
 HOPELESS = 0.01
 """A plan that takes so much longer than the leaders in one epoch, or half as much in two, is not tried in others."""
-CANDIDATES, FINALISTS = 12, 4
+CANDIDATES, FINALISTS = 12, 6
 """So many of the best plans are compared on new epochs at last, and so many of those on more of them."""
-DRAWN, DRAWN_AGAIN, DRAWN_AT_LAST = 4, 4, 16
+DRAWN, DRAWN_AGAIN, DRAWN_AT_LAST = 4, 4, 32
 """Epochs that each plan is tried on while looking for one, and others for the candidates and for the finalists."""
+HOST_PER_WORKER = 4
+"""The host holds at most so many mini-batches for each worker, or twice as many as the device, if that is more: what
+more could gain is little, and all of it is page-locked."""
 LEAST_GAIN = 0.003
 """A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
 
@@ -181,6 +184,26 @@ class Dispatcher:
             row = on_gpu * share / max(1e-3, 1 - share)
             for lead in (alone, taken):
                 plans += [self._plan("collective", row, on_gpu, 2 + lead, row, begin) for begin in (0, 1.5 * lead)]
+        return plans + self._with_stocks(share, taken)
+
+    def _with_stocks(self, share: float, taken: float) -> list[CollectivePlan]:
+        """Where to begin with room on the host for what the workers finish while the GPU alone comes forward.
+
+        Args:
+            share: Of mini-batches, the CPU's.
+            taken: How many are trained while a worker prepares one.
+        """
+        limit, workers, model = self.gpu_buffer_size, self.times.cpu_workers, self.times.model.mean
+        plans = []
+        for on_gpu in {limit, -(-limit // 2)}:
+            row = on_gpu * share / max(1e-3, 1 - share)
+            plans.append(self._plan("collective", max(2 * workers, row), on_gpu, taken, row, 1.1 * taken))
+        behind = self.times.cpu - model
+        if behind > 0 and self._simulated == self.num_batches:
+            # The epoch as one turn: the GPU begins, and what the CPU has prepared by then, and later, is trained last.
+            first = self.num_batches * behind / (behind + self.times.gpu + model)
+            rest = self.num_batches - first
+            plans += [self._plan("collective", rest, limit, taken, rest, part * first) for part in (0.9, 1.1)]
         return plans
 
     def _near(self, plan: CollectivePlan, source: Random) -> CollectivePlan:
@@ -218,10 +241,11 @@ class Dispatcher:
         if mode != "collective":
             return CollectivePlan(mode, whole(on_gpu), int(on_cpu), times=self.times)
         ahead, first = whole(lead), whole(begin)
+        most_on_host = max(2 * self.gpu_buffer_size, HOST_PER_WORKER * self.times.cpu_workers)
         return CollectivePlan(
             mode,
             whole(on_gpu, self.gpu_buffer_size),
-            whole(on_cpu),
+            whole(on_cpu, min(self._simulated, most_on_host)),
             lead=ahead,
             row=whole(row) if row else 0,
             cover=max(1, self._cover if cover is None else cover),

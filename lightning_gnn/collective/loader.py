@@ -26,7 +26,8 @@ from lightning_gnn.collective.watch import Watch
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.loader import Task, ThreadedNodeLoader, name_of
+from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader, name_of
+from lightning_gnn.sampling.look_ahead import LookAhead
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -98,6 +99,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.buffer_limit: tuple[int, int] | None = None
         """What memory has room for, once it did not suffice."""
         self._slot = threading.local()
+        self._look_ahead: LookAhead | None = None
         self._epoch: weakref.ReferenceType[CollectiveEpoch] | None = None
 
     def __iter__(self) -> Iterator[Data]:
@@ -241,6 +243,30 @@ class CollectiveLoader(ThreadedNodeLoader):
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
 
+    def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
+        """Make one mini-batch as :class:`ThreadedNodeLoader` does, of what was sampled ahead if rows are on disk."""
+        look_ahead = self._look_ahead
+        if look_ahead is None:
+            return super().prepare(task, stage_ends)
+        prepared: Prepared = look_ahead.prepare(task[1], task)
+        return prepared
+
+    def begin_look_ahead(self, epoch: int, first: int) -> None:
+        """Sample an epoch ahead where rows are on disk, unless the device prepares a part of it, by samples of its own.
+
+        Args:
+            epoch: Its number.
+            first: The number of its first mini-batch.
+        """
+        if self.route is None:
+            self._look_ahead = self.look_ahead(self.tasks(epoch, first), first, self._tasks_after(epoch))
+
+    def end_look_ahead(self) -> None:
+        """Sample nothing ahead any more."""
+        look_ahead, self._look_ahead = self._look_ahead, None
+        if look_ahead is not None:
+            look_ahead.close()
+
     def prepare_on_host(self, task: Task) -> HostBatch:
         """Route 0: make a mini-batch in memory that the device can fetch; safe in any thread.
 
@@ -349,6 +375,7 @@ class CollectiveEpoch:
         if workers is not None:
             self._loader.routes.leave()
             workers.close(patience)
+            self._loader.end_look_ahead()
             self._note_phase("", time.perf_counter())
         threads, self._torch_threads = self._torch_threads, None
         if threads is not None and torch.get_num_threads() == self._loader.torch_threads:
@@ -383,6 +410,7 @@ class CollectiveEpoch:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
         schedule = ReorderBuffer(self._num_batches, *self._sizes(), begin=self._loader.begin, first=first)
+        loader.begin_look_ahead(epoch, first)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(
             loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder

@@ -140,8 +140,9 @@ class ReorderBuffer:
 
     def claim(self) -> int | None:
         """Give a CPU worker its next mini-batch; None while the buffer has no room, or when nothing is left for it."""
-        begin = max(self.head + self.lead, self._next_claim)
-        number = self._free_from(begin) if self._has_room() else self.num_batches
+        if not self._has_room():
+            return None
+        number = self._free_from(max(self.head + self.lead, self._next_claim))
         if number == self.num_batches:
             return None
         if self.row:

@@ -155,7 +155,8 @@ class _VirtualClock:
         while (step := self._step()).kind != "end":
             begin = self.now
             take[step.kind](step)
-            self._until(self.now)
+            if self.working and self.working[0][0] <= self.now:
+                self._until(self.now)
             if self.recorded:
                 self._note_phase(step, begin)
 
@@ -182,7 +183,8 @@ class _VirtualClock:
             self.idle.sort()
             worker, _ = self.idle.pop(0)
             end = time + self.durations("cpu_batching", number)
-            self._occupy("CPU", "cpu_batching", number, time, end, worker)
+            if self.recorded:
+                self._occupy("CPU", "cpu_batching", number, time, end, worker)
             heappush(self.working, (end, number, worker))
 
     # -- the training thread
@@ -196,7 +198,9 @@ class _VirtualClock:
         start = max(self.now, self.pcie_free)  # never together with a transfer: they would share PCIe
         middle = start + self.durations("gpu_batching", step.number)
         self.now = self.pcie_free = middle + self.durations("uva", step.number)
-        resources: tuple[Resource, ...] = ("GPU", "PCIe") if self.recorded else ()
+        if not self.recorded:
+            return
+        resources: tuple[Resource, ...] = ("GPU", "PCIe")
         for resource in resources:
             self._occupy(resource, "gpu_batching", step.number, start, middle)
             self._occupy(resource, "uva", step.number, middle, self.now)
@@ -205,20 +209,20 @@ class _VirtualClock:
         self.on_cpu += 1
         start = max(self.now, self.pcie_free)
         self.pcie_free = self.arrival[step.number] = start + self.durations("dma", step.number)
-        self._occupy("PCIe", "dma", step.number, start, self.pcie_free)
+        if self.recorded:
+            self._occupy("PCIe", "dma", step.number, start, self.pcie_free)
 
     def _train(self, step: Step) -> None:
         start = max(self.now, self.arrival.pop(step.number, 0.0))
         if self.buffer.over:  # workers are joined, and some may still work in vain
             start = max(start, *(end for end, _, _ in self.working), 0.0)
         self.now = start + self.durations("model", step.number)
-        self._occupy("GPU", "model", step.number, start, self.now)
+        if self.recorded:
+            self._occupy("GPU", "model", step.number, start, self.now)
 
     # -- records
 
     def _occupy(self, resource: Resource, stage: str, number: int, start: float, end: float, lane: int = 0) -> None:
-        if not self.recorded:
-            return
         self.busy[resource] += end - start
         self.intervals.append(Interval(resource, stage, number, start, end, lane))
 

@@ -86,8 +86,8 @@ class RowLocations:
             raise ValueError(f"{self.most_reads} reads are announced already, which is all that there is room for")
         start = sum(self._starts[-1]) if self._starts else 0
         used = start - self._starts[0][0] if self._starts else 0
-        while used + rows.size > self._ring.shape[1]:
-            self._grow()
+        if used + rows.size > self._ring.shape[1]:
+            self._grow(used + rows.size)
             start = sum(self._starts[-1]) if self._starts else 0
         number = self._front + len(self._starts)
         count = _announce(rows, number, start, self._ring, self._last, self.next_read, *self._state)
@@ -142,12 +142,12 @@ class RowLocations:
     def _state(self) -> tuple[_Ints, _Ints, _Ints, _Ints, npt.NDArray[np.int64]]:
         return self.slot, self._row_of, self._links, self._ends, self._counts
 
-    def _grow(self) -> None:
-        """Double the window, with the rows at its beginning."""
+    def _grow(self, needed: int) -> None:
+        """Let the window have room for so many rows, and a quarter more, with those there are at its beginning."""
         old, size = self._ring, self._ring.shape[1]
         first = self._starts[0][0] if self._starts else 0
         used = sum(self._starts[-1]) - first if self._starts else 0
-        self._ring = np.full((2, 2 * size), -1, np.int32)
+        self._ring = np.full((2, needed + needed // 4), -1, np.int32)
         places = (first + np.arange(used)) % size
         self._ring[:, :used] = old[:, places]
         self._last[self._ring[0, :used]] = np.arange(used, dtype=np.int32)  # of a row named twice, the last one

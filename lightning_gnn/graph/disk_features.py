@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +41,27 @@ class DiskCounts:
     def reset(self) -> None:
         """Set all figures to zero."""
         self.__init__()  # type: ignore[misc]
+
+
+@runtime_checkable
+class Announced(Protocol):
+    """A table that is told which rows will be read when; one at a time tells it."""
+
+    def claim(self) -> bool:
+        """Begin to announce reads, unless another one does."""
+        ...
+
+    def release(self) -> None:
+        """Drop what was announced, and let others announce."""
+        ...
+
+    def announce(self, n_id: Tensor) -> None:
+        """Add a read after those that were announced."""
+        ...
+
+    def advance(self) -> None:
+        """Say that the first read of those announced comes now."""
+        ...
 
 
 class DiskFeatures:

@@ -19,10 +19,10 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.transfer import Transfer, converted
-from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline, Step
 from lightning_gnn.runtime.timeline import profiled
-from lightning_gnn.sampling.loader import PreparationTimes, Prepared, Slice, ThreadedNodeLoader
+from lightning_gnn.sampling.loader import PreparationTimes, Prepared, Slice, Task, ThreadedNodeLoader
+from lightning_gnn.sampling.look_ahead import LookAhead
 from lightning_gnn.sampling.neighbor import SeedRange
 
 
@@ -146,9 +146,23 @@ class SharedBatches:
         """Return this rank's part of a mini-batch."""
         start, stop = self.split(len(index), number)
         self.shares.append(Share(number, stop - start, len(index)))
-        if stop == start:
-            return Slice(index[:1], self.part)
-        return Slice(index[start:stop], self.part, start)
+        return self._slice(index, start, stop)
+
+    def coming(self, epoch: int, first: int) -> Iterator[Task] | None:
+        """Give this rank's parts from a mini-batch on, as far as they are known now; None where the order is drawn.
+
+        Args:
+            epoch: Its number.
+            first: The number of the first one.
+        """
+        if self._drawn:
+            return None
+        last = self.num_batches()
+        order = islice(enumerate(self.batches), first, None if last == inf else int(last))
+        return ((epoch, number, self._slice(index, *self.split(len(index), number))) for number, index in order)
+
+    def _slice(self, index: list[int], start: int, stop: int) -> Slice:
+        return Slice(index[start:stop], self.part, start) if stop > start else Slice(index[:1], self.part)
 
     def _order(self, first: int, last: int | None) -> Iterator[list[int]]:
         """Yield the seeds of each mini-batch before the last."""
@@ -323,6 +337,7 @@ class StagedLoader:
         self._share = share
         self._on_batch = on_batch
         self._pipeline: StagePipeline | None = None
+        self._look_ahead: LookAhead | None = None
         self._finishes = loader.finishes
         if loader.in_training_thread:
             settings.prefetch = 0
@@ -342,7 +357,7 @@ class StagedLoader:
         """Prepare from the first ``next`` on: Lightning asks for the iterator before it sets the epoch."""
         self.close()
         epoch = self.loader.begin_epoch()
-        items = (self._item(epoch, index) for index in self.batches)
+        items = self._items(epoch)
         pipeline = None
         if self.settings.prefetch:
             pipeline = self._pipeline = StagePipeline(
@@ -375,7 +390,11 @@ class StagedLoader:
     def close(self) -> list[str]:
         """Stop preparing and join the threads; return the names of those that hang."""
         pipeline, self._pipeline = self._pipeline, None
-        return [] if pipeline is None else pipeline.close()
+        look_ahead, self._look_ahead = self._look_ahead, None
+        hanging = [] if pipeline is None else pipeline.close()
+        if look_ahead is not None and not hanging:
+            look_ahead.close()
+        return hanging
 
     def stages(self) -> list[list[tuple[str, Step]]]:
         """Return the steps of each stage; one that does not exist is left out."""
@@ -394,12 +413,19 @@ class StagedLoader:
         there = [] if self.sampling is None else [1]
         return [*there, *self.settings.threads, 1][: len(self.stages())]
 
-    def _item(self, epoch: int, index: Slice) -> Item:
-        loader, share = self.loader, self.batches.shares.popleft()
-        key = batch_key(loader.seed, loader.rank, loader.loader_id, epoch, share.number)
-        if self.sampling is not None:
-            share.sampled_there = self.sampling.takes(share.number, self._share())
-        return Item([index], _Note(key, share, index.first))
+    def _items(self, epoch: int) -> Iterator[Item]:
+        """Give what passes through the stages, and sample ahead where rows are on disk.
+
+        Not where an accelerator samples, whose mini-batches would be sampled by the CPU, too.
+        """
+        for place, index in enumerate(self.batches):
+            share = self.batches.shares.popleft()
+            task = epoch, share.number, index
+            if self.sampling is not None:
+                share.sampled_there = self.sampling.takes(share.number, self._share())
+            elif not place and (coming := self.batches.coming(epoch, share.number)) is not None:
+                self._look_ahead = self.loader.look_ahead(coming, share.number)
+            yield Item([index], _Note(self.loader.key_of(task), share, task))
 
     def _finished(self, item: Item) -> Any:
         (made,) = item.parts
@@ -410,14 +436,18 @@ class StagedLoader:
         if self.sampling is None or not note.share.sampled_there:
             return index
         inputs = self.loader.input_data[index]
-        return self.sampling.sample(SeedRange(inputs, note.first) if note.first else inputs, note.key)
+        return self.sampling.sample(SeedRange(inputs, index.first) if index.first else inputs, note.key)
 
     def _sample(self, part: int, index: Any, note: _Note) -> Any:
         if not isinstance(index, Slice):
             return index  # the accelerator has done it
-        return self.loader.sample(index, note.key, index.part, note.first)
+        if (look_ahead := self._look_ahead) is not None:
+            return look_ahead.drawn(note.share.number, note.task).out
+        return self.loader.sample(index, note.key, index.part, index.first)
 
     def _load(self, part: int, out: Any, note: _Note) -> Any:
+        if (look_ahead := self._look_ahead) is not None:
+            look_ahead.read(note.share.number)
         prepared = self.loader.load(out, note.key, self.batches.part)
         return prepared if self._finishes else converted(prepared.batch, self.settings.dtype)
 
@@ -428,11 +458,11 @@ class StagedLoader:
 
 @dataclass
 class _Note:
-    """What the stages know about a mini-batch: its key, this rank's share, and how many seeds come before."""
+    """What the stages know about a mini-batch: its key, this rank's share, and what it is made of."""
 
     key: int
     share: Share
-    first: int
+    task: Task
 
 
 def can_be_cut(loader: object) -> bool:

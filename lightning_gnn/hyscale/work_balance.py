@@ -179,7 +179,9 @@ class WorkBalance:
         """
         if not self._planned:
             return split_seeds(num_seeds, self.weights)
-        return split_seeds(num_seeds, [mapping for begin, mapping in self._planned if begin <= iteration][-1].seeds)
+        return split_seeds(
+            num_seeds, [mapping for begin, mapping in tuple(self._planned) if begin <= iteration][-1].seeds
+        )
 
     def begin(self) -> None:
         """An iteration begins: put into force what was planned for it."""

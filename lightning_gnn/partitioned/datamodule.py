@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +53,6 @@ _RUNS = itertools.count()
 class _OnParts(MiniBatchDataModule):
     """What both DataModules do about parts; goes before the one that does the rest."""
 
-    _infers: ClassVar[bool] = False
-    """Whether outputs of all nodes may be asked for."""
-
     def __init__(
         self,
         root: str | Path,
@@ -84,9 +81,8 @@ class _OnParts(MiniBatchDataModule):
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:
             InParts.of(full)
-            if not self._infers or self.partition.typed:
-                what = "of several types" if self._infers else "whose links are asked for"
-                raise ValueError(f"inference='full' does not go with a partitioned graph {what}: leave it out")
+            if self.partition.typed:
+                raise ValueError("inference='full' does not go with a partitioned graph of several types: leave it out")
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()
@@ -275,6 +271,41 @@ class _OnParts(MiniBatchDataModule):
                 )
         super().load_state_dict(state_dict)
 
+    def _own_share(self, stage: str, count: int) -> Tensor:
+        """Return which seeds of a stage this rank evaluates, of exact outputs, int64 ``[n]``.
+
+        Raises:
+            ValueError: None is left for it.
+        """
+        self.check_count(stage, count)
+        share = torch.tensor([*self._order(stage, count, drop_last=False)], dtype=torch.int64)
+        if not share.numel():
+            raise ValueError(
+                f"inference='full': the {stage} split has {count} seeds for {self.connection.open.exchange.ranks} "
+                "ranks, of which each needs one"
+            )
+        return share
+
+    def _whole_batch(self, wanted: Tensor, **more: Any) -> DataLoader[Any]:
+        """Return a batch that asks for the exact outputs of some nodes, which all ranks compute together."""
+        assert isinstance(self.inference, FullInference)
+        attributes = [key for key in self.partition.nodes[0].attributes if key != "x"]
+        if "x" not in self.partition.nodes[0].attributes:
+            raise ValueError("inference='full' needs features x, and the partitioned graph has none")
+        remote = self.connection.open
+        how = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
+        batch = Data(
+            x=nothing([wanted.numel(), *self.data.x.shape[1:]], self.data.x.dtype),
+            edge_index=Elsewhere(self.partition.edges[0].count),
+            n_id=wanted, inference=how, **more,
+            **remote.node_rows(0, wanted.numpy(), attributes),
+        )  # fmt: skip
+        if "edge_weight" in self.partition.edges[0].attributes:
+            batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
+        loader = only_batch(batch)
+        loader.needs_all_ranks = True  # a strategy that gives one rank the batch asks
+        return loader
+
     def owners_of_seeds(self, ranks: int) -> Tensor:
         """Return which of some ranks has each training seed (or the target of each training edge) in its part.
 
@@ -344,8 +375,6 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         >>> datamodule.teardown("fit")
     """
 
-    _infers = True
-
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         for place, stage in enumerate(SPLITS):  # each has its times behind it
             found = self.partition.split(stage)
@@ -356,31 +385,10 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return a batch of this rank's share of the seeds, in the order of one machine; all make their outputs."""
-        assert isinstance(self.inference, FullInference)
-        nodes, remote, count = self._nodes[stage], self.connection.open, self._count(stage)
-        self.check_count(stage, count)
+        nodes, count = self._nodes[stage], self._count(stage)
         wanted = torch.arange(count) if nodes is None else as_ids(nodes)
-        wanted = wanted[torch.tensor([*self._order(stage, count, drop_last=False)], dtype=torch.int64)]
-        if not wanted.numel():
-            raise ValueError(
-                f"inference='full': the {stage} split has {count} seeds for {remote.exchange.ranks} ranks, of which "
-                "each needs one"
-            )
-        attributes = [key for key in self.partition.nodes[0].attributes if key != "x"]
-        if "x" not in self.partition.nodes[0].attributes:
-            raise ValueError("inference='full' needs features x, and the partitioned graph has none")
-        how = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
-        batch = Data(
-            x=nothing([wanted.numel(), *self.data.x.shape[1:]], self.data.x.dtype),
-            edge_index=Elsewhere(self.partition.edges[0].count),
-            n_id=wanted, batch_size=wanted.numel(), inference=how,
-            **remote.node_rows(0, wanted.numpy(), attributes),
-        )  # fmt: skip
-        if "edge_weight" in self.partition.edges[0].attributes:
-            batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
-        loader = only_batch(batch)
-        loader.needs_all_ranks = True  # a strategy that gives one rank the batch asks
-        return loader
+        wanted = wanted[self._own_share(stage, count)]
+        return self._whole_batch(wanted, batch_size=wanted.numel())
 
     def _places_of_seeds(self) -> tuple[Any, Tensor]:
         nodes = self._nodes["train"]
@@ -432,6 +440,19 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
                 "partition with some (lgnn partition task=link)"
             )
         return kwargs
+
+    def full_loader(self, name: str, kind: Any = None, **more: Any) -> DataLoader[Any]:
+        """Return a batch of this rank's share of the labelled edges, in the order of one machine.
+
+        Args:
+            name: The stage.
+            kind: None: there are no types.
+            **more: ``edge_label_index`` ``[2, P]`` by the ids of the whole graph, perhaps ``edge_label`` ``[P]``.
+        """
+        edges = more.pop("edge_label_index")
+        share = self._own_share(name, edges.size(1))
+        wanted, ends = torch.unique(edges[:, share], return_inverse=True)
+        return self._whole_batch(wanted, edge_label_index=ends, **{key: value[share] for key, value in more.items()})
 
     def _places_of_seeds(self) -> tuple[Any, Tensor]:
         edges, name = self._edges["train"][0], self._types["train"]

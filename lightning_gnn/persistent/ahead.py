@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
 from lightning_gnn.sampling.deferred_edges import apply_now
-from lightning_gnn.sampling.loader import Prepared, Task
+from lightning_gnn.sampling.loader import Prepared
 
 SHARE = 0.5
 """Of the GPU, how much sampling may fill beside training."""
@@ -23,17 +23,22 @@ class Ahead:
     training for a mini-batch on the device alone. So that the host does not run ahead for as long as memory lasts, it
     waits for the step ``depth`` before the last.
 
-    What a sampler cannot begin without waiting is prepared when it is asked for, on the same stream.
+    What a sampler cannot begin without waiting is prepared when it is asked for, on the same stream: one mini-batch, or
+    some that are sampled together, of which one at a time is gathered.
 
     Args:
         loader: Begins mini-batches, and ends them.
         tasks: What to prepare.
         depth: How many; 0 prepares on the stream that trains.
+        prepare: Makes each of ``tasks`` when it is asked for; by default the loader begins with them, where it can.
     """
 
-    def __init__(self, loader: Any, tasks: Iterator[Task], depth: int) -> None:
+    def __init__(
+        self, loader: Any, tasks: Iterator[Any], depth: int, prepare: Callable[[Any], Prepared] | None = None
+    ) -> None:
         self._loader, self._tasks, self._depth = loader, tasks, depth
-        self._begins = loader.can_begin
+        self._begins = prepare is None and loader.can_begin
+        self._prepare = prepare or loader.prepare
         self._bulk = loader.bulk_size if self._begins else 1
         self._stream: Any = new_stream(loader.device) if depth else None
         self._begun: Any = None
@@ -48,7 +53,9 @@ class Ahead:
 
     def __next__(self) -> Prepared:
         if self._stream is None:
-            return self._in_turn()
+            if (prepared := self._in_turn()) is None:
+                raise StopIteration
+            return prepared
         consumer = current_stream(self._loader.device)
         self._steps.append(consumer.record_event())
         if len(self._steps) > self._depth:
@@ -67,18 +74,23 @@ class Ahead:
         made.left = {name: used_on(ids, consumer) for name, ids in made.left.items()}
         return made
 
+    def sample_together(self, bulk: int) -> None:
+        """Have mini-batches that are prepared when they are asked for sampled so many at a time."""
+        self._bulk = bulk
+
     def close(self) -> None:
         """Drop what is under way."""
         self._tasks, self._begun = iter(()), None
         for held in (self._sampled, self._ready, self._steps):
             held.clear()
 
-    def _in_turn(self) -> Prepared:
+    def _in_turn(self) -> Prepared | None:
+        """Return what comes next, made now; None at the end."""
         if not self._sampled:
-            if not self._begins:
-                return self._loader.prepare(next(self._tasks))  # type: ignore[no-any-return]
             if not (tasks := list(islice(self._tasks, self._bulk))):
-                raise StopIteration
+                return None
+            if not self._begins and self._bulk == 1:
+                return self._prepare(tasks[0])
             self._sampled.extend(self._loader.end(self._loader.begin(tasks)))
         return self._sampled.popleft()()
 
@@ -93,7 +105,7 @@ class Ahead:
         """
         while True:
             try:
-                while self._sampled and len(self._ready) < self._depth:
+                while self._begins and self._sampled and len(self._ready) < self._depth:
                     self._put(self._sampled.popleft()())
                 if self._begun is not None and (self._begun.is_ready() or (waits and not self._ready)):
                     begun, self._begun = self._begun, None
@@ -105,8 +117,8 @@ class Ahead:
                     continue
                 if self._ready or not waits:
                     return
-                if not self._begins and (task := next(self._tasks, None)) is not None:
-                    self._put(self._loader.prepare(task))
+                if not self._begins and (prepared := self._in_turn()) is not None:
+                    self._put(prepared)
                     return
             except BaseException as error:  # belongs to its own mini-batch, and those before it are whole
                 self._tasks, self._begun = iter(()), None

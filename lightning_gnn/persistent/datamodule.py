@@ -21,8 +21,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
             Topology, features, caches and mini-batches share three quarters of the device's free memory by one plan
             (:attr:`placement`), which is said when the first loader is made; the rest is the model's. ``"shard"`` deals
             the edges of a graph of one type, without times and weights, out to the GPUs of a node, one per process of
-            the run, which read them from each other; where they cannot, the processes send them, mini-batch by
-            mini-batch in step. ``"auto"`` takes it only where they can.
+            the run, which read them from each other; where they cannot, the processes send them, in step, those of a
+            bulk together. ``"auto"`` takes it only where they can.
         features: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"`` for the features, of any graph; other attributes
             of nodes and edges always lie on the device. With ``memory=``, ``"pinned"`` leaves ``x`` on disk, and so
             does ``"auto"`` where it has no room on the device; caches are then in front of the disk.

@@ -46,6 +46,29 @@ class HotDiskRows:
             out.index_copy_(0, elsewhere, self.disk.gather(n_id.index_select(0, elsewhere)))
         return out
 
+    def claim(self) -> bool:
+        """Begin to announce reads, unless another one does; :meth:`release` when done."""
+        return self.disk.claim()
+
+    def release(self) -> None:
+        """Drop what was announced, and let others announce."""
+        self.disk.release()
+
+    def announce(self, n_id: Tensor) -> None:
+        """Add a read after those that were announced, without the rows that the device holds.
+
+        Args:
+            n_id: Whose rows, int64 or int32 ``[n]``, on any device.
+        """
+        if self.cache is not None:
+            n_id = n_id.to(self.cache.slot.device)
+            n_id = n_id[self.cache.slot.index_select(0, n_id) < 0]
+        self.disk.announce(n_id)
+
+    def advance(self) -> None:
+        """Say that the first read of those announced comes now: call it just before :meth:`gather`."""
+        self.disk.advance()
+
 
 def hot_rows(disk: DiskFeatures, nodes: Tensor, device: torch.device | str) -> RowCache:
     """Read some rows from disk into a cache on a device, block by block; those in memory stay as they are.

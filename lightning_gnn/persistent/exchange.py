@@ -1,7 +1,8 @@
 """Processes that send each other rows of tables, each of which has a part: one all-to-all for whatever each wants.
 
 All processes take part in each exchange, one that wants nothing too. So mini-batches are made in step
-(``in_step.py``), and each has as many exchanges as those of the others. Who is out of step is told so.
+(``in_step.py``), and each has as many exchanges as those of the others. Those that are sampled together share the
+exchange of each hop. Who is out of step is told so.
 """
 
 from __future__ import annotations
@@ -73,16 +74,17 @@ class Exchange:
             self._collects = False
         self._run()
 
-    def begin(self, length: int) -> list[int]:
-        """Begin a pass over a loader, which all processes do, and return how many mini-batches each has.
+    def begin(self, length: int, bulk: int) -> list[tuple[int, int]]:
+        """Begin a pass over a loader, which all processes do, and return what each says of it.
 
         Args:
-            length: The own ones.
+            length: How many mini-batches the own one has.
+            bulk: How many of them it would sample together.
         """
         self._passes, self._at = self._passes + 1, -1
-        counts = torch.zeros(self._size, len(self._tables) + 1, dtype=torch.int64, device=self._device)
-        counts[:, -1] = length
-        return [row[-1] for row in self._tell(counts)]
+        counts = self._no_rows()
+        counts[:, -2], counts[:, -1] = length, bulk
+        return [(row[-2], row[-1]) for row in self._tell(counts)]
 
     def go_on(self, number: int) -> None:
         """Note which mini-batch of the pass is made."""
@@ -98,12 +100,11 @@ class Exchange:
         """Bring what is wished for, and answer the others."""
         wishes, self._wishes = self._wishes, []
         orders = [torch.argsort(wish.owner, stable=True) for wish in wishes]
-        # For each process: how many rows of each table; the last column is for begin.
-        counts = torch.zeros(self._size, len(self._tables) + 1, dtype=torch.int64, device=self._device)
+        counts = self._no_rows()
         for wish in wishes:
             counts[:, wish.number].add_(torch.bincount(wish.owner, minlength=self._size))
-        asked = [row[:-1] for row in self._tell(counts)]
-        wanted = [row[:-1] for row in counts.tolist()]
+        asked = [row[:-2] for row in self._tell(counts)]
+        wanted = [row[:-2] for row in counts.tolist()]
 
         by_table = sorted(range(len(wishes)), key=lambda at: wishes[at].number)
         starts = {at: self._starts(wishes[at]) for at in by_table}
@@ -136,6 +137,10 @@ class Exchange:
                 begin = end
         for wish in wishes:
             wish.arrived()
+
+    def _no_rows(self) -> Tensor:
+        """Return how many rows of each table are wanted of each process, none yet; the last columns are for begin."""
+        return torch.zeros(self._size, len(self._tables) + 2, dtype=torch.int64, device=self._device)
 
     def _tell(self, counts: Tensor) -> list[list[int]]:
         """Send each process its row, and return what they have sent.

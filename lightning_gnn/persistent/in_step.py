@@ -15,16 +15,24 @@ class InStep:
     So nobody waits for a process that is through: how many each takes afterwards is its own affair. A process holds as
     many mini-batches as it has more than the one that has fewest; the orders of this package differ by one at most.
 
+    In each round some are sampled together, as many as the process that would take fewest, and gathered one by one. A
+    process that has none left in a round, or fewer, takes part in as many exchanges as the others.
+
     Args:
-        pipeline: Prepares them, each when it is asked for.
+        pipeline: Prepares them, each when it is asked for, after it is told how many to ``sample_together``.
         exchange: By which the processes get what they need.
         length: How many this one has.
-        exchanges: Of each mini-batch.
+        bulk: How many of them may be sampled together.
+        sampling: Exchanges of a round.
+        gathering: Exchanges of each mini-batch of it.
     """
 
-    def __init__(self, pipeline: Any, exchange: Exchange, length: int, exchanges: int) -> None:
+    def __init__(
+        self, pipeline: Any, exchange: Exchange, length: int, bulk: int, sampling: int, gathering: int
+    ) -> None:
         self._pipeline, self._exchange = pipeline, exchange
-        self._length, self._exchanges = length, exchanges
+        self._length, self._bulk = length, bulk
+        self._sampling, self._gathering = sampling, gathering
         self._made = 0
         self._common: int | None = None
         self._held: deque[Any] = deque()
@@ -34,8 +42,9 @@ class InStep:
 
     def __next__(self) -> Any:
         if self._common is None:
-            lengths = self._exchange.begin(self._length)
-            self._common, self._most = min(lengths), max(lengths)
+            lengths, bulks = zip(*self._exchange.begin(self._length, self._bulk), strict=True)
+            self._common, self._most, self._bulk = min(lengths), max(lengths), min(bulks)
+            self._pipeline.sample_together(self._bulk)
             if not self._common:
                 self._make_the_rest()
         if self._made < self._common:
@@ -65,7 +74,8 @@ class InStep:
                 self._held.append(self._make())
             else:
                 self._exchange.go_on(number)
-                for _ in range(self._exchanges):
+                begins = number % self._bulk == 0
+                for _ in range(self._gathering + (self._sampling if begins else 0)):
                     self._exchange.answer()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedLinkLoader, ThreadedNodeLoader
+from lightning_gnn.sampling.look_ahead import ReadInTurn
 
 
 @dataclass(eq=False)
@@ -66,18 +67,36 @@ class _OnDevice:
         return False
 
     @property
+    def samples_together(self) -> bool:
+        """Whether it can sample several mini-batches in step with other processes, which wait for each other."""
+        return False
+
+    @property
+    def bulk_size(self) -> int:
+        """How many mini-batches are to be sampled together."""
+        return 1
+
+    @property
     def _shares_rows(self) -> bool:
         tables = self.tables.values()  # type: ignore[attr-defined]
         return any(isinstance(getattr(table, "shards", None), ExchangedShards) for table in tables)
 
-    def pipeline(self, epoch: int, first: int) -> Ahead | InStep:
+    def pipeline(self, epoch: int, first: int) -> Ahead | InStep | ReadInTurn:
         """Return an iterator over the mini-batches of an epoch that are left.
+
+        Where rows lie on disk, mini-batches are sampled one by one, far ahead, and wait in the host's memory; ranks
+        that send each other rows keep to their step instead.
 
         Raises:
             TypeError: Ranks send each other rows, but the seeds come from a sampler that does not tell how many.
         """
         depth: int = self.prefetch  # type: ignore[attr-defined]
-        where = self.device if self.can_begin else None
+        if self.exchange is None:
+            tasks, after = self.tasks(epoch, first), self._tasks_after(epoch)  # type: ignore[attr-defined]
+            look_ahead = self.look_ahead(tasks, first, after)  # type: ignore[attr-defined]
+            if look_ahead is not None:
+                return ReadInTurn(look_ahead, Ahead(self, look_ahead, depth, look_ahead.prepare))
+        where = self.device if self.can_begin or self.samples_together else None
         ahead = Ahead(self, self.tasks(epoch, first, where), depth)  # type: ignore[attr-defined]
         if self.exchange is None:
             return ahead
@@ -87,13 +106,9 @@ class _OnDevice:
                 f"{type(seeds).__name__} has no __len__, but ranks that send each other rows must know how many "
                 "mini-batches each has; give it one, or take topology and features 'pinned'"
             )
-        return InStep(ahead, self.exchange, max(0, len(seeds) - first), self.num_exchanges)
-
-    @property
-    def num_exchanges(self) -> int:
-        """How often a mini-batch needs the other processes of the node."""
-        sampler = self._graph_sampler  # type: ignore[attr-defined]
-        return int(sampler.num_exchanges) + self._shares_rows
+        length, bulk = max(0, len(seeds) - first), self.bulk_size if self.samples_together else 1
+        sampling = int(self._graph_sampler.num_exchanges)  # type: ignore[attr-defined]
+        return InStep(ahead, self.exchange, length, bulk, sampling, int(self._shares_rows))
 
 
 class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
@@ -106,7 +121,8 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             turn with training.
         bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow
             (``PersistentNeighborSampler.bulk_size``); features are gathered for one at a time, when it is its turn.
-        exchange: By which tables' rows come from other processes, where they do: then mini-batches are made one by one.
+        exchange: By which tables' rows come from other processes, where they do: then mini-batches are made when they
+            are asked for, and those that are sampled together share each hop's exchange.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedNodeLoader` takes.
     """
 
@@ -126,13 +142,21 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
     @property
     def can_begin(self) -> bool:
         """Whether it can begin with a mini-batch and wait for it later."""
-        in_turn = self.in_training_thread or self.exchange is not None
-        return not in_turn and self.node_sampler.can_begin and self.input_data.time is None
+        return self.exchange is None and self._is_plain
+
+    @property
+    def samples_together(self) -> bool:
+        """Whether it can sample several mini-batches in step with other processes, which wait for each other."""
+        return self.exchange is not None and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
+        return not self.in_training_thread and self.node_sampler.can_begin and self.input_data.time is None
 
     @property
     def bulk_size(self) -> int:
         """How many mini-batches :meth:`begin` is to be given at a time."""
-        return int(self.node_sampler.bulk_size(self.bulk))
+        return int(self.node_sampler.bulk_size(self.bulk, getattr(self.batch_sampler, "batch_size", None)))
 
     def begin(self, tasks: Sequence[Task], share: float = 1.0) -> Begun:
         """Launch the sampling of mini-batches on the current stream; nobody waits.

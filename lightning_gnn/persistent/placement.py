@@ -127,7 +127,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
             _LOADERS[self.kind],
-            tables=self._tables,
+            **{**self._from_disk(stage), "tables": self._tables},
             device=device,
             prefetch=self.prefetch,
             exchange=self._exchange,

@@ -280,15 +280,15 @@ class PersistentNeighborSampler(NeighborSampler):
     @property
     def can_begin(self) -> bool:
         """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
-        return self._kernel is not None and not self._in_step and not beyond_plain(self)
+        return self._kernel is not None and not beyond_plain(self)
 
     @property
     def num_exchanges(self) -> int:
-        """How often a mini-batch needs the other processes of the node."""
+        """How often a mini-batch, or those of one :meth:`begin`, need the other processes of the node."""
         return len(self.num_neighbors) if self._in_step else 0
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
-        """Launch mini-batches on the current stream, without waiting; what :meth:`end` takes.
+        """Launch mini-batches on the current stream; what :meth:`end` takes. It waits for other processes alone.
 
         Args:
             seeds: Of each, int64 ``[batch_size]``, at least one, on the device; not checked. At most as many
@@ -303,21 +303,26 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return mini-batches that have been begun, for use on the stream where that was."""
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
-    def bulk_size(self, wanted: int = 8) -> int:
+    def bulk_size(self, wanted: int = 8, num_seeds: int | None = None) -> int:
         """Return how many mini-batches :meth:`sample_many` had best be given at a time.
 
         One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
         disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
-        node of the graph, take an eighth of the free memory.
+        node of the graph, take an eighth of the free memory. Where processes send each other edges, memory is taken for
+        all that fanouts allow, so no more than that has room for.
 
         Args:
             wanted: At most so many.
+            num_seeds: Of each at most; None: not known, and one mini-batch is all that surely has room where processes
+                send each other edges.
         """
-        if self._kernel is None or self._in_step or self.disjoint or self.labor is not None:
+        if self._kernel is None or self.disjoint or self.labor is not None:
             return 1
-        if self.subgraph_type == SubgraphType.induced:
+        if self.subgraph_type == SubgraphType.induced or (self._in_step and num_seeds is None):
             return 1
         most = min(wanted, most_batches(self._kernel))
+        if self._in_step:
+            most = min(most, self._kernel.most_together(num_seeds, self.num_neighbors, self.replace))
         if self._kernel.device.type == "cuda":
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
             most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))

@@ -174,9 +174,11 @@ def listing(folder: Path) -> list[str]:
     """
     names = []
     for path in sorted(folder.rglob("*")):
+        if path.parent == folder and (path.name == NAME or path.name.startswith(f".{NAME}.")):
+            continue  # one that is being written by another process, and may be gone by now
         mode = os.lstat(path).st_mode
         if stat.S_ISREG(mode):
             names.append(path.relative_to(folder).as_posix())
         elif not stat.S_ISDIR(mode):
             raise DamagedEntry(f"{path.name} is no regular file")
-    return [name for name in names if name != NAME and not name.startswith(f".{NAME}.")]  # one that was being written
+    return names

@@ -26,7 +26,7 @@ from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.disk_features import DiskFeatures
+from lightning_gnn.graph.disk_features import Announced, DiskFeatures
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.ops.hashing import key_of_part
@@ -35,9 +35,10 @@ from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import EdgePositions, defer, deferred
-from lightning_gnn.sampling.look_ahead import Begun, Drawn, LookAhead, claimed
+from lightning_gnn.sampling.look_ahead import Drawn, LookAhead, ReadInTurn, Waiting, claimed
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
+from lightning_gnn.sampling.packed import both_of
 from lightning_gnn.sampling.seed_order import TrainingOrder, mini_batches
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
@@ -164,7 +165,7 @@ class _ThreadedLoader:
         self.epoch = epoch
         self.tables = dict(tables or {})
         self.lookahead, self.is_last = lookahead, is_last
-        self._begun: list[Begun] = []
+        self._begun: list[Waiting] = []
         self.thread_safe = thread_safe
         self.sparse_grad = sparse_grad
         self.num_threads: int = kwargs.pop("num_workers", 0)
@@ -402,14 +403,31 @@ class _ThreadedLoader:
             first: The number of the first mini-batch.
         """
         ahead, tasks = self.num_threads * self.prefetch_factor_threads, self.tasks(epoch, first)
-        on_disk = {name: table for name, table in self.tables.items() if isinstance(table, DiskFeatures)}
-        if on_disk and self.looks_ahead and claimed(on_disk):
-            begun, self._begun = self._begun, []
-            beyond = self._tasks_after(epoch)
-            made = LookAhead(self, tasks, on_disk, self.lookahead, self.num_threads, ahead, beyond, begun)
-            self._begun = made.handed_on  # which fills until the epoch ends
-            return made
+        look_ahead = self.look_ahead(tasks, first, self._tasks_after(epoch))
+        if look_ahead is not None:
+            reader = min(self.num_threads, 1)
+            return ReadInTurn(look_ahead, OrderedPipeline(look_ahead, look_ahead.prepare, reader, max(ahead, 1)))
         return OrderedPipeline(tasks, self.prepare, self.num_threads, ahead)
+
+    def look_ahead(self, tasks: Iterable[Task], first: int, beyond: Iterable[Task] = ()) -> LookAhead | None:
+        """Return what samples mini-batches ahead, so that rows on disk can be read in the best order.
+
+        Args:
+            tasks: The mini-batches.
+            first: The number of the first one.
+            beyond: Those of the next epoch.
+
+        Returns:
+            It, to be closed; None where nothing is on disk, or where somebody else looks ahead already.
+        """
+        on_disk = {name: table for name, table in self.tables.items() if isinstance(table, Announced)}
+        if not (on_disk and self.looks_ahead and claimed(on_disk)):
+            return None
+        ahead = self.num_threads * self.prefetch_factor_threads
+        begun, self._begun = self._begun, []
+        made = LookAhead(self, tasks, first, on_disk, self.lookahead, self.num_threads, ahead, beyond, begun)
+        self._begun = made.handed_on  # which fills until the epoch ends
+        return made
 
     @property
     def looks_ahead(self) -> bool:
@@ -723,12 +741,5 @@ def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:
 
 def _joined(row: Tensor, col: Tensor) -> Tensor:
     """Return ``edge_index``, without a copy where both are the rows of one tensor."""
-    base = row._base
-    if (
-        base is not None
-        and base is col._base
-        and base.shape == (2, row.numel())
-        and base[1].data_ptr() == col.data_ptr()
-    ):
-        return base
-    return torch.stack([row, col])
+    both = both_of(row, col)
+    return torch.stack([row, col]) if both is None else both

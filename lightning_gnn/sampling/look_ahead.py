@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.graph.disk_features import MOST_READS, Announced
 from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.sampling.packed import Packed
 
 _AT_FIRST = 64
 """Mini-batches that are sampled before the first one is read, at most: what is read by then knows little of what comes,
 and training waits for it. Then two for each one, until the window is full."""
-_NODE_BYTES, _EDGE_BYTES = 32, 24
-"""Of a mini-batch that waits, with what the window notes of its nodes."""
+_OUT_OF_TURN = 64
+"""Mini-batches that may be read before an earlier one is."""
+_NOTED_BYTES = 10
+"""Of each node of a mini-batch that waits: what the window notes of it."""
 _NO_NODES = torch.empty(0, dtype=torch.int64)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Drawn:
     """A mini-batch that has been sampled, and has no features yet.
 
@@ -45,37 +49,57 @@ class Drawn:
         node = self.out.node.get(kind) if isinstance(self.out.node, dict) else self.out.node
         return _NO_NODES if node is None else node
 
-    @property
-    def num_bytes(self) -> int:
-        """What it takes while it waits, about."""
-        return _NODE_BYTES * _count(self.out.node) + _EDGE_BYTES * _count(self.out.row)
 
-
-@dataclass(frozen=True)
-class Begun:
-    """A mini-batch of the next epoch that has been sampled.
+class Waiting:
+    """A mini-batch that has been sampled and waits to be read, in few bytes.
 
     Args:
         task: Its epoch, its number and the positions of its seeds.
         drawn: What was sampled.
     """
 
-    task: Any
-    drawn: Drawn
+    def __init__(self, task: Any, drawn: Drawn) -> None:
+        self.task = task
+        self._packed, self._drawn = Packed(drawn.out), replace(drawn, out=None)
+
+    def nodes(self, kind: Any) -> Tensor:
+        """Return whose features it needs, as :meth:`Drawn.nodes`."""
+        node = self._packed.nodes(kind)
+        return _NO_NODES if node is None else node
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it waits, with what the window notes of it, about."""
+        return self._packed.num_bytes + _NOTED_BYTES * self._packed.num_nodes
+
+    def is_of(self, key: int, task: Any) -> bool:
+        """Say whether it is the mini-batch of a key and a task."""
+        mine, other = self.task[2], task[2]
+        if key != self._drawn.key or type(mine) is not type(other):
+            return False
+        if isinstance(mine, Tensor):
+            return torch.equal(mine, other)
+        return bool(mine == other) and getattr(mine, "first", 0) == getattr(other, "first", 0)
+
+    def drawn(self) -> Drawn:
+        """Return what was sampled."""
+        return replace(self._drawn, out=self._packed.unpacked())
 
 
 class LookAhead:
-    """Yields what a loader's ``prepare`` would, in order: sampled by threads, read by one that knows what comes.
+    """Samples an epoch's mini-batches ahead, and tells tables on disk which rows will be read when.
 
-    Which rows it reads when follows from the mini-batches alone, never from time.
+    Several threads may ask for mini-batches, about in order. Where one reads all of them in turn, which rows are read
+    when follows from the mini-batches alone, never from time.
 
     Args:
-        loader: Draws and joins.
+        loader: Draws.
         tasks: The mini-batches.
+        first: The number of the first one; the others follow one by one.
         tables: Those on disk, claimed, by the name of their attribute.
         lookahead: Mini-batches beyond the one that is read, or these and the bytes that they may take.
-        num_threads: How many threads sample; 0 does everything in the caller's thread.
-        ahead: How many mini-batches may be ready at once.
+        num_threads: How many threads sample; 0 samples in that of who asks.
+        ahead: How many mini-batches may have been sampled beyond those.
         beyond: The mini-batches of the next epoch. They are only announced, so that an epoch's end keeps what the next
             one begins with, and handed on.
         begun: Those of this epoch that the last one has handed on.
@@ -85,24 +109,129 @@ class LookAhead:
         self,
         loader: Any,
         tasks: Iterable[Any],
-        tables: Mapping[Any, DiskFeatures],
+        first: int,
+        tables: Mapping[Any, Announced],
         lookahead: int | tuple[int, int],
         num_threads: int,
         ahead: int,
         beyond: Iterable[Any] = (),
-        begun: Sequence[Begun] = (),
+        begun: Sequence[Waiting] = (),
     ) -> None:
         most, size = lookahead if isinstance(lookahead, tuple) else (lookahead, None)
+        self._loader, self._tables = loader, tables
         self._release = weakref.finalize(self, _release, list(tables.values()))
         draw = partial(_draw, loader, {each.task[:2]: each for each in begun})
         both = chain(((task, False) for task in tasks), ((task, True) for task in beyond))
-        self._drawn = OrderedPipeline(both, draw, num_threads, max(ahead, 2 * num_threads))
-        self.handed_on: list[Begun] = []
+        self._sampled = OrderedPipeline(both, draw, num_threads, max(ahead, 2 * num_threads))
+        self.handed_on: list[Waiting] = []
         """The mini-batches of the next epoch that have been sampled."""
-        at_first = max(_AT_FIRST, len(begun))
-        window = _window(self._drawn, min(most, MOST_READS - 1), size, at_first, self.handed_on)
-        join = partial(_join, loader, tables)
-        self._made: OrderedPipeline[Any, Any] = OrderedPipeline(window, join, min(num_threads, 1), max(ahead, 1))
+        closed = self._closed = threading.Event()
+        source = takewhile(lambda _: not closed.is_set(), self._sampled)
+        most = min(most, MOST_READS - 1 - _OUT_OF_TURN)
+        self._window = _window(source, most, size, max(_AT_FIRST, len(begun)), self.handed_on)
+        self._failure: BaseException | None = None
+        self._pulling, self._lock = threading.Lock(), threading.Lock()
+        self._next = first  # of the window
+        self._held: dict[int, Waiting | BaseException] = {}
+        self._new: deque[tuple[int, list[Waiting]]] = deque()  # to be announced before which one is read
+        self._front, self._read = first, set[int]()  # the first one that has not been read, and later ones that have
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        """Return the number of the next mini-batch, once it has been sampled."""
+        with self._pulling:
+            return self._pull()
+
+    def drawn(self, number: int, task: Any = None) -> Drawn:
+        """Return a mini-batch, which will be read.
+
+        Args:
+            number: Which.
+            task: Its epoch, its number and the positions of its seeds. If they are others than it was sampled for, or
+                it has been read already, it is sampled again.
+
+        Raises:
+            BaseException: What sampling it has raised, or one before it.
+        """
+        self._sample_until(number)
+        with self._lock:
+            waiting = self._held.get(number)
+        if isinstance(waiting, BaseException):
+            raise waiting
+        if waiting is not None and (task is None or waiting.is_of(self._loader.key_of(task), task)):
+            return waiting.drawn()
+        again: Drawn = self._loader.draw(task)
+        return again
+
+    def read(self, number: int) -> None:
+        """Say that the rows of a mini-batch are read now: call it just before.
+
+        Args:
+            number: Which; a second time changes nothing.
+        """
+        self._sample_until(number)
+        with self._lock:
+            if self._held.pop(number, None) is None:
+                return
+            self._read.add(number)
+            while self._new and self._new[0][0] <= number:
+                for waiting in self._new.popleft()[1]:
+                    for name, table in self._tables.items():
+                        table.announce(waiting.nodes(name[0] if isinstance(name, tuple) else None))
+            while self._front in self._read:
+                self._read.remove(self._front)
+                self._front += 1
+                for table in self._tables.values():
+                    table.advance()
+
+    def prepare(self, number: int, task: Any = None) -> Any:
+        """Return a mini-batch with its features, as the loader's ``prepare`` would; arguments of :meth:`drawn`."""
+        drawn = self.drawn(number, task)
+        self.read(number)
+        return self._loader.join(drawn)
+
+    def _sample_until(self, number: int) -> None:
+        with self._pulling:
+            while number >= self._next:
+                try:
+                    self._pull()
+                except StopIteration:
+                    raise self._failure or RuntimeError(f"there is no mini-batch {number}") from None
+
+    def _pull(self) -> int:
+        waiting, new = next(self._window)
+        if isinstance(waiting, BaseException):
+            self._failure = waiting
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._held[number] = waiting
+            self._new.append((number, new))
+        return number
+
+    def close(self) -> None:
+        """Cancel what has not begun, wait for the threads to end, and let others announce their reads."""
+        self._closed.set()
+        with self._pulling:
+            self._sampled.close()
+            self._window.close()
+        with self._lock:
+            self._held.clear()
+            self._new.clear()
+        self._release()
+
+
+class ReadInTurn:
+    """Yields mini-batches that are sampled ahead, and read one after another.
+
+    Args:
+        look_ahead: Samples.
+        made: Goes over it and prepares each.
+    """
+
+    def __init__(self, look_ahead: LookAhead, made: Any) -> None:
+        self._look_ahead, self._made = look_ahead, made
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -117,16 +246,10 @@ class LookAhead:
     def close(self) -> None:
         """Cancel what has not begun, wait for the threads to end, and let others announce their reads."""
         self._made.close()
-        self._drawn.close()
-        self._release()
+        self._look_ahead.close()
 
 
-def _release(tables: list[DiskFeatures]) -> None:
-    for table in tables:
-        table.release()
-
-
-def claimed(tables: Mapping[Any, DiskFeatures]) -> bool:
+def claimed(tables: Mapping[Any, Announced]) -> bool:
     """Take all tables to announce reads, or none where somebody else has one."""
     taken = [table for table in tables.values() if table.claim()]
     if len(taken) < len(tables):
@@ -134,36 +257,39 @@ def claimed(tables: Mapping[Any, DiskFeatures]) -> bool:
     return len(taken) == len(tables)
 
 
-def _draw(loader: Any, begun: dict[tuple[int, int], Begun], task: tuple[Any, bool]) -> Drawn | Begun | None:
-    """Sample a mini-batch, unless it has been; one of the next epoch with its task, or None where that fails."""
+def _release(tables: list[Announced]) -> None:
+    for table in tables:
+        table.release()
+
+
+def _draw(loader: Any, begun: dict[tuple[int, int], Waiting], task: tuple[Any, bool]) -> tuple[Waiting, bool] | None:
+    """Sample a mini-batch, unless it has been; say whether it is of the next epoch, and return None where that fails.
+
+    In its turn what has failed there fails again.
+    """
     wanted, is_beyond = task
-    if is_beyond:
-        try:
-            return Begun(wanted, loader.draw(wanted))
-        except Exception:  # in its turn it fails again
-            return None
     known = begun.pop(wanted[:2], None)
-    if known is not None and known.drawn.key == loader.key_of(wanted) and _same_seeds(known.task[2], wanted[2]):
-        return known.drawn
-    drawn: Drawn = loader.draw(wanted)
-    return drawn
-
-
-def _same_seeds(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if known is not None and known.is_of(loader.key_of(wanted), wanted):
+        return known, False
+    try:
+        return Waiting(wanted, loader.draw(wanted)), is_beyond
+    except Exception:
+        if is_beyond:
+            return None
+        raise
 
 
 def _window(
-    drawn: Iterable[Drawn | Begun | None], most: int, size: int | None, at_first: int, handed_on: list[Begun]
-) -> Iterator[tuple[Drawn | BaseException, list[Drawn]]]:
+    sampled: Iterable[tuple[Waiting, bool] | None], most: int, size: int | None, at_first: int, handed_on: list[Waiting]
+) -> Generator[tuple[Waiting | BaseException, list[Waiting]]]:
     """Give each mini-batch with those that are to be announced before it is read.
 
-    What fails is raised in its turn, after all that came before it. Those of the next epoch are announced, and handed
+    What fails is given in its turn, after all that came before it. Those of the next epoch are announced, and handed
     on.
     """
-    waiting: deque[Drawn] = deque()
-    new: list[Drawn] = []
-    source: Iterator[Drawn | Begun | None] | None = iter(drawn)
+    waiting: deque[Waiting] = deque()
+    new: list[Waiting] = []
+    source: Iterator[tuple[Waiting, bool] | None] | None = iter(sampled)
     failure: BaseException | None = None
     read = held = 0
     while True:
@@ -171,20 +297,17 @@ def _window(
             if (size is not None and held > size and waiting) or (handed_on and not waiting):
                 break
             try:
-                one = next(source)
+                found = next(source)
             except StopIteration:
                 source = None
             except BaseException as error:
                 source, failure = None, error
             else:
-                if one is None:
+                if found is None:
                     source = None
                     continue
-                if isinstance(one, Begun):
-                    handed_on.append(one)
-                    one = one.drawn
-                else:
-                    waiting.append(one)
+                one, is_beyond = found
+                (handed_on if is_beyond else waiting).append(one)
                 new.append(one)
                 held += one.num_bytes
         if not waiting:
@@ -197,20 +320,3 @@ def _window(
         new = []
     if failure is not None:
         yield failure, new
-
-
-def _join(loader: Any, tables: Mapping[Any, DiskFeatures], task: tuple[Drawn | BaseException, list[Drawn]]) -> Any:
-    drawn, new = task
-    if isinstance(drawn, BaseException):
-        raise drawn
-    for name, table in tables.items():
-        kind = name[0] if isinstance(name, tuple) else None
-        for each in new:
-            table.announce(each.nodes(kind))
-        table.advance()
-    return loader.join(drawn)
-
-
-def _count(ids: Any) -> int:
-    parts = ids.values() if isinstance(ids, dict) else [ids]
-    return sum(part.numel() for part in parts if part is not None)

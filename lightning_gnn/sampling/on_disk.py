@@ -16,6 +16,7 @@ from lightning_gnn.graph.features import file_of
 from lightning_gnn.graph.row_file import RowFile
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.runtime.messages import whole_number
+from lightning_gnn.sampling.look_ahead import Waiting
 
 _WINDOW_SHARE = 8
 """Of the memory, what mini-batches that wait for their features take by default: an eighth."""
@@ -220,7 +221,7 @@ def _measured(loader: Any, files: Mapping[Any, RowFile]) -> tuple[dict[Any, int]
     size = getattr(loader.batch_sampler, "batch_size", None) or _USUAL_BATCH
     drawn = loader.draw((0, 0, torch.arange(min(size, len(loader.dataset)))))
     kinds = {name: name[0] if isinstance(name, tuple) else None for name in files}
-    return {name: drawn.nodes(kind).numel() for name, kind in kinds.items()}, drawn.num_bytes
+    return {name: drawn.nodes(kind).numel() for name, kind in kinds.items()}, Waiting((), drawn).num_bytes
 
 
 def _read_bytes(file: RowFile) -> int:

@@ -142,6 +142,8 @@ def mini_batch(launch):
     ):
         rows = torch.empty(4, 40)
         gather_npu.gather_npu(x, torch.tensor([5, 299, 0, 7]), rows)
+    best, ties = chip.maxima(edges[:2], x)
+    found += [best, ties, chip.maxima_backward(edges[:2], torch.ones_like(best), best, x)]
     return [*found, rows, x[[5, 299, 0, 7]] - rows]
 
 
@@ -203,7 +205,9 @@ def main():
     ]
     zeros = on_npu("aggregate_chunks")(empty, 3, torch.ones(3, 1, 5), None, "sum", [0, 5], [0, 0])[0]
     refusals = []
+    edge = [torch.tensor(part, dtype=empty[i].dtype) for i, part in enumerate(([0], [0, 1], [0, 1], [0], [0], [0, 1]))]
     for arguments in [
+        (edge, 3, torch.ones(3, 2, 5), None, "sum", [0, 10], [0, 1]),
         (empty, 3, torch.ones(3, 1, 5), None, "max", [0, 5], [0, 0]),
         (
             [*empty[:3], torch.zeros(1, dtype=torch.int32), *empty[4:]],

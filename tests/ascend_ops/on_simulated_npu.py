@@ -1,6 +1,7 @@
 """Run by test_backend.py in a process of its own, whose torch has a simulated NPU: training on it through the twin."""
 
 import sys
+from functools import partial
 
 import pytorch_lightning as pl
 import torch
@@ -46,7 +47,18 @@ def losses(model, backend, datamodule=FullGraphDataModule, **settings):
     return recorder.values
 
 
+largest = partial(GraphSAGE, aggr="max")  # of float32: no number is rounded
+
 if sys.argv[1] == "neighbours":
+    expected = losses(largest, None, neighbours, accelerator="cpu")
+    with record_launches() as launches:
+        found = losses(largest, "ascend_twin", neighbours, accelerator="npu")
+    names = [launch.kernel for launch in launches]
+    print("largest", len(launches), set(names), found, expected)
+    # No gradient goes to the features: in each step one layer of two has one.
+    assert names.count("aggregate_max_backward") == len(found) > 4
+    assert names.count("aggregate_max") > 2 * len(found)
+    assert all(abs(a - b) < 1e-5 * b for a, b in zip(found, expected, strict=True))
     for model in (GraphSAGE, GCN):
         # The first scale of a scaler is so large that it leaves out a step.
         scaled = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("npu", init_scale=64.0))
@@ -65,11 +77,13 @@ if sys.argv[1] == "neighbours":
             assert found[-1] < found[0] - 0.02
     sys.exit()
 
-for model in (GCN, GAT):
+for model in (GCN, GAT, largest):
     expected = losses(model, None, accelerator="cpu")
     with record_launches() as launches:
         found = losses(model, "ascend_twin", accelerator="npu", strategy=sys.argv[1])
-    print(model.__name__, len(launches), found, expected)
+    names = {launch.kernel for launch in launches}
+    print(getattr(model, "__name__", "largest"), len(launches), names, found, expected)
+    assert (names == {"aggregate_max", "aggregate_max_backward"}) == (model is largest)
     # The first layer of GCN aggregates features that stay what they are: once, not in each epoch.
     assert len(launches) >= 4 * 3 + 1
     assert len(found) == len(expected) == 4

@@ -1,6 +1,7 @@
 """Runs the kernels of ascend_ops/csrc on the CPU twin: numpy in, numpy out, padding and tables as a host makes them."""
 
 import numpy as np
+import torch
 
 from lightning_gnn.ascend_ops import tiling
 from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, default_twin
@@ -14,6 +15,15 @@ def launch(kernel, args, blocks, **options):
     result = twin.launch(kernel, args, max(blocks, 1), **options)
     LOG.append(result)
     return result
+
+
+def launch_tensors(kernel, blocks, inputs, outputs, tiling, **options):
+    """Launch on CPU tensors; every number of the outputs is the kernel's, or NaN."""
+    arrays = [np.full(tuple(output.shape), np.nan, np.float32) for output in outputs]
+    args = [*(given(tensor.numpy()) for tensor in inputs), *map(Scratch, arrays), given(tiling)]
+    launch(kernel, args, blocks, **options)
+    for output, array in zip(outputs, arrays, strict=True):
+        output.copy_(torch.from_numpy(array))
 
 
 def given(array):

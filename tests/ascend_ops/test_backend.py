@@ -23,6 +23,7 @@ from lightning_gnn.ops import aggregate, default_backend, edge_softmax, hybrid_p
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import chip_plan
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
+from lightning_gnn.ops.aggregate.backends import chunk_tensors
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 HALF = 2.0**-11  # relative error of rounding to float16
@@ -165,14 +166,13 @@ def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
     torch.testing.assert_close(got[finite].double(), expected[finite], rtol=0, atol=HALF * 200)
 
 
-def test_a_maximum_is_computed_by_torch():
-    graph = random_graph(6, 40, 200)
-    x = torch.randn(40, 1, 9)
-    with record_launches() as launches:
-        results = both(graph, [x], lambda backend, x: aggregate(graph, x, reduce="max", backend=backend))
-    assert launches == []
-    for got, expected in zip(*results[:2], strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kernel", ["aggregate_chunks", "aggregate_gathered"])
+def test_heads_without_weights_are_refused_where_they_would_be_read(kernel):
+    graph = random_graph(6, 40, 200, 2)
+    cut = ([0, 32], [0, graph.forward.num_chunks], *((1, False) if kernel == "aggregate_gathered" else ()))
+    operator = getattr(aggregate_ascend_twin, kernel)
+    with pytest.raises(ValueError, match=r"none for the 2 heads of x \[40, 2, 16\]; .* x\.reshape\(40, 1, 32\)"):
+        operator(chunk_tensors(graph.forward), 40, torch.ones(40, 2, 16), None, "sum", *cut)
 
 
 def test_no_columns_and_no_edges():

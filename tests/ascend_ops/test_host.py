@@ -54,6 +54,8 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["kernels"] == [
         "aggregate_cube",
         "aggregate_gathered",
+        "aggregate_max",
+        "aggregate_max_backward",
         "aggregate_update",
         "aggregate_vector",
         "combine_parts",
@@ -70,10 +72,11 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["lines_of_second_load"] == 0
     assert found["empty"]
     assert found["streams"] == []
-    assert found["refusals"][0] == "NotImplementedError: the NPU has no kernel for reduce=max"
-    assert found["refusals"][1].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
-    assert found["refusals"][2] == "ValueError: there is no kernel scatter_rows"
-    assert found["refusals"][3] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
+    assert "none for the 2 heads of x [3, 2, 5]; without weights give them as one" in found["refusals"][0]
+    assert found["refusals"][1] == "NotImplementedError: the NPU has no kernel for reduce=max"
+    assert found["refusals"][2].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
+    assert found["refusals"][3] == "ValueError: there is no kernel scatter_rows"
+    assert found["refusals"][4] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
     assert len(found["warnings"]) == 1  # three of the cases are converted
 
 
@@ -173,11 +176,18 @@ def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
         aggregate_npu.num_cores.cache_clear()
 
 
-def test_an_npu_with_the_kernels_leaves_a_maximum_to_torch(monkeypatch):
+def test_what_of_a_maximum_has_no_kernel_is_torchs(monkeypatch):
     reached = []
     monkeypatch.setattr(aggregate_npu, "available", lambda: True)
-    monkeypatch.setattr(aggregate_npu.aggregate_reference, "aggregate_chunks", lambda *args: reached.append(args[4]))
-    monkeypatch.setattr(aggregate_npu.aggregate_reference, "edge_products", lambda *args: reached.append("products"))
-    aggregate_npu.aggregate_chunks([], 0, torch.ones(1), None, "max", [], [])
-    aggregate_npu.edge_products([], torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), [], [])
-    assert reached == ["max", "products"]
+    for name in ("aggregate_chunks", "aggregate_max_backward", "edge_products"):
+        monkeypatch.setattr(aggregate_npu.aggregate_reference, name, lambda *args, name=name: reached.append(name))
+    one = torch.ones(1, dtype=torch.float64)
+    aggregate_npu.aggregate_chunks([], 0, one, None, "max", [], [])
+    aggregate_npu.aggregate_max_backward([], 0, one, one, one, None, [], [])
+    aggregate_npu.edge_products([], one, one, one, one, [], [])
+    assert reached == ["aggregate_chunks", "aggregate_max_backward", "edge_products"]
+    for name in ("entries_of_chunks", "maxima", "maxima_backward"):
+        monkeypatch.setattr(aggregate_npu, name, lambda *args, name=name: reached.append(name))
+    aggregate_npu.aggregate_chunks([], 0, one.float(), None, "max", [], [])
+    aggregate_npu.aggregate_max_backward([], 0, one, one, one.float(), None, [], [])
+    assert reached[3:] == ["entries_of_chunks", "maxima", "entries_of_chunks", "maxima_backward"]

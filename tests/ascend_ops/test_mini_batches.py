@@ -212,14 +212,6 @@ def test_threads_launch_side_by_side():
     assert all(map(torch.equal, alone, beside))
 
 
-def test_a_maximum_runs_elsewhere():
-    conv, x, edge_index = SAGEConv(40, 20, aggr="max"), torch.randn(150, 40), torch.randint(150, (2, 1000))
-    expected = conv(x, edge_index)
-    with default_backend("ascend_twin"), record_launches() as launches:
-        assert torch.equal(conv(x, edge_index), expected)
-    assert launches == []
-
-
 def test_second_derivatives_are_torchs():
     x = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
     edge_index, weight = torch.randint(30, (2, 90)), torch.randn(4, 8, dtype=torch.float64)

@@ -169,17 +169,20 @@ def test_rows_on_their_way_hide_each_others_latency(model, buffers):
     lists = row_tables(chunks.tables, chunk_ranges=chunks.even_ranges(12), num_columns=256)
     flat = (("hbm_bytes", 1e9),)
 
-    def run(row_buffers, changes=flat):
-        setting = model.Setting(chip, buffers, share_hbm=False, changes=changes, row_buffers=row_buffers)
+    def run(changes=flat, **how):
+        setting = model.Setting(chip, buffers, share_hbm=False, changes=changes, **how)
         return model.aggregate_vector(setting, lists, 400, 400, True)
 
-    kernel, many = run(0), run(9)
-    assert run(buffers).cycles == kernel.cycles
-    assert many.bytes == kernel.bytes
-    assert many.cycles < kernel.cycles / 2
+    kernel, one = run(), run(rows_at_once=1)
+    assert run(rows_at_once=16).cycles == kernel.cycles
+    assert one.bytes == kernel.bytes
+    assert one.cycles > kernel.cycles * 2
+    alone = run(rows_at_once=1, own_lists=True)
+    assert alone.bytes == kernel.bytes
+    assert alone.cycles > one.cycles
     # without a latency there is little to hide
     at_once = (*flat, ("l2_read_latency", 0), ("l2_write_latency", 0))
-    assert run(9, at_once).cycles > run(2, at_once).cycles * 0.75
+    assert run(at_once, rows_at_once=1).cycles < run(at_once).cycles * 2
 
 
 def test_cores_share_hbm(model):

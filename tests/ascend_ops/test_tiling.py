@@ -250,6 +250,7 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
         target[begin:end] = vertex
     assert np.array_equal(target, chunks.target)
     assert np.array_equal(tables.columns, chunks.source)
+    assert np.array_equal(tables.vertices[1:, 1], tables.vertices[:-1, 2])  # a list goes on over vertices
     assert np.unique(tables.vertices[:, 0]).size == len(tables.vertices)
     bounds = tables.plan[tables.range_offset : tables.panel_offset]
     assert bounds.size == members + 1
@@ -274,7 +275,8 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
         "panelColumns": tables.panel_columns,
         "ldx": wide,
         "ldy": wide,
-        "batch": 256,
+        "batch": 1024,
+        "atOnce": rows_at_once(tables.panel_columns),
         "weighted": 1,
     } | ({"valueStride": num_edges} if num_edges else {})
 
@@ -291,6 +293,12 @@ def test_rows_of_a_vertex_that_lie_apart_are_refused():
 def largest(fits, most, unit=1):
     """The largest multiple of a unit, up to ``most``, that fits."""
     return max(number for number in range(unit, most + 1, unit) if fits(number))
+
+
+def rows_at_once(columns):
+    """Rows of a group: two groups in half and one in float, beside what else row_sums.h puts into UB."""
+    beside = 2 * 1024 * 8 + 2 * 2 * columns + tiling.up(4 * columns, 512) + 256
+    return largest(lambda rows: beside + rows * columns * (2 * 2 + 4) <= 192 * 1024 - 8192, 16)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 64, 70])
@@ -352,8 +360,9 @@ def test_batches_and_pieces_are_the_largest_that_fit(heads, columns):
         "ownOffset": wide,
         "mean": 1,
         "transposeB": 1,
-        "batch": 256,
+        "batch": 1024,
         "panelColumns": min(wide, 2048),
+        "atOnce": rows_at_once(min(wide, 2048)),
     }
     parts = min(4, -(-columns // 128))
     update = tiling.update_tiling(heads, columns, 33, wide, wide, transpose_b=True, split_k=4)

@@ -110,11 +110,12 @@ def test_the_kernels_are_compared_with_torch(capsys):
     names = {launch.kernel for launch in launches}
     assert names >= {"edge_softmax", "edge_softmax_backward", "edge_products", "aggregate_update", "gather_rows"}
     assert names & {"aggregate_cube", "aggregate_vector"}
+    assert names >= {"aggregate_max", "aggregate_max_backward"}
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 15  # it goes into an issue
     assert max(map(len, lines)) < 140
     assert lines[0].startswith("lightning-gnn ")
-    assert lines[-1] == "all 4 are right"
+    assert lines[-1] == "all 5 are right"
 
 
 @needs_compiler
@@ -130,10 +131,11 @@ def test_a_wrong_and_a_broken_kernel_are_named(monkeypatch, capsys):
     monkeypatch.setattr(ascend_twin, "launch", broken)
     assert doctor.main(["--kernels", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [check["right"] for check in found["checks"]] == [True, True, False, False]
-    assert "aggregate_update: WRONG, error " in found["report"][4]
-    assert found["report"][5] == "  gather_rows: failed: RuntimeError: aclrtlaunch failed"
-    assert found["report"][-1] == "2 of 4 are wrong: aggregate_update, gather_rows"
+    assert [check["right"] for check in found["checks"]] == [True, False, True, False, False]
+    assert "aggregate (max): WRONG, error " in found["report"][3]
+    assert "aggregate_update: WRONG, error " in found["report"][5]
+    assert found["report"][6] == "  gather_rows: failed: RuntimeError: aclrtlaunch failed"
+    assert found["report"][-1] == "3 of 5 are wrong: aggregate (max), aggregate_update, gather_rows"
 
 
 def test_without_an_npu_and_a_compiler_it_says_what_to_get(monkeypatch, capsys, tmp_path):

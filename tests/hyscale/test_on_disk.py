@@ -1,5 +1,7 @@
 """Features on disk under HyScale: each rank reads its share, and mini-batches and weights are those of memory."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,6 +44,49 @@ def test_batches_are_those_of_memory(store, prefetch):
     assert isinstance(table, DiskFeatures)
     assert table.counts.rows == sum(batch.num_nodes for batch in theirs)
     assert table.claim(), "nobody announces reads any more"
+
+
+def test_shares_that_change_are_sampled_again(store):
+    def batches(**options):
+        share = [0.5]
+        loader = datamodule(**F32, **options).train_dataloader()
+        shared = SharedBatches(loader, lambda n, number: split_seeds(n, [share[0], 1])[0])
+        for number, batch in enumerate(StagedLoader(loader, shared, PipelineSettings(0), lambda share: None)):
+            share[0] = 0.5 if number % 4 else 2.0
+            yield batch
+        table = loader.tables.get("x")
+        read.append(table and (table.counts.rows, table._where.announced))
+
+    read = []
+    for batch, expected in zip(batches(memory="3MB", store=store), batches(), strict=True):
+        assert torch.equal(batch.n_id, expected.n_id)
+        assert torch.equal(batch.edge_index, expected.edge_index)
+        assert torch.equal(batch.x, expected.x)
+    assert read[0][0] > 0
+    assert read[0][1] == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_looking_ahead_reads_less(store, prefetch, monkeypatch):
+    def noted(asked, real, n_id):
+        asked.append(n_id.numel())
+        real(n_id)
+
+    read = {}
+    for lookahead in (None, 0):
+        loader = datamodule(**F32, memory="3MB", store=store, lookahead=lookahead).train_dataloader()
+        file = loader.tables["x"].file
+        table = DiskFeatures(file, DiskFeatures.least_bytes(file))  # room for 64 rows
+        asked = []
+        monkeypatch.setattr(table, "announce", partial(noted, asked, table.announce))
+        loader.tables["x"] = table
+        shared = SharedBatches(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1)
+        rows = [
+            batch.n_id.numel() for batch in StagedLoader(loader, shared, PipelineSettings(prefetch), lambda share: None)
+        ]
+        assert asked == ([] if lookahead == 0 else rows)
+        read[lookahead] = table.counts.hits
+    assert read[None] > read[0]
 
 
 class Single(Plain):

@@ -49,3 +49,14 @@ def test_it_runs_compiled_code(monkeypatch):
     x = normal(num_sources, 5, dtype=torch.float32).requires_grad_()
     for reduce in ("sum", "mean", "max"):
         aggregate_rows(x, by_target(edges, num_sources, num_targets), reduce).sum().backward()
+
+
+def test_a_maximum_of_zeros_is_shared_by_the_edges_that_attain_it_alone():
+    """torch's own scatter_reduce counts the zeros that it begins with, also where it leaves them out."""
+    edges = [torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 2], dtype=torch.int32)]
+    x = torch.tensor([[0.0, 1], [0, 2], [0, -3]], requires_grad=True)
+    shares = torch.tensor([[0.5, 0], [0.5, 1], [1, 1]])
+    assert torch.equal(torch.autograd.grad(aggregate_rows(x, edges, "max").sum(), x)[0], shares)
+    assert torch.equal(torch.func.grad(lambda x: aggregate_rows(x, edges, "max").sum())(x.detach()), shares)
+    (grad,) = torch.autograd.grad(aggregate_rows(x, edges, "max").sum(), x, create_graph=True)
+    assert torch.equal(grad, shares)

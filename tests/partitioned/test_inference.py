@@ -5,8 +5,14 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_gnn import FullInference, NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
-from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from lightning_gnn import (
+    FullInference,
+    LinkDataModule,
+    NeighborDataModule,
+    PartitionedDataModule,
+    PartitionedLinkDataModule,
+)
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 from tests.full_graph.launch import observe, run
 from tests.partitioned.graphs import plain_graph, typed_graph
@@ -118,6 +124,59 @@ def test_several_ranks(folder, ranks):
     assert all(result == results[0] for result in results)
 
 
+def link_options(data):
+    """Edges of the graph and others, with labels, to validate; more of them, some twice, to score."""
+    edges = torch.cat([data.edge_index[:, 10:17], torch.stack([torch.arange(8), torch.arange(8).flip(0)])], dim=1)
+    labels = torch.tensor([1.0] * 7 + [0.0] * 8)
+    scored = torch.cat([edges.flip(0), edges[:, :4]], dim=1)
+    given = {"input_val_edges": edges, "input_val_labels": labels, "input_pred_edges": scored}
+    return data.edge_index, {**OPTIONS, **given, "inference": "full"}
+
+
+def predictor_of(name):
+    pl.seed_everything(3, verbose=False)
+    return LinkPredictor(MODELS[name]().double()).eval()
+
+
+def _same_links(name, weighted, folder, ranks, rank, strategy="auto"):
+    train, options = link_options(graph(weighted))
+    datamodule = PartitionedLinkDataModule(folder / str(weighted), train, **options)
+    scores, rows = _outputs(predictor_of(name), datamodule, ranks, strategy)
+    module, whole = predictor_of(name), LinkDataModule(graph(weighted), train, **options)
+    with torch.no_grad():
+        (batch,) = whole.predict_dataloader()
+        true_rows = module.predict_step(batch, 0)
+        (batch,) = whole.val_dataloader()
+        true_scores = module.predict_step(batch, 0)
+    torch.testing.assert_close(rows, true_rows[rank::ranks], rtol=1e-12, atol=1e-12)
+    loss = nn.functional.binary_cross_entropy_with_logits(true_scores, batch.edge_label.double())
+    assert scores["val_loss"] == pytest.approx(float(loss), rel=1e-6)
+    places = true_scores.argsort().argsort().double()[batch.edge_label == 1]  # area under the curve, by ranks
+    area = (places.sum() - 7 * 6 / 2) / (7 * 8)
+    assert scores["val_auc"] == pytest.approx(float(area), rel=1e-6)
+    return scores
+
+
+@pytest.mark.parametrize(("name", "weighted"), [("gcn improved", True), ("sage", False), ("gat", False)])
+def test_links_of_all_parts_on_one_rank(folder, name, weighted):
+    _same_links(name, weighted, folder, 1, 0)
+
+
+def _links(rank, ranks, folder):
+    torch.set_num_threads(1)
+    scores = _same_links("gcn improved", True, folder, ranks, rank, "ddp")
+    torch.distributed.destroy_process_group()
+    return scores
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(parts=4)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_links_of_several_ranks(folder, ranks):
+    results = run(_links, ranks, ranks, folder, nodes=ranks)
+    assert all(result == results[0] for result in results)
+
+
 def _hybrid(rank, folder):
     datamodule = PartitionedDataModule(folder / "False", **OPTIONS, inference="full")
     _outputs(module_of("sage"), datamodule, 2, "hyscale")
@@ -148,8 +207,6 @@ def test_what_cannot_work_is_refused(folder, tmp_path, one_rank):
         inferring(GCN(**SIZES, norm="GraphNorm"))
     with pytest.raises(ValueError, match=r"FullInference\(folder='layers'\) does not go with a partitioned graph"):
         PartitionedDataModule(folder / "False", **OPTIONS, inference=FullInference("layers"))
-    with pytest.raises(ValueError, match="does not go with a partitioned graph whose links are asked for"):
-        PartitionedLinkDataModule(folder / "False", graph(False).edge_index, **OPTIONS, inference="full")
     partition_graph(typed_graph(), tmp_path / "typed", 2, "ldg", batches=0)
     with pytest.raises(ValueError, match="does not go with a partitioned graph of several types"):
         PartitionedDataModule(tmp_path / "typed", **OPTIONS, inference="full")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule, shards
+from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
 from tests.batching_data import small_data
 from tests.sampling.test_typed import contents, typed_data
@@ -20,6 +21,9 @@ KINDS = {
     "features": {"topology": "device", "features": "shard"},
     "topology": {"topology": "shard", "features": "pinned", "disjoint": True},
     "both": ALL,
+    "bulk": {**ALL, "bulk": 4},
+    "bulk, in turn": {**ALL, "bulk": 4, "prefetch": 0},
+    "one by one": {**ALL, "bulk": 1},
     "all neighbours": {**ALL, "num_neighbors": [-1], "prefetch": 0},
     "quantised": {**ALL, "quantize": True},
     "types": {"topology": "device", "features": "shard"},
@@ -36,6 +40,8 @@ def graph_of(kind, rank):
         return graph
     graph = small_data(num_nodes=61, num_edges=300)
     graph.train_mask, graph.val_mask = torch.arange(61) // 7 == rank + 1, torch.arange(61) > 59 - 3 * rank
+    if "bulk" in kind or kind == "one by one":
+        graph.train_mask = torch.arange(61) < 5 + 6 * rank  # 3 and 6 mini-batches
     return graph
 
 
@@ -59,15 +65,26 @@ def datamodules(kind, rank, options):
 
 
 def batches_of(rank, folder, kinds):
-    """Return, by kind, how many mini-batches of each stage were right, and where the tables were; raise for others."""
+    """Return, by kind, how many mini-batches of each stage were right, where the tables were, and how many exchanges
+    there were in each stage; raise for others.
+    """
     join(rank, folder)
+    exchanged = itertools.count()
+    run = Exchange._run
+
+    def counted(exchange):
+        next(exchanged)
+        run(exchange)
+
+    Exchange._run = counted
     found = {}
     for kind in kinds:
         ours, theirs = datamodules(kind, rank, KINDS[kind])
-        counts = []
+        counts, exchanges = [], []
         for stage in ("train",) if kind == "links" else ("train", "val"):
             loaders = [getattr(made, f"{stage}_dataloader")() for made in (ours, theirs)]
             counts.append(0)
+            begin = next(exchanged)
             for a, b in itertools.zip_longest(*loaders):
                 if kind == "quantised":
                     step = b.x.abs().amax(dim=1, keepdim=True) / 127
@@ -75,7 +92,8 @@ def batches_of(rank, folder, kinds):
                     a.x = b.x
                 assert contents(a) == contents(b), (kind, stage, counts)
                 counts[-1] += 1
-        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}
+            exchanges.append(next(exchanged) - begin - 1)
+        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}, exchanges
     dist.barrier()
     return found
 

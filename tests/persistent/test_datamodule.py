@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.graph import write_rows
+from lightning_gnn.graph import DiskFeatures, write_rows
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -63,7 +63,9 @@ def test_batches_equal_those_of_the_cpu(options):
     ],
     ids=str,
 )
-def test_features_may_stay_on_disk(tmp_path, options, place):
+def test_features_may_stay_on_disk(tmp_path, options, place, monkeypatch):
+    announced, real = [], DiskFeatures.announce
+    monkeypatch.setattr(DiskFeatures, "announce", lambda self, n_id: announced.append(n_id.numel()) or real(self, n_id))
     store = write_rows(data().x, tmp_path / "x.rows").path
     ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, **options)
     theirs = NeighborDataModule(data(), **SIZES)
@@ -74,6 +76,10 @@ def test_features_may_stay_on_disk(tmp_path, options, place):
     part = ours.placement["data.x"]
     assert part.place == place
     table = ours.train_dataloader().tables["x"]
+    batches = len(theirs.train_dataloader()) + len(theirs.val_dataloader())
+    assert len(announced) >= batches if place == "disk" else not announced
+    if place == "disk":
+        assert table.disk.claim(), "nobody announces reads any more"
     assert (0 if place == "device" or table.cache is None else table.cache.rows.size(0)) == part.nodes.numel()
     assert bool(part.nodes.numel()) is any(name.startswith("cache") for name in options)
     with pytest.raises(ValueError, match="quantize=True is for tables in memory"):

@@ -37,7 +37,7 @@ def test_rows_that_are_sent_are_those_of_the_cpu(tmp_path, kinds):
     num_ranks = {1: 1, 4: 2, 3: 3}[len(kinds)]
     outcomes = run(shard_rank.batches_of, num_ranks, str(tmp_path), kinds)
     for kind in kinds:
-        for counts, places in (outcome[kind] for outcome in outcomes):
+        for counts, places, _ in (outcome[kind] for outcome in outcomes):
             assert all(counts)
             assert ("shard" in places.values()) is (num_ranks > 1)
         counts = {tuple(outcome[kind][0]) for outcome in outcomes}
@@ -45,10 +45,22 @@ def test_rows_that_are_sent_are_those_of_the_cpu(tmp_path, kinds):
 
 
 @pytest.mark.slow
+def test_mini_batches_that_are_sampled_together_share_the_exchanges_of_a_hop(tmp_path):
+    bulks = {"bulk": 4, "one by one": 1, "bulk, in turn": 4}
+    outcomes = run(shard_rank.batches_of, 2, str(tmp_path), list(bulks))
+    for kind, bulk in bulks.items():
+        counts = [outcome[kind][0] for outcome in outcomes]
+        assert [train for train, _ in counts] == [3, 6]  # all were equal to those of one process
+        most = [max(stage) for stage in zip(*counts, strict=True)]
+        for *_, exchanges in (outcome[kind] for outcome in outcomes):
+            assert exchanges == [2 * -(-number // bulk) + number for number in most]  # two hops; rows of each
+
+
+@pytest.mark.slow
 def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path):
     kinds = ["both", "all neighbours", "quantised", "types"]
     for outcome in run(shard_rank.peers_of, 2, str(tmp_path), kinds):
-        assert all("shard" in places.values() for _, places in outcome.values())
+        assert all("shard" in places.values() for _, places, _ in outcome.values())
 
 
 @pytest.mark.slow

@@ -410,3 +410,18 @@ def test_help_tells_the_kinds(capsys):
     with pytest.raises(SystemExit) as caught:
         cache_command.main(["--clear", "everything"])
     assert caught.value.code == 2
+
+
+def test_a_manifest_that_another_process_writes_is_not_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "x.npy").write_bytes(b"x")
+    gone = tmp_path / ".manifest.json.other-1.part"
+    gone.write_bytes(b"")
+    real = type(tmp_path).rglob
+
+    def moved(self, pattern):
+        found = [*real(self, pattern)]
+        gone.unlink()  # renamed by who wrote it, between a look at the folder and one at the file
+        return found
+
+    monkeypatch.setattr(type(tmp_path), "rglob", moved)
+    assert manifest.listing(tmp_path) == ["x.npy"]

@@ -392,7 +392,7 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
         (first + 20, None, first + 21, 4 * first),
     ):
         ahead, seen = 0, []
-        for _, new in look_ahead._window([One() for _ in range(count)], most, size, look_ahead._AT_FIRST, []):
+        for _, new in look_ahead._window([(One(), False) for _ in range(count)], most, size, look_ahead._AT_FIRST, []):
             ahead += len(new)
             seen.append(ahead)
             ahead -= 1
@@ -459,7 +459,7 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
     disk, plain = loaders
     assert disk._begun
     seeds = disk._begun[0].task
-    disk._begun[0] = look_ahead.Begun((*seeds[:2], seeds[2].flip(0)), disk._begun[0].drawn)  # of other seeds
+    disk._begun[0] = look_ahead.Waiting((*seeds[:2], seeds[2].flip(0)), disk._begun[0].drawn())  # of other seeds
     real = type(disk).draw
 
     def failing(self, task):
@@ -490,6 +490,39 @@ def test_collective_batches_from_disk(folder):
     for batch, expected in zip(disk, plain, strict=True):
         assert_same(batch, expected)
     assert table_of(disk).counts.rows
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collective_batching_looks_ahead_as_others_do(folder, workers):
+    data, read = load_folder(folder), {}
+    for kind, options in (
+        (NeighborDataModule, {}),
+        (CollectiveDataModule, {}),
+        (CollectiveDataModule, {"lookahead": 0}),
+    ):
+        module = datamodule(data, kind, num_workers=workers, memory="6MB", store=folder / "x.rows", **options)
+        loader = module.train_dataloader()
+        file = table_of(loader).file
+        table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
+        for _ in range(2):
+            for batch in loader:
+                assert torch.equal(batch.x, data.x[batch.n_id])
+        assert table.claim(), "nobody announces reads any more"
+        read[kind, len(options)] = table.counts.blocks
+    assert read[NeighborDataModule, 0] == read[CollectiveDataModule, 0] < 0.95 * read[CollectiveDataModule, 1]
+
+
+def test_a_mini_batch_that_is_made_again_is_sampled_again(folder):
+    loader = datamodule(load_folder(folder), CollectiveDataModule, num_workers=1, memory=MEMORY).train_dataloader()
+    loader.begin_look_ahead(0, 0)
+    tasks = [*loader.tasks(0, 0)]
+    for number in (1, 0, 1, 0, 2):  # out of turn, as two workers may, and again, as where memory was short
+        batch = loader.prepare(tasks[number]).batch
+        assert torch.equal(batch.n_id, loader.draw(tasks[number]).nodes(None))
+        assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
+    assert loader._look_ahead._front == 3
+    loader.end_look_ahead()
+    assert table_of(loader).claim()
 
 
 def test_the_plan_says_what_the_memory_is_for(folder):

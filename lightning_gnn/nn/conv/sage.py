@@ -49,7 +49,7 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         "aggregation (sum, mean) and both products, with ReLU and dropout in a model; aggregation (max)",
         ("sum", "mean", "max"),
         _products,
-        on_chip=("sum", "mean"),
+        on_chip=("sum", "mean", "max"),
     )
 
     def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
 ``backend="ascend_twin"``. Sums and means, attention, and the gradients of both go through the kernels, with the tables,
 the float16 numbers and the plan that the binding for a real NPU (``ascend_ops/host``) gives them; a block stands for a
-worker of the plan, so that ``PlanSettings(num_workers=24)`` simulates 24 cores. A maximum has no kernel and is computed
-by torch, as on the NPU. Nothing here is fast: it simulates every instruction.
+worker of the plan, so that ``PlanSettings(num_workers=24)`` simulates 24 cores. Maxima are computed in float32 and are
+those of torch. Nothing here is fast: it simulates every instruction.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightning_gnn.ascend_ops.tiling import (
 )
 from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate.chip_max import entries_of_chunks, maxima, maxima_backward
 from lightning_gnn.ops.aggregate.known_weights import made_once
-from lightning_gnn.ops.aggregate.reference import aggregate_max_backward  # noqa: F401  an operator of this backend
 
 HALF_EXPONENT = 15
 """2^15 is the last power of two that float16 has."""
@@ -102,9 +102,12 @@ def aggregate_chunks(
     float16 by a power of two per tensor, so that neither a vertex's sum overflows nor small gradients vanish.
     """
     if reduce == "max":
-        return aggregate_reference.aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
+        if x.dtype != torch.float32:
+            return aggregate_reference.aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
+        return maxima(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), x, weight)
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    _check_heads(x, weight)
     cube = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
     return _on_cubes("aggregate_cube", cube, num_rows, x, weight, reduce == "mean", lambda values: []), x.new_empty(0)
 
@@ -123,6 +126,7 @@ def aggregate_gathered(
     """Compute sums or means wave by wave, from rows that all cores gather once; ``kept``: dense tiles as well."""
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
+    _check_heads(x, weight)
     key = ("gathered", num_rows, x.size(1), x.size(2), len(slices) - 1, num_members, kept, *waves)
 
     def make() -> _Cube[GatheredTables]:
@@ -146,6 +150,14 @@ def aggregate_gathered(
         return [tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32)]
 
     return _on_cubes("aggregate_gathered", made, num_rows, x, weight, reduce == "mean", more), x.new_empty(0)
+
+
+def _check_heads(x: Tensor, weight: Tensor | None) -> None:
+    if weight is None and x.size(1) > 1:
+        raise ValueError(
+            f"the kernels of dense tiles have weights per head, but there are none for the {x.size(1)} heads of x "
+            f"{list(x.shape)}; without weights give them as one, x.reshape({x.size(0)}, 1, {x.size(1) * x.size(2)})"
+        )
 
 
 def _on_cubes(
@@ -216,6 +228,22 @@ def aggregate_vector(
     out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
     out = _unscaled(out, rows.exponent + exponent, made.degrees if mean else None)
     return out.to(x.device, x.dtype).contiguous(), none
+
+
+def aggregate_max_backward(
+    chunks: list[Tensor],
+    num_rows: int,
+    grad: Tensor,
+    best: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
+    if x.dtype != torch.float32:
+        return aggregate_reference.aggregate_max_backward(chunks, num_rows, grad, best, x, weight, slices, chunk_ranges)
+    return maxima_backward(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), grad, best, x, weight)
 
 
 def edge_products(

@@ -141,8 +141,9 @@ def chip_plan_of(
     backend: str,
     heads: int = 1,
     static: bool = False,
+    by_vertex: bool = False,
 ) -> tuple[list[torch.Tensor], HybridPlan]:
-    """Return the chunks of a sum on an NPU, cut as its plan wants them, and the plan, which names the kernel.
+    """Return the chunks of an aggregation on an NPU, cut as its plan wants them, and the plan, which names the kernel.
 
     Args:
         chunks: One direction of a graph.
@@ -152,6 +153,7 @@ def chip_plan_of(
         backend: What :func:`backend_name` returned.
         heads: Heads with weights of their own.
         static: Weights never change, or there are none.
+        by_vertex: Only the vector cores can do it, vertex by vertex.
     """
     from lightning_gnn.ascend_ops.cost_model import atlas_a2
     from lightning_gnn.ops.aggregate.chip_plan import plan_chip
@@ -162,11 +164,12 @@ def chip_plan_of(
         indptr = indptr.clone()  # what is kept must not keep its key alive
         known["whole"] = Chunks(rows, row_ptr, indptr, local, columns, column_ptr, None, *shape)
     cores = settings.num_workers or _num_workers(chunks[2].device, backend)
-    key = num_columns, cores, settings, heads, static
+    key = num_columns, cores, settings, heads, static, by_vertex
     if key not in known:
         # Cores that wait for all others must all run at once.
         together = cores <= (TWIN_CORES if backend == "ascend_twin" else _num_workers(chunks[2].device, backend))
         kernels: tuple[Any, ...] = ("cube", "gathered", "vector") if together else ("cube", "vector")
+        kernels = ("vector",) if by_vertex else kernels
         how: dict[str, Any] = {"kernels": kernels, "heads": heads, "static": static}
         known[key] = plan_chip(num_columns, {"": known["whole"]}, settings, cores, atlas_a2(), **how)
     plan: HybridPlan = known[key]

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gnn.ascend_ops.cost_model import BATCH, Counts, Kernel, chunk_cycles, hbm_bytes, panels, rows_copied
+from lightning_gnn.ascend_ops.cost_model import Counts, Kernel, chunk_cycles, hbm_bytes, panels, rows_copied
 from lightning_gnn.ascend_ops.wave_model import MOST_HALVES, cut_waves, gathered_cycles, slot_bytes
 from lightning_gnn.graph.chunks import Chunks, count_column_runs, count_columns
 from lightning_gnn.graph.hybrid_plan import (
@@ -188,9 +188,6 @@ def _count(chunks: Chunks, height: int) -> Counts:
         entries=per_chunk(degrees),
         columns=np.diff(count_columns(*cut)),
         runs=per_chunk(begins),
-        batches=per_chunk(-(-degrees // BATCH)),
-        pairs=per_chunk((BATCH - 1) // 2 * (degrees // BATCH) + np.maximum(degrees % BATCH - 1, 0) // 2),
-        short=per_chunk((degrees % BATCH > 0) & (degrees % BATCH < 3)),
         column_runs=count_column_runs(*cut),
         num_sources=int(np.unique(columns).size),
     )

@@ -170,8 +170,8 @@ class GraphMax(GraphOperator):
         if x.numel() == 0 or side.num_rows == 0 or num_edges(graph) == 0:
             nothing = x.new_zeros(side.num_rows, *x.shape[1:], dtype=accumulator(x.dtype))
             return nothing, nothing.clone()
-        plan = side.plan(x.size(1) * x.size(2))
-        best, ties = side.functions.aggregate_chunks(side.chunks, side.num_rows, x, weight, "max", *plan)
+        chunks, *plan = side.by_vertex(x.size(1) * x.size(2), x.size(1))
+        best, ties = side.functions.aggregate_chunks(chunks, side.num_rows, x, weight, "max", *plan)
         return best, ties
 
     @staticmethod
@@ -238,10 +238,8 @@ class GraphMaxBackward(GraphOperator):
         shares, num_columns = shares.contiguous(), x.size(1) * x.size(2)
         if wants_x:
             side = Direction(graph, transposed=True)
-            ordered = side.ordered(weight, None)
-            grad_x = side.functions.aggregate_max_backward(
-                side.chunks, side.num_rows, shares, best, x, ordered, *side.plan(num_columns)
-            )
+            ordered, (chunks, *plan) = side.ordered(weight, None), side.by_vertex(num_columns, x.size(1))
+            grad_x = side.functions.aggregate_max_backward(chunks, side.num_rows, shares, best, x, ordered, *plan)
         if wants_weight:
             side = Direction(graph)
             grad_weight = side.functions.edge_products(

@@ -79,6 +79,7 @@ class Direction:
     def __init__(self, graph: Graph, transposed: bool = False) -> None:
         self.chunks: list[Tensor] = list(graph[6:12] if transposed else graph[:6])
         self.num_rows: int = num_rows(graph, transposed)
+        self._num_columns: int = num_rows(graph, not transposed)
         self.edge_ids: Tensor | None = graph[_BACKWARD_IDS] if transposed else None
         self._backend, self._settings = _executed(graph[_EXECUTION])
         self.functions = operators(self._backend, self.chunks[2].device)
@@ -108,6 +109,15 @@ class Direction:
             chunks, self.num_rows, x, weight, reduce, bounds(plan.slices), bounds(plan.chunk_ranges)
         )[0]
         return out
+
+    def by_vertex(self, num_columns: int, heads: int) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return chunks and, as :meth:`plan` does, who does what, for what is done vertex by vertex on any device."""
+        if not (runs_on_chip(self.chunks[2].device, self._backend) and self._settings.mode == "balanced"):
+            return self.chunks, *self.plan(num_columns)
+        shape = self.num_rows, self._num_columns
+        asked = num_columns, self._settings, self._backend
+        chunks, plan = chip_plan_of(self.chunks, shape, *asked, heads=heads, by_vertex=True)
+        return chunks, bounds(plan.slices), bounds(plan.chunk_ranges)
 
     def ordered(self, weight: Tensor | None, permuted: Tensor | None) -> Tensor | None:
         """Return weights ``[E, H]`` in the order of this direction; ``permuted`` are those of the backward one."""

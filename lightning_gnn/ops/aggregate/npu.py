@@ -1,7 +1,8 @@
 """Aggregation and attention on an NPU: the binding of the Ascend C kernels, built on first use, or else torch's own.
 
-The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); what it has no kernel for, a
-maximum, goes to the reference, which is made of torch's operators.
+The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); those of a maximum are
+launched from here. What has no kernel, a maximum of float64 and the gradient of its weights, goes to the reference,
+which is made of torch's operators.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
+from lightning_gnn.ops.aggregate.chip_max import entries_of_chunks, maxima, maxima_backward
 from lightning_gnn.ops.library import define
 
 define(
@@ -25,7 +27,6 @@ define(
 )
 aggregate_gathered = torch.ops.lightning_gnn.aggregate_gathered
 aggregate_vector = torch.ops.lightning_gnn.aggregate_vector
-aggregate_max_backward = torch.ops.lightning_gnn.aggregate_max_backward
 edge_softmax = torch.ops.lightning_gnn.edge_softmax
 edge_softmax_backward = torch.ops.lightning_gnn.edge_softmax_backward
 edge_sums = torch.ops.lightning_gnn.edge_sums
@@ -81,9 +82,27 @@ def aggregate_chunks(
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Reduce the weighted rows of ``x`` over the entries of each vertex; ``definition.py`` defines it."""
+    if reduce == "max" and x.dtype == torch.float32 and available():
+        return maxima(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), x, weight)
     lacks_kernel = reduce == "max" and available()
     function = aggregate_reference.aggregate_chunks if lacks_kernel else torch.ops.lightning_gnn.aggregate_chunks
     return function(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
+
+
+def aggregate_max_backward(
+    chunks: list[Tensor],
+    num_rows: int,
+    grad: Tensor,
+    best: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    slices: list[int],
+    chunk_ranges: list[int],
+) -> Tensor:
+    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
+    if x.dtype == torch.float32 and available():
+        return maxima_backward(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), grad, best, x, weight)
+    return aggregate_reference.aggregate_max_backward(chunks, num_rows, grad, best, x, weight, slices, chunk_ranges)
 
 
 def edge_products(

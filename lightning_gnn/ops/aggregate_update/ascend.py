@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_gnn.ascend_ops.tiling import aggregate_update_tiling, combine_tiling, up, update_constants, update_tiling
 from lightning_gnn.ops.aggregate.ascend_twin import say_converted
+from lightning_gnn.ops.aggregate.chip_max import entries_of_edges, maxima, maxima_backward
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.chip_plan import UpdatePlan, plan_update
 from lightning_gnn.ops.dropout import row_dropout_torch
@@ -154,6 +155,21 @@ class Chip:
         table, values = _prepared(edges, x, mean, False)
         sums, _ = self._fused(edges, table, values.values, None, (x.size(1), 0), 0, mean, transpose_b=True)
         return _unscaled(sums[:, : x.size(1)].float(), _times(table.scale, values.scale))
+
+    def sums_backward(self, edges: list[Tensor], grad: Tensor, num_sources: int, mean: bool) -> Tensor:
+        """Return the gradient of the rows that :meth:`sums` adds up, in float32."""
+        return self.sums(_backward_edges(edges, num_sources, mean), grad, False)
+
+    def maxima(self, edges: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest of each target's rows, and how many attain it, in float32, without autograd."""
+        best, ties = maxima(self.launch, entries_of_edges(edges, self.cores), x.float().unsqueeze(1), None)
+        return best.squeeze(1), ties.squeeze(1)
+
+    def maxima_backward(self, edges: list[Tensor], shares: Tensor, best: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the rows that :meth:`maxima` compares, in float32."""
+        back = entries_of_edges(torch.ops.lightning_gnn.edges_by_source(edges, x.size(0), False), self.cores)
+        shares, best, x = (rows.float().unsqueeze(1) for rows in (shares, best, x))
+        return maxima_backward(self.launch, back, shares, best, x, None).squeeze(1)
 
     def _fused(
         self,

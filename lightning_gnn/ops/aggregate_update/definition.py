@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update import rows as aggregate_update_rows  # noqa: F401  registers the operators
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate_update.on_chip import chip_of
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import mixed_key
 
@@ -183,17 +184,6 @@ def _say_graph_break() -> None:
         "are the same; only what is around it is compiled",
         stacklevel=2,
     )
-
-
-def chip_of(device: torch.device) -> Any:
-    """Return what executes the operator on an NPU or in its simulation, or None: then torch's dispatcher finds it."""
-    backend = backend_name(None)
-    if not runs_on_chip(device, backend):
-        return None
-    from lightning_gnn.ops.aggregate_update.ascend import Chip
-
-    executor, cores = chip_executor(device, backend)
-    return Chip(executor.launch, cores)
 
 
 def _differentiable(

@@ -14,6 +14,7 @@ from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import huge_pages, loadable, wide
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
+from lightning_gnn.ops.aggregate_update.on_chip import chip_of
 from lightning_gnn.ops.library import define, library
 
 
@@ -32,7 +33,8 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
         ``[num_targets, D]``.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or edges[1].numel() == 0 or x.numel() == 0:
+    no_kernel = not x.is_cpu and _chip(x, reduce) is None
+    if transformed or no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _by_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
 
@@ -40,8 +42,14 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
 class _AggregateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
-        out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
-        ctx.reduce = reduce
+        ctx.reduce, ctx.chip, ties = reduce, _chip(x, reduce), None
+        if ctx.chip is None:
+            out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
+        elif reduce == "max":
+            out, ties = ctx.chip.maxima(edges, x)
+        else:
+            out = ctx.chip.sums(edges, x, reduce == "mean")
+        out = out.to(x.dtype)
         ctx.save_for_backward(x, *((out, ties) if reduce == "max" else (None, None)), *edges)
         result: Tensor = out
         return result
@@ -52,10 +60,21 @@ class _AggregateRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             x = x.view_as(x)
             return *torch.autograd.grad(_by_torch(edges, x, ctx.reduce), x, grad, create_graph=True), None, None
-        return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
+        if ctx.chip is None:
+            return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
+        if ctx.reduce == "max":
+            grad_x = ctx.chip.maxima_backward(edges, grad / ties.clamp(min=1), out, x)
+        else:
+            grad_x = ctx.chip.sums_backward(edges, grad, x.size(0), ctx.reduce == "mean")
+        return grad_x.to(x.dtype), None, None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
+
+
+def _chip(x: Tensor, reduce: str) -> Any:
+    """Return what reduces rows in place of the dispatcher's operator, or None; no chip compares float64."""
+    return None if reduce == "max" and x.dtype == torch.float64 else chip_of(x.device)
 
 
 def _by_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
@@ -63,9 +82,11 @@ def _by_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
         return reference.sums(edges, x, reduce == "mean")
     indptr, indices = edges
     rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
-    out = x.new_zeros(indptr.numel() - 1, x.size(1))
+    # The values that it begins with are left out, but share the gradient of maxima that equal them: NaN equals none.
+    out = x.new_full((indptr.numel() - 1, x.size(1)), torch.nan)
     index = rows.unsqueeze(1).expand(-1, x.size(1))
-    return out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
+    out = out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
+    return out.masked_fill((indptr.diff() == 0).unsqueeze(1), 0)
 
 
 define("aggregate_rows(Tensor[] edges, Tensor x, str reduce) -> (Tensor, Tensor)", None)

@@ -1,4 +1,8 @@
-"""Gathering rows on an NPU: an Ascend C kernel where rows are copied as they are, else torch's own operators."""
+"""Gathering rows on an NPU: an Ascend C kernel where rows are copied as they are, else torch's own operators.
+
+No plan chooses it: in simulation the copies of its rows take 75 to 87 % of the time, so that nothing that copies rows
+one by one can take much less.
+"""
 
 from __future__ import annotations
 

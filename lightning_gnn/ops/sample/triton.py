@@ -94,10 +94,10 @@ def begin_samples(
         disjoint: One tree per seed; of one mini-batch alone.
         share: Of the GPU, how much the launch may fill.
     """
-    from lightning_gnn.triton_kernels.sample_bulk import Bulk
+    from lightning_gnn.triton_kernels.sample_bulk import joined
 
     if len(seeds) > 1:
-        return sampler.begin(Bulk.of(sampler, seeds, fanouts, keys, replace), share)
+        return sampler.begin(joined(sampler, seeds, fanouts, keys, replace), share)
     return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint), share)
 
 
