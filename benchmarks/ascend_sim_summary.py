@@ -137,14 +137,14 @@ def summary(data: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, di
 
 
 def _towards(changed: Mapping[str, Any], step: str, entry: Mapping[str, Any]) -> str:
-    """Return which changed assumptions move a gain most towards the paper's, as the runs show."""
-    start = changed[MODELLED][step]
-    up = ratio(entry) < 1
-    moves = {name: figures[step] / start for name, figures in changed.items() if name != MODELLED}
-    moves = {name: (factor if up else 1 / factor) for name, factor in moves.items()}
-    most = sorted((name for name in moves if moves[name] > 1.05), key=lambda name: -moves[name])[:3]
+    """Return with which changed assumptions a gain comes nearest to the paper's, as the runs show."""
+    start, target = changed[MODELLED][step], middle(entry["paper"])
+    far = {name: abs(np.log(figures[step] / target)) for name, figures in changed.items()}
+    most = sorted((name for name in far if far[name] < far[MODELLED] - 0.05), key=lambda name: far[name])[:3]
     listed = "; ".join(f"{name}, {changed[name][step]:.2f}" for name in most) or "none of those tried"
-    return f"On the smaller Reddit, where it is {start:.2f}, what moves it most towards the paper: {listed}"
+    return (
+        f"On the smaller Reddit, where it is {start:.2f}, what brings it nearest to the paper's {target:.2f}: {listed}"
+    )
 
 
 def _reason(
