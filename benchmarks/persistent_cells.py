@@ -18,6 +18,9 @@ from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
 from lightning_gnn.triton_kernels import sample as kernels
 
+PHASES = ("expand", "settle")
+"""The launches of a level, ``triton_kernels/hops.py``."""
+
 
 class Bench:
     """One graph with a sampler for each mode.
@@ -111,7 +114,7 @@ class Bench:
         """Return the launches of a sample; untimed, they tell when the host made them."""
         made = self.clock.launches(lambda: self.sample(mode, cell, turn), (kernels, sampling_baselines), timed)
         # If the scratch memory had to grow, the launches before do not count.
-        return made[-(3 * (cell[0] + 1) + 1) :] if mode in ("hop_by_hop", "launches") else made
+        return made[-(len(PHASES) * (cell[0] + 1) + 1) :] if mode in ("hop_by_hop", "launches") else made
 
     def kernels(self, mode: str, cell: tuple[int, int, int], turn: int) -> float:
         """Return the us of all kernels of a sample, the copy to the output included."""
@@ -119,7 +122,7 @@ class Bench:
 
     def split(self, cell: tuple[int, int, int]) -> dict[str, Any]:
         """Split a sample as the paper's table I does: per hop, preparation by the host and kernels."""
-        hops, parts = cell[0], ("expand", "count", "assign")
+        hops, step = cell[0], len(PHASES)
         _, last = self.check(cell)
         timed = [[launch.us for launch in self.launches("hop_by_hop", cell, turn)] for turn in range(self.args.runs)]
         kernels = [statistics.median(column) for column in zip(*timed, strict=True)]
@@ -127,17 +130,17 @@ class Bench:
         for turn in range(self.args.runs):
             begin = self.clock.now()
             starts = [launch.at for launch in self.launches("hop_by_hop", cell, turn, timed=False)]
-            stamps = [begin, *starts[: 3 * hops + 3 : 3], starts[-1], self.clock.now()]
+            stamps = [begin, *starts[: step * (hops + 1) : step], starts[-1], self.clock.now()]
             walls.append([after - before for before, after in itertools.pairwise(stamps)])
         setup, *levels, emit = [statistics.median(column) for column in zip(*walls, strict=True)]
         by_hop = []
         for level, wall in enumerate(levels):
-            phases = kernels[3 * level : 3 * level + 3]
+            phases = kernels[step * level : step * (level + 1)]
             workload, edges = (last[4][level - 1], last[5][level - 1]) if level else (0, 0)
             by_hop.append({
                 "hop": level, "workload": workload, "edges": edges,
                 "whole_us": wall, "kernel_us": sum(phases), "pre_us": wall - sum(phases),
-                **{f"{part}_us": us for part, us in zip(parts, phases, strict=True)},
+                **{f"{part}_us": us for part, us in zip(PHASES, phases, strict=True)},
             })  # fmt: skip
         queue = [self.launches("no_queue", cell, turn) for turn in range(self.args.runs)]
         discovery = {

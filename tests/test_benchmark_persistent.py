@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 from benchmarks.sampling_baselines import MODES
+from lightning_gnn.triton_kernels.hops import PHASES
 from lightning_gnn.triton_kernels.sample import INTERPRETED
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,7 @@ def test_describes_what_it_measured(load, tmp_path, capsys):
         assert all(seen["share_of_ceiling"] > 0 for seen in cell["kernel_us"].values())
     split = result["cells"][0]["split"]
     assert [hop["workload"] for hop in split["hop_by_hop"]][:2] == [0, 4]
+    assert len(load("persistent_cells").PHASES) == PHASES.value
     assert {"discover_kernel", "queue_kernel", "emit_kernel"} == set(split["no_queue_kernel_us"])
     assert {"gather", "topology", "caches"} <= set(result["places"])
     assert "failed" not in json.dumps([result["places"]["gather"], result["places"]["topology"]])
