@@ -297,7 +297,7 @@ def _cube(
     loads += 512 * (pieces * m * k / 256 / p["l1_to_l0a_bytes"] + k * width / 256 / p["l1_to_l0b_bytes"])
     cube = p["cube_head"] * tiles * -(-width // 128) + m * k * width / 4096 / p["cube_macs"]
     issue = opened + pieces * tiles * 40 * flag
-    runs = pieces * c.runs * (3 * look_up + latency / 4 + flag)
+    runs = c.runs * (pieces * (3 * look_up + flag) + latency / 4)  # the words of a run stay in the cache for all panels
     tile_bytes = 2 * pieces * m * k + 2 * width * k
     store = pieces * (c.runs * head + (c.rows - c.runs) * p["burst_cycles"])
     if unified:

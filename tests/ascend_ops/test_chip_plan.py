@@ -57,6 +57,7 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
         ("cube", 400, 6000, 602, 3, 3, "natural"),
         ("cube", 1200, 9000, 192, 1, 3, "locality"),
         ("cube", 800, 12000, 64, 1, 4, "locality"),
+        ("cube", 500, 2500, 1200, 1, 3, "locality"),
     ],
 )
 def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores, order):
