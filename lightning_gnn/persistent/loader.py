@@ -162,7 +162,7 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
         """Launch the sampling of mini-batches on the current stream; nobody waits.
 
         Args:
-            tasks: Epoch, number and the positions of at least one seed of each, on the device or on the host.
+            tasks: Epoch, number and the positions of the seeds of each, on the device or on the host.
             share: Of the GPU, how much the launch may fill.
         """
         seeds, ids = zip(*(self._on_device(index) for _, _, index in tasks), strict=True)
