@@ -179,7 +179,8 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             nodes, names = self._there
             return nodes.index_select(0, index), index if names is None else names.index_select(0, index)
         inputs = self.input_data[index]  # of a user's own sampler: positions may be out of range
-        return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
+        seeds = check_seeds(inputs.node, self.node_sampler.graph.num_nodes)
+        return sent(seeds, self.device), sent(inputs.input_id, self.device)
 
     @profiled("sampling")
     def end(self, begun: Begun) -> list[Callable[[], Prepared]]:
