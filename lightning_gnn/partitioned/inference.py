@@ -222,8 +222,11 @@ def typed_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddin
             continue
         kind = partition.nodes[partition.number[name]]
         if ("x" in kind.attributes) == (name in tables):
-            both = "features x and embeddings; leave one of them out" if name in tables else "no features x"
-            raise ValueError(f"nodes of {name!r} have {both}")
+            raise ValueError(
+                f"nodes of {name!r} have features x and embeddings; leave one of them out"
+                if name in tables
+                else f"nodes of {name!r} have no features x: give some, or embeddings that are trained"
+            )
         if tables.get(name, kind.count) != kind.count:
             raise ValueError(f"there are {kind.count} nodes of {name!r}, but embeddings of {tables[name]}")
     return model

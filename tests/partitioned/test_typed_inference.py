@@ -249,7 +249,12 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         fit(HGT((data.node_types, [*TYPES, ("item", "near", "shop")]), WIDTHS, 8, 2, 5))
     with pytest.raises(ValueError, match="nodes of 'tag' have features x and embeddings; leave one of them out"):
         fit(model_of("sage", data), TypeEmbeddings({"tag": 4}, 3))
+    del data["tag"].x
+    data["tag"].num_nodes = 4
+    folder = partition(data, tmp_path / "without", 2)
+    with pytest.raises(ValueError, match="there are 4 nodes of 'tag', but embeddings of 5"):
+        fit(model_of("sage", data), TypeEmbeddings({"tag": 5}, 3))
+    with pytest.raises(ValueError, match="nodes of 'tag' have no features x: give some, or embeddings"):
+        fit(model_of("sage", data))
     with pytest.raises(ValueError, match=r"FullInference\(folder='layers'\) does not go with a partitioned graph"):
         PartitionedDataModule(folder, **OPTIONS | {"inference": FullInference("layers")})
-    with pytest.raises(ValueError, match="inference='full' goes over all edges at once, which does not go with time"):
-        PartitionedDataModule(folder, **OPTIONS, time_attr="time")
