@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations, location_bytes
-from lightning_gnn.graph.disk_reads import DirectReader, Ranges, copy_rows, reader_bytes, rows_beside
+from lightning_gnn.graph.disk_reads import DirectReader, Ranges, copy_rows, layout_of, reader_bytes, rows_beside
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.graph.row_file import RowFile
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
@@ -73,7 +73,6 @@ class DiskFeatures:
     Args:
         file: A file of :func:`write_rows`, a ``.npy`` file, or where rows lie.
         memory: Bytes that all of this takes, such as ``"2GB"``: 12 bytes per row of the file, buffers, and the cache.
-        num_threads: Reads under way at once.
         verify: Compare each block that is read with its checksum.
 
     Raises:
@@ -93,22 +92,20 @@ class DiskFeatures:
         DiskCounts(rows=3, hits=0, blocks=2, reads=2)
     """
 
-    def __init__(
-        self, file: RowFile | str | Path, memory: int | str, num_threads: int = 8, verify: bool = False
-    ) -> None:
+    def __init__(self, file: RowFile | str | Path, memory: int | str, verify: bool = False) -> None:
         self.file = file if isinstance(file, RowFile) else RowFile.open(file)
         self.memory = memory_bytes(memory, "memory")
-        self.num_threads, self.verify = num_threads, verify
+        self.verify = verify
         self.counts = DiskCounts()
         self._lock = threading.RLock()
         self._claimed = False
         rows = self.file.num_rows
-        if self.memory < (least := self.least_bytes(self.file, num_threads, verify)):
+        if self.memory < (least := self.least_bytes(self.file, verify)):
             raise ValueError(
                 f"memory={shown(self.memory)} does not suffice to read {self.file.path} from disk: {rows} rows take "
                 f"{shown(location_bytes(rows, MOST_READS))} to keep track of, and all together at least {shown(least)}"
             )
-        self._reader = DirectReader(self.file, num_threads, verify)
+        self._reader = DirectReader(self.file, verify)
         slots = min(rows, min(rows, _LEAST_ROWS) + (self.memory - least) // self.slot_bytes(self.file))
         self._where = RowLocations(rows, slots, MOST_READS)
         self._kept = np.empty((slots, self.file.row_bytes), np.uint8)
@@ -119,10 +116,10 @@ class DiskFeatures:
         return file.row_bytes + 16
 
     @classmethod
-    def least_bytes(cls, file: RowFile, num_threads: int = 8, verify: bool = False) -> int:
+    def least_bytes(cls, file: RowFile, verify: bool = False) -> int:
         """Return the least memory for a file: what each of its rows takes, buffers of the threads, and a few rows."""
         few = min(file.num_rows, _LEAST_ROWS) * cls.slot_bytes(file)
-        return location_bytes(file.num_rows, MOST_READS) + reader_bytes(file, num_threads, verify) + few
+        return location_bytes(file.num_rows, MOST_READS) + reader_bytes(file, verify) + few
 
     @property
     def num_nodes(self) -> int:
@@ -157,7 +154,7 @@ class DiskFeatures:
     @property
     def num_bytes(self) -> int:
         """Bytes that are taken in memory."""
-        return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file, self.num_threads, self.verify)
+        return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file, self.verify)
 
     def claim(self) -> bool:
         """Begin to announce reads, unless another one does; :meth:`release` when done."""
@@ -250,11 +247,10 @@ class DiskFeatures:
         rows, places = rows[order], places[order]
         ranges = Ranges.of(file, rows)
         first = np.concatenate([[True], rows[1:] != rows[:-1]])
-        layout = (file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, file.num_rows)
         wanted = rows[first]
         if where.announced:
             beside = rows_beside(
-                ranges.first, ranges.blocks, ranges.rows, rows, where.slot, where.next_read, NEVER, layout
+                ranges.first, ranges.blocks, ranges.rows, rows, where.slot, where.next_read, NEVER, layout_of(file)
             )
             wanted = np.concatenate([wanted, beside])
         stamp = where.keep(wanted)
@@ -268,7 +264,7 @@ class DiskFeatures:
         self._reader.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.file, self.memory, self.num_threads, self.verify)
+        return type(self), (self.file, self.memory, self.verify)
 
     def __repr__(self) -> str:
         share = self.cache_rows / max(self.num_nodes, 1)

@@ -1,4 +1,4 @@
-"""Reading rows of a file past the system's page cache: in sorted, merged ranges of blocks, by several threads."""
+"""Reading rows of a file past the system's page cache: in sorted, merged ranges of blocks, many at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,15 +17,25 @@ import numpy.typing as npt
 from numba import types
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_gnn.graph.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, ask, submit, wait
 from lightning_gnn.graph.row_file import BLOCK_BYTES, RowFile, block_sums
+from lightning_gnn.runtime.cores import num_cores
 
 AT_ONCE = 1 << 18
-"""Bytes that a thread reads at once, more only for a row that is longer."""
+"""Bytes that are read in one piece, more only for a row that is longer."""
+THREADS = 8
+"""Threads that read where the system has no queues: with one read at a time."""
+_CORES_PER_QUEUE = 4
+"""One queue asks for 300,000 blocks a second; where cores abound, a second thread has another one."""
 _njit = numba.njit(nogil=True, cache=True)
 _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
 _SHARES = 4
-"""Pieces of work for each thread, so that a slow one holds up less."""
+"""Pieces of work for each thread that waits for one read at a time, so that a slow one holds up less."""
+SHORT, REFUSED, DAMAGED = 1, -1, -2
+"""What may become of a range."""
+Layout = tuple[int, int, int, int, int]
+"""Where a file's rows begin, how many are a group, bytes of a group and of a row, and how many rows there are."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,32 @@ class Ranges:
         return cls(*_merge(rows, file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, most))
 
 
+class _Job(NamedTuple):
+    """Ranges to read, and where their rows go."""
+
+    descriptor: int
+    first: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    out: npt.NDArray[np.uint8]
+    slot: npt.NDArray[np.int32]
+    stamps: npt.NDArray[np.int32]
+    stamp: int
+    kept: npt.NDArray[np.uint8]
+    layout: Layout
+    sums: npt.NDArray[np.uint32]
+
+
 class DirectReader:
     """Threads that read rows of a file, without the page cache where the file system can.
 
+    Where the system lets reads be queued, one thread keeps up to 256 of them under way, two where there are cores
+    enough, and that takes a third of the processor's time; elsewhere each of eight threads waits for one.
+
     Args:
         file: Where its rows lie.
-        num_threads: Reads under way at once.
         verify: Compare each block with its checksum.
 
     Raises:
@@ -62,17 +92,22 @@ class DirectReader:
         ValueError: There are no checksums to compare with.
     """
 
-    def __init__(self, file: RowFile, num_threads: int = 8, verify: bool = False) -> None:
+    def __init__(self, file: RowFile, verify: bool = False) -> None:
         self.file = file
-        self.num_threads = num_threads
         self.sums = file.read_checksums() if verify else np.empty(0, np.uint32)
         self.direct, self._descriptor = _opened(file.path)
         self.blocks_read = 0
         self.reads = 0
+        queues = _queues() if self.direct else []
+        self._queued = bool(queues)
+        self._num_threads = len(queues) or THREADS
         # What is mapped begins with a page, as direct reads want it.
-        self._idle = [np.frombuffer(mmap.mmap(-1, _buffer_bytes(file)), np.uint8) for _ in range(num_threads)]
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning-gnn-disk")
-        self.close = weakref.finalize(self, _close, self._threads, self._descriptor)
+        size = _all_buffers_bytes(file) // self._num_threads // BLOCK_BYTES * BLOCK_BYTES
+        buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(self._num_threads)]
+        each: list[ReadQueue | None] = [*queues] or [None] * THREADS
+        self._idle = list(zip(buffers, each, strict=True))
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lightning-gnn-disk")
+        self.close = weakref.finalize(self, _close, self._threads, queues, self._descriptor)
         """Stop the threads and close the file; as often as you like."""
 
     def read(
@@ -105,63 +140,77 @@ class DirectReader:
         if not ranges.first.size:
             return
         ends = np.cumsum(ranges.blocks)
-        shares = min(self.num_threads * _SHARES, ranges.first.size)
+        shares = min(self._num_threads if self._queued else self._num_threads * _SHARES, ranges.first.size)
         cuts = np.searchsorted(ends, np.linspace(0, ends[-1], shares + 1)[1:-1])
         bounds = [0, *np.unique(cuts).tolist(), ranges.first.size]
-        arguments = (ranges, rows, places, out, slot, stamps, stamp, kept)
-        jobs = [
-            self._threads.submit(self._share, first, last, *arguments)
-            for first, last in pairwise(bounds)
-            if last > first
-        ]
+        where = (ranges.first, ranges.blocks, ranges.rows, rows, places)
+        job = _Job(self._descriptor, *where, out, slot, stamps, stamp, kept, layout_of(self.file), self.sums)
+        jobs = [self._threads.submit(self._share, first, last, job) for first, last in pairwise(bounds) if last > first]
         failed = [error for job in jobs if (error := job.exception()) is not None]  # all are waited for
         if failed:
             raise failed[0]
         self.blocks_read += int(ends[-1])
         self.reads += ranges.first.size
 
-    def _share(self, first: int, last: int, ranges: Ranges, *arguments: Any) -> None:
-        buffer = self._idle.pop()
-        file = self.file
-        layout = (file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, file.num_rows)
+    def _share(self, first: int, last: int, job: _Job) -> None:
+        buffer, queue = idle = self._idle.pop()
         try:
-            where = (ranges.first, ranges.blocks, ranges.rows)
-            read: Any = _read_share
-            stopped, got = read(self._descriptor, buffer, first, last, *where, *arguments, layout, self.sums)
+            if queue is None:
+                stopped, failed = _read_in_turn(job, buffer, first, last)
+            else:
+                stopped, failed = _read_queued(job, buffer, first, last, queue.state, queue.reads, queue.got)
         finally:
-            self._idle.append(buffer)
+            self._idle.append(idle)
         if stopped >= 0:
-            self._explain(int(ranges.first[stopped]), int(ranges.blocks[stopped]), got)
+            self._explain(int(job.first[stopped]), int(job.blocks[stopped]), failed)
 
-    def _explain(self, block: int, blocks: int, got: int) -> None:
+    def _explain(self, block: int, blocks: int, failed: int) -> None:
         """Raise what a failed read was about."""
         begin, size, path = block * BLOCK_BYTES, blocks * BLOCK_BYTES, self.file.path
-        if got <= -2:
-            bad = block - got - 2
+        if failed <= DAMAGED:
+            bad = block + DAMAGED - failed
             first = max(0, (bad * BLOCK_BYTES - self.file.offset) // self.file.group_bytes) * self.file.rows_per_group
             raise ValueError(
                 f"{path} is damaged: the block at byte {bad * BLOCK_BYTES}, with row {first} and those after it, "
                 "differs from its checksum; write the file again"
             )
-        if got < 0:  # ask again, for the reason
+        if failed == REFUSED:  # ask again, for the reason
             try:
                 os.preadv(self._descriptor, [mmap.mmap(-1, size)], begin)
             except OSError as error:
                 raise OSError(error.errno, f"{path} cannot be read at byte {begin}: {error.strerror}") from None
             raise OSError(errno.EIO, f"{path} could not be read at byte {begin} at first; is its disk failing?")
         raise ValueError(
-            f"{path} was cut off while it was in use: {got} bytes came at byte {begin} instead of {size}; write "
-            "it again"
+            f"{path} was cut off while it was in use: {failed - SHORT} bytes came at byte {begin} instead of {size}; "
+            "write it again"
         )
 
 
-def reader_bytes(file: RowFile, num_threads: int, verify: bool) -> int:
+def layout_of(file: RowFile) -> Layout:
+    """Return where a file's rows lie, for compiled code."""
+    return file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, file.num_rows
+
+
+def reader_bytes(file: RowFile, verify: bool) -> int:
     """Return what a :class:`DirectReader` takes in memory: buffers and checksums."""
-    return num_threads * _buffer_bytes(file) + 4 * file.num_blocks * verify
+    return _all_buffers_bytes(file) + _most_queues() * QUEUE_BYTES + 4 * file.num_blocks * verify
 
 
-def _buffer_bytes(file: RowFile) -> int:
-    return max(AT_ONCE, -(-file.row_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
+def _all_buffers_bytes(file: RowFile) -> int:
+    """Return the bytes of all buffers, with room for a longest read of each thread, and two of each queue."""
+    return THREADS * max(AT_ONCE, -(-file.row_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
+
+
+def _queues() -> list[ReadQueue]:
+    """Return a queue for each thread, or none if the system has no such or no more of them."""
+    try:
+        return [ReadQueue() for _ in range(_most_queues())]
+    except OSError:
+        return []
+
+
+def _most_queues() -> int:
+    return 1 if num_cores() <= _CORES_PER_QUEUE else 2
 
 
 def _opened(path: str) -> tuple[bool, int]:
@@ -190,8 +239,10 @@ def _opened(path: str) -> tuple[bool, int]:
     return False, descriptor
 
 
-def _close(threads: ThreadPoolExecutor, descriptor: int) -> None:
+def _close(threads: ThreadPoolExecutor, queues: list[ReadQueue], descriptor: int) -> None:
     threads.shutdown(wait=True, cancel_futures=True)
+    for queue in queues:
+        queue.close()
     os.close(descriptor)
 
 
@@ -223,7 +274,7 @@ def rows_beside(
     slot: npt.NDArray[np.int32],
     next_read: npt.NDArray[np.int32],
     never: int,
-    layout: tuple[int, int, int, int, int],
+    layout: Layout,
 ) -> npt.NDArray[np.int64]:
     """Return the rows that come with others in the same blocks and are announced, int64 ``[n]``, each once."""
     found = np.empty(1024, np.int64)
@@ -247,7 +298,7 @@ def rows_beside(
 
 
 @_njit
-def _whole_rows(first: int, blocks: int, layout: tuple[int, int, int, int, int]) -> tuple[int, int]:
+def _whole_rows(first: int, blocks: int, layout: Layout) -> tuple[int, int]:
     """Return the first row that lies within blocks as a whole, and the one after the last."""
     offset, per_group, group_bytes, row_bytes, num_rows = layout
     begin, end = first * BLOCK_BYTES - offset, (first + blocks) * BLOCK_BYTES - offset
@@ -272,57 +323,105 @@ def copy_rows(
 
 
 @_njit
-def _read_share(
-    descriptor: int,
+def _read_in_turn(job: _Job, buffer: npt.NDArray[np.uint8], begin: int, end: int) -> tuple[int, int]:
+    """Return the range that could not be read and what :func:`_hand_out` said of it."""
+    for k in range(begin, end):
+        failed = _hand_out(job, buffer, k, 0)
+        if failed:
+            return k, failed
+    return -1, 0
+
+
+@_njit
+def _read_queued(
+    job: _Job,
     buffer: npt.NDArray[np.uint8],
     begin: int,
     end: int,
-    first: npt.NDArray[np.int64],
-    blocks: npt.NDArray[np.int64],
-    begins: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint8],
-    slot: npt.NDArray[np.int32],
-    stamps: npt.NDArray[np.int32],
-    stamp: int,
-    kept: npt.NDArray[np.uint8],
-    layout: tuple[int, int, int, int, int],
-    sums: npt.NDArray[np.uint32],
+    state: npt.NDArray[np.int64],
+    reads: npt.NDArray[np.int64],
+    got: npt.NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Return the range that could not be read and how many bytes came, -1 for an error, below for a damaged block."""
-    offset, per_group, group_bytes, width, _ = layout
-    address, target, cache = buffer.ctypes.data, out.ctypes.data, kept.ctypes.data
-    for k in range(begin, end):
-        start, size = first[k] * BLOCK_BYTES, blocks[k] * BLOCK_BYTES
-        needed = 0
-        for i in range(begins[k], begins[k + 1]):
-            at = offset + rows[i] // per_group * group_bytes + rows[i] % per_group * width
-            needed = max(needed, at + width - start)
-        got = 0
-        while got < needed:
-            more = _pread(np.int32(descriptor), address + np.uintp(got), np.uintp(size - got), start + got)
-            if more < 0:
-                return k, -1
-            if more == 0:
-                return k, got
-            got += more
-            if got < size and got % BLOCK_BYTES:
-                break  # the end of the file
-        if got < needed:
-            return k, got
-        if sums.size:
-            found = block_sums(buffer[:size].view(np.uint64), BLOCK_BYTES // 8)
-            for block in range(blocks[k]):
-                if found[block] != sums[first[k] + block - offset // BLOCK_BYTES]:
-                    return k, -2 - block
-        for i in range(begins[k], begins[k + 1]):
-            at = offset + rows[i] // per_group * group_bytes + rows[i] % per_group * width - start
-            _memcpy(target + places[i] * width, address + at, width)
-        low, high = _whole_rows(first[k], blocks[k], layout)
-        for row in range(low, high):
-            if slot[row] >= 0 and stamps[slot[row]] == stamp:
-                at = offset + row // per_group * group_bytes + row % per_group * width - start
-                if at + width <= got:
-                    _memcpy(cache + slot[row] * width, address + at, width)
-    return -1, 0
+    """Do as :func:`_read_in_turn`, with half of a queue under way while the other half is handed out."""
+    most, room = DEPTH // 2, buffer.size // 2
+    opened, count, pending = np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
+    coming, half, stopped, failed = begin, 0, -1, 0
+    while True:
+        # All of this half has been handed out: it takes the next reads, unless one has failed.
+        count[half] = taken = 0
+        opened[half] = coming
+        while stopped < 0 and coming < end and count[half] < most:
+            size, number = job.blocks[coming] * BLOCK_BYTES, half * most + count[half]
+            if taken + size > room:
+                break
+            address = buffer.ctypes.data + np.uintp(half * room + taken)
+            ask(reads, number, job.descriptor, address, size, job.first[coming] * BLOCK_BYTES)
+            count[half] += 1
+            coming += 1
+            taken += size
+        if count[half]:
+            pending[half] = submit(state, reads, got, half * most, count[half])
+        half = 1 - half
+        if not count[half]:
+            if not count[1 - half]:
+                return stopped, failed
+            continue
+        if not wait(state, got, pending, half, most):
+            return opened[half], REFUSED
+        taken = half * room
+        for number in range(count[half]):
+            k = opened[half] + number
+            size = job.blocks[k] * BLOCK_BYTES
+            if stopped < 0:
+                failed = _hand_out(job, buffer[taken : taken + size], k, got[half * most + number])
+                if failed:
+                    stopped = k
+            taken += size
+
+
+@_njit
+def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int:
+    """Copy the rows of a range to where they go, from its bytes; those after the first ``got`` are read first.
+
+    Returns:
+        0; or :data:`SHORT` plus how many bytes came, where the file has no more; :data:`REFUSED` by the disk; or
+        :data:`DAMAGED` less the number of a block that differs from its checksum.
+    """
+    width, address = job.out.shape[1], buffer.ctypes.data
+    start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
+    needed = 0
+    for i in range(job.begins[k], job.begins[k + 1]):
+        needed = max(needed, _begin_of(job.rows[i], job.layout) + width - start)
+    got = max(got, 0)
+    while got < needed:
+        if got % BLOCK_BYTES:
+            return SHORT + got  # the end of the file
+        more = _pread(np.int32(job.descriptor), address + np.uintp(got), np.uintp(size - got), start + got)
+        if more < 0:
+            return REFUSED
+        if more == 0:
+            return SHORT + got
+        got += more
+    if job.sums.size:
+        found = block_sums(buffer[:size].view(np.uint64), BLOCK_BYTES // 8)
+        for block in range(job.blocks[k]):
+            if found[block] != job.sums[job.first[k] + block - job.layout[0] // BLOCK_BYTES]:
+                return DAMAGED - block
+    for i in range(job.begins[k], job.begins[k + 1]):
+        at = _begin_of(job.rows[i], job.layout) - start
+        _memcpy(job.out.ctypes.data + job.places[i] * width, address + at, width)
+    low, high = _whole_rows(job.first[k], job.blocks[k], job.layout)
+    for row in range(low, high):
+        slot = job.slot[row]
+        if slot >= 0 and job.stamps[slot] == job.stamp:
+            at = _begin_of(row, job.layout) - start
+            if at + width <= got:
+                _memcpy(job.kept.ctypes.data + slot * width, address + at, width)
+    return 0
+
+
+@_njit
+def _begin_of(row: int, layout: Layout) -> int:
+    """Return where a row begins in the file."""
+    offset, per_group, group_bytes, row_bytes, _ = layout
+    return offset + row // per_group * group_bytes + row % per_group * row_bytes

@@ -92,8 +92,8 @@ def rows_on(disk: DiskFeatures, nodes: Tensor, device: torch.device | str) -> Te
         device: Where to.
     """
     out = torch.empty((nodes.numel(), disk.num_features), dtype=disk.dtype, device=device)
-    least = DiskFeatures.least_bytes(disk.file, disk.num_threads, disk.verify)
-    reader = DiskFeatures(disk.file, least, disk.num_threads, disk.verify)
+    least = DiskFeatures.least_bytes(disk.file, disk.verify)
+    reader = DiskFeatures(disk.file, least, disk.verify)
     try:
         order = torch.argsort(nodes)
         for start in range(0, order.numel(), _BLOCK):

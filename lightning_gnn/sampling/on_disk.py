@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
+from lightning_gnn.graph.arrays import advise
 from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.graph.features import file_of
 from lightning_gnn.graph.row_file import RowFile
@@ -188,7 +189,11 @@ def _check_same(file: RowFile, x: Tensor, where: str) -> None:
     if behind is not None and file_of(x) is not None:  # the graph has no rows itself
         given = behind.read_some(ids)
     else:
+        if behind is not None:  # or each row would bring megabytes into the page cache
+            advise(x, "MADV_RANDOM")
         given = x.detach()[ids.to(x.device)].cpu()
+        if behind is not None:
+            advise(x, "MADV_NORMAL")
     wrong = ~_alike(there, given, file.dtype == torch.int8)
     if wrong.any():
         rows = wrong.any(1)

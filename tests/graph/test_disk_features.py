@@ -6,9 +6,11 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
-from lightning_gnn.graph import DiskFeatures, FeatureTable, RowFile, disk_reads, write_rows
+from lightning_gnn.graph import DiskFeatures, FeatureTable, RowFile, disk_reads, read_queue, write_rows
 from lightning_gnn.graph import arrays as arrays_module
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations
 from lightning_gnn.graph.features import FEATURE_DTYPES
@@ -27,8 +29,8 @@ from lightning_gnn.graph.row_file import BLOCK_BYTES
 def table_on_disk(path, slots, **options):
     """Return a table with room for so many rows."""
     file = RowFile.open(path)
-    least = DiskFeatures.least_bytes(file, 2, **options)
-    return DiskFeatures(file, least + max(0, slots - 64) * DiskFeatures.slot_bytes(file), 2, **options)
+    least = DiskFeatures.least_bytes(file, **options)
+    return DiskFeatures(file, least + max(0, slots - 64) * DiskFeatures.slot_bytes(file), **options)
 
 
 def allocated(table):
@@ -52,9 +54,15 @@ def numbers(rows, columns, dtype=torch.float32, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def without_queues():
+    """Let threads read that wait for one block at a time, as where the system has no queues."""
+    return patch.object(disk_reads, "_queues", list)
+
+
+@pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("suffix", [".npy", ".rows"])
 @given(data=st.data())
-def test_reads_equal_memory_whatever_is_announced(suffix, data):
+def test_reads_equal_memory_whatever_is_announced(suffix, queued, data):
     rows, columns = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([1, 3, 50, 600, 1025, 2500]))
     dtype = data.draw(st.sampled_from(FEATURE_DTYPES))
     x = numbers(rows, columns, dtype)
@@ -68,7 +76,8 @@ def test_reads_equal_memory_whatever_is_announced(suffix, data):
             FeatureTable(x).save(path)
         else:
             write_rows(x, path)
-        table = table_on_disk(path, data.draw(st.integers(64, 128)), verify=suffix == ".rows")
+        with nullcontext() if queued else without_queues():
+            table = table_on_disk(path, data.draw(st.integers(64, 128)), verify=suffix == ".rows")
         assert table.claim()
         assert not table.claim()
         for read in reads[:announced]:
@@ -83,6 +92,71 @@ def test_reads_equal_memory_whatever_is_announced(suffix, data):
             unannounced = torch.tensor(wrong, dtype=torch.int64)
             assert torch.equal(table.gather(unannounced), x[unannounced])
         table.close()
+
+
+@pytest.mark.parametrize("columns", [200, 1025, 40_000])
+@pytest.mark.parametrize("verify", [True, False])
+def test_more_reads_than_a_queue_holds(tmp_path, columns, verify):
+    """Ranges of one block, of two, and of 40; a queue's half holds 128, or a megabyte."""
+    x = numbers(3000 if columns < 40_000 else 100, columns)
+    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 200, verify=verify)
+    if not table.direct:
+        pytest.skip("the file system has no direct reads")
+    for step in (11, 2, 1):  # the second time some are there
+        n_id = torch.randperm(x.size(0), generator=torch.Generator().manual_seed(step))[::step]
+        assert torch.equal(table.gather(n_id), x[n_id])
+
+
+def queue_or_skip():
+    try:
+        return read_queue.ReadQueue()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def test_a_queue_tells_what_came_of_each_read(tmp_path):
+    queue = queue_or_skip()
+    content = np.arange(4 * BLOCK_BYTES // 8, dtype=np.int64).view(np.uint8)
+    (tmp_path / "x").write_bytes(content.tobytes() + b"the end")
+    descriptor = os.open(tmp_path / "x", os.O_RDONLY)
+    into = np.zeros((4, BLOCK_BYTES), np.uint8)
+    for number, (file, block) in enumerate([(descriptor, 1), (descriptor, 4), (descriptor, 9), (9999, 0)]):
+        address = into[number].ctypes.data
+        read_queue.ask(queue.reads, number, file, address, BLOCK_BYTES, block * BLOCK_BYTES)
+    # The kernel refuses the last one, and those before it are under way.
+    assert read_queue.submit(queue.state, queue.reads, queue.got, 0, 4) == 3
+    pending = np.array([3, 0])
+    assert read_queue.wait(queue.state, queue.got, pending, 0, 128)
+    assert queue.got[:4].tolist() == [BLOCK_BYTES, 7, 0, -1]
+    assert pending.tolist() == [0, 0]
+    assert np.array_equal(into[0], content[BLOCK_BYTES : 2 * BLOCK_BYTES])
+    queue.close()
+    queue.close()
+    os.close(descriptor)
+    assert read_queue.submit(queue.state, queue.reads, queue.got, 0, 1) == 0
+    assert not read_queue.wait(queue.state, queue.got, np.array([1, 0]), 0, 128)
+
+
+def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
+    x = numbers(2000, 200)
+    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 64)
+    _, queue = table._reader._idle[0]
+    if queue is None:
+        pytest.skip("the system has no queues")
+    queue.state[0] += 1  # as after a fork: the kernel does not know it
+    assert torch.equal(table.gather(torch.arange(0, 2000, 3)), x[::3])
+    queue.state[0] -= 1
+    os.truncate(tmp_path / "x.rows", table.file.offset + 3 * BLOCK_BYTES + 100)
+    with pytest.raises(ValueError, match=r"was cut off while it was in use: \d+ bytes came at byte"):
+        table.gather(torch.arange(0, 2000, 7))
+
+
+def test_where_the_system_has_no_queues_threads_read(tmp_path, monkeypatch):
+    path = write_rows(numbers(500, 200), tmp_path / "x.rows").path
+    monkeypatch.setattr(read_queue.platform, "machine", lambda: "riscv64")
+    table = table_on_disk(path, 64)
+    assert all(queue is None for _, queue in table._reader._idle)
+    assert torch.equal(table.gather(torch.arange(0, 500, 3)), numbers(500, 200)[::3])
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".rows"])
@@ -288,7 +362,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
     table = table_on_disk(write_rows(numbers(2000, 200), tmp_path / "x.rows").path, 100)
-    monkeypatch.setattr(disk_reads, "_read_share", lambda *_: (_ for _ in ()).throw(MemoryError("of a thread")))
+    failing = lambda *_: (_ for _ in ()).throw(MemoryError("of a thread"))  # noqa: E731
+    monkeypatch.setattr(disk_reads, "_read_queued", failing)
+    monkeypatch.setattr(disk_reads, "_read_in_turn", failing)
     with pytest.raises(MemoryError, match="of a thread"):
         table.gather(torch.arange(0, 2000, 3))
     monkeypatch.undo()
