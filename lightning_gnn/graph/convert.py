@@ -66,10 +66,10 @@ def convert_tables(
     Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, or else the first two) are the ends, and
     further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to, numbers or texts;
     without such a column, it is the number of the row, from 0 on. ``label`` becomes ``y`` (texts: class numbers, in the
-    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks, which may also be columns ``train_mask`` and
-    so on, ``time`` an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts
-    are left out. These names may be in upper or lower case. Nodes without a table are those that edges refer to, in
-    ascending order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
+    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too),
+    ``time`` an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left
+    out. These names may be in upper or lower case. Nodes without a table are those that edges refer to, in ascending
+    order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
 
     Args:
         source: Edges; for a graph with types, a file for each ``SOURCE__RELATION__TARGET``.
