@@ -410,7 +410,7 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
     Args:
         root: As for :class:`PartitionedDataModule`, as what is not named here.
         *args: Edges to train on, validate, test and score, by the ids of the whole graph; by default those that the
-            graph was partitioned with (``lgnn partition task=link``).
+            graph was partitioned with (``lgnn partition task=link``, or ``task=recommend``, whose edges have times).
         order: ``"local"``: each rank trains on the edges into the nodes of its part.
         **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
 
@@ -440,13 +440,15 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
             raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
         for place, stage in enumerate(("train", "val", "test")):  # each has its labels and times behind it
             if len(given) <= 3 * place and kwargs.get(f"input_{stage}_edges") is None:
-                kwargs[f"input_{stage}_edges"] = self.partition.links(stage)
-                if (labels := self.partition.links(f"{stage}_labels")) is not None:
-                    kwargs[f"input_{stage}_labels"] = labels
+                kept, kind = self.partition.links(stage), self.partition.link_type
+                kwargs[f"input_{stage}_edges"] = kept if kind is None or kept is None else (kind, kept)
+                for what in ("labels", "time"):
+                    if (values := self.partition.links(f"{stage}_{what}")) is not None:
+                        kwargs[f"input_{stage}_{what}"] = values
         if not given and kwargs.get("input_train_edges") is None:
             raise ValueError(
                 "input_train_edges is missing: no rank has all edges of the graph, so give those to train on, or "
-                "partition with some (lgnn partition task=link)"
+                "partition with some (lgnn partition task=link, or task=recommend)"
             )
         return kwargs
 
