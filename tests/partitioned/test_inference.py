@@ -187,7 +187,7 @@ def _hybrid(rank, folder):
 
 
 @pytest.mark.slow
-def test_hybrid_training_evaluates_on_samples(folder):
+def test_hybrid_training_is_refused_before_it_begins(folder):
     outcome = observe(_hybrid, 2, folder, nodes=2)
     for error in outcome.errors:
         assert "inference='full' on a partitioned graph needs all ranks, and hyscale" in error
