@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
 from lightning_gnn.graph.checks import check_nodes
@@ -77,6 +78,7 @@ def write_partition(
     method: str = "given",
     tell: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
+    link_type: EdgeType | None = None,
 ) -> None:
     """Write a graph as a folder of parts.
 
@@ -87,7 +89,8 @@ def write_partition(
         parts: How many.
         method: How nodes were shared out, for the record.
         tell: Called with what is being done.
-        links: Edges to predict, by stage, int64 ``[2, n]``, and their labels ``[n]``, as ``val_labels``.
+        links: Edges to predict, by stage, int64 ``[2, n]``, their labels ``[n]``, as ``val_labels``, and times.
+        link_type: Their type, of a graph with types.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -153,7 +156,7 @@ def write_partition(
         about = {
             "stores": stores,
             "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": typed, "seeds": seeds,
-            "listed": listed, "links": list(links or {}),
+            "listed": listed, "links": list(links or {}), "link_type": link_type,
             **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
         }  # fmt: skip
         write_whole(common / "partition.json", json.dumps(about))
@@ -284,6 +287,8 @@ class Partition:
         self.listed: list[str] = about.get("listed", [])
         """Stages whose seeds were a list of ids, whose order counts, and no mask."""
         self.link_names: list[str] = about.get("links", [])
+        kind = about.get("link_type")
+        self.link_type: EdgeType | None = None if kind is None else (kind[0], kind[1], kind[2])
         self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
@@ -323,7 +328,7 @@ class Partition:
         return name, mask
 
     def links(self, name: str) -> Tensor | None:
-        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels; None where there are none.
+        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels or times; None without.
 
         Args:
             name: Such as ``"val"`` or ``"val_labels"``.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput, NodeSamplerInput
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -59,6 +60,7 @@ def partition_graph(
     check_features: bool = True,
     tell: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
+    link_type: EdgeType | None = None,
 ) -> Summary:
     """Cut a graph into parts, write each to a folder of its own, and sample to see what a rank will ask of others.
 
@@ -74,9 +76,10 @@ def partition_graph(
         batches: How many of them, in each order of the seeds; 0 counts nothing.
         check_features: Look for NaN and infinity first.
         tell: Called with what is being done.
-        links: Edges to predict, which the graph may lack: ``train``, ``val`` and ``test``, int64 ``[2, n]``, and labels
-            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``. A
-            :class:`~lightning_gnn.PartitionedLinkDataModule` takes them where it is given none.
+        links: Edges to predict, which the graph may lack: ``train``, ``val`` and ``test``, int64 ``[2, n]``; labels
+            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``; times ``[n]`` as ``train_time`` and so on.
+            A :class:`~lightning_gnn.PartitionedLinkDataModule` takes them where it is given none.
+        link_type: Their type, of a graph with types.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -107,7 +110,7 @@ def partition_graph(
             seeds[name] = ids
     tell(f"sharing out the nodes ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
-    write_partition(data, folder, assignment, parts, method, tell, links)
+    write_partition(data, folder, assignment, parts, method, tell, links, link_type)
     relations: dict[Any, Any] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
     edges, cut, total = np.zeros(parts, np.int64), 0, 0
     for name, relation in relations.items():

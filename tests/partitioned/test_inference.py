@@ -15,7 +15,7 @@ from lightning_gnn import (
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 from tests.full_graph.launch import observe, run
-from tests.partitioned.graphs import plain_graph, typed_graph
+from tests.partitioned.graphs import plain_graph
 from tests.partitioned.test_training import trainer_of
 
 SIZES = {"in_channels": 3, "hidden_channels": 8, "num_layers": 3, "out_channels": 3}
@@ -196,7 +196,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def test_what_cannot_work_is_refused(folder, tmp_path, one_rank):
+def test_what_cannot_work_is_refused(folder, one_rank):
     def inferring(model, **options):
         datamodule = PartitionedDataModule(folder / "False", **OPTIONS, inference="full", **options)
         trainer_of(1).validate(NodeClassifier(model.double(), num_classes=3), datamodule=datamodule, verbose=False)
@@ -207,9 +207,6 @@ def test_what_cannot_work_is_refused(folder, tmp_path, one_rank):
         inferring(GCN(**SIZES, norm="GraphNorm"))
     with pytest.raises(ValueError, match=r"FullInference\(folder='layers'\) does not go with a partitioned graph"):
         PartitionedDataModule(folder / "False", **OPTIONS, inference=FullInference("layers"))
-    partition_graph(typed_graph(), tmp_path / "typed", 2, "ldg", batches=0)
-    with pytest.raises(ValueError, match="does not go with a partitioned graph of several types"):
-        PartitionedDataModule(tmp_path / "typed", **OPTIONS, inference="full")
     few = PartitionedDataModule(folder / "False", input_val_nodes=torch.arange(0), **OPTIONS, inference="full")
     with pytest.raises(ValueError, match="the val split is empty"):
         trainer_of(1).validate(module_of("gcn"), datamodule=few, verbose=False)
