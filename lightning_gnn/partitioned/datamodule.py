@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 from collections import Counter
@@ -78,6 +79,12 @@ class _OnParts(MiniBatchDataModule):
                 )
         if true_or_false(elastic, "elastic") and order != "global":
             raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
+        if not isinstance(root, str | os.PathLike):
+            raise TypeError(f"root is {type(root).__name__}; give the folder that lgnn partition has made of it")
+        if count_batches < 1:
+            raise ValueError(f"count_batches must be at least 1, but is {count_batches}")
+        if silence <= 0:
+            raise ValueError(f"silence must be more than 0 seconds, but is {silence}")
         self._elastic = Elastic() if elastic else None
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:

@@ -18,7 +18,7 @@ from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.partitioned.assign import assign_nodes
-from lightning_gnn.partitioned.folder import write_partition
+from lightning_gnn.partitioned.folder import seeds_of, write_partition
 from lightning_gnn.sampling.loader import stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, topology_of
 
@@ -65,7 +65,8 @@ def partition_graph(
     """Cut a graph into parts, write each to a folder of its own, and sample to see what a rank will ask of others.
 
     Args:
-        data: The graph, with its training seeds as ``train_mask`` (of one type) if they are to be shared out evenly.
+        data: The graph, with its training seeds as ``train_mask`` or ``train_idx`` (of one type) if they are to be
+            shared out evenly.
         folder: Where to; new or empty.
         parts: How many parts.
         method: ``"metis"``, ``"ldg"`` or ``"random"``: see :func:`~lightning_gnn.partitioned.assign.assign_nodes`.
@@ -105,8 +106,8 @@ def partition_graph(
     graph = topology_of(data)
     seeds: dict[Any, Tensor] = {}
     for name, store in stores_of(data):
-        if isinstance(mask := store.get("train_mask"), Tensor) and not isinstance(name, tuple):
-            seeds[name] = mask.nonzero().view(-1)
+        if not isinstance(name, tuple) and (ids := seeds_of(store, "train")) is not None:
+            seeds[name] = ids
     tell(f"sharing out the nodes ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
     write_partition(data, folder, assignment, parts, method, tell, links, link_type)
