@@ -102,7 +102,8 @@ class LookAhead:
         ahead: How many mini-batches may have been sampled beyond those.
         beyond: The mini-batches of the next epoch. They are only announced, so that an epoch's end keeps what the next
             one begins with, and handed on.
-        begun: Those of this epoch that the last one has handed on.
+        begun: Those of this epoch that the last one has handed on. Where the tables still know them, as what was left
+            for ``begun``, they are not announced again.
     """
 
     def __init__(
@@ -120,6 +121,10 @@ class LookAhead:
         most, size = lookahead if isinstance(lookahead, tuple) else (lookahead, None)
         self._loader, self._tables = loader, tables
         self._release = weakref.finalize(self, _release, list(tables.values()))
+        self._known = len(begun) if all(table.announced == len(begun) for table in tables.values()) else 0
+        if not self._known:
+            for table in tables.values():
+                table.forget()
         draw = partial(_draw, loader, {each.task[:2]: each for each in begun})
         both = chain(((task, False) for task in tasks), ((task, True) for task in beyond))
         self._sampled = OrderedPipeline(both, draw, num_threads, max(ahead, 2 * num_threads))
@@ -132,6 +137,7 @@ class LookAhead:
         self._failure: BaseException | None = None
         self._pulling, self._lock = threading.Lock(), threading.Lock()
         self._next = first  # of the window
+        self._ended = False
         self._held: dict[int, Waiting | BaseException] = {}
         self._new: deque[tuple[int, list[Waiting]]] = deque()  # to be announced before which one is read
         self._front, self._read = first, set[int]()  # the first one that has not been read, and later ones that have
@@ -178,6 +184,9 @@ class LookAhead:
             self._read.add(number)
             while self._new and self._new[0][0] <= number:
                 for waiting in self._new.popleft()[1]:
+                    if self._known:
+                        self._known -= 1
+                        continue
                     for name, table in self._tables.items():
                         table.announce(waiting.nodes(name[0] if isinstance(name, tuple) else None))
             while self._front in self._read:
@@ -201,7 +210,11 @@ class LookAhead:
                     raise self._failure or RuntimeError(f"there is no mini-batch {number}") from None
 
     def _pull(self) -> int:
-        waiting, new = next(self._window)
+        try:
+            waiting, new = next(self._window)
+        except StopIteration:
+            self._ended = True
+            raise
         if isinstance(waiting, BaseException):
             self._failure = waiting
         with self._lock:
@@ -217,9 +230,11 @@ class LookAhead:
             self._sampled.close()
             self._window.close()
         with self._lock:
+            left = self.handed_on if self._ended and self._front == self._next else None
             self._held.clear()
             self._new.clear()
-        self._release()
+        if self._release.detach():
+            _release(list(self._tables.values()), left or None)
 
 
 class ReadInTurn:
@@ -249,17 +264,17 @@ class ReadInTurn:
         self._look_ahead.close()
 
 
-def claimed(tables: Mapping[Any, Announced]) -> bool:
+def claimed(tables: Mapping[Any, Announced], by: object = None) -> bool:
     """Take all tables to announce reads, or none where somebody else has one."""
-    taken = [table for table in tables.values() if table.claim()]
+    taken = [table for table in tables.values() if table.claim(by)]
     if len(taken) < len(tables):
         _release(taken)
     return len(taken) == len(tables)
 
 
-def _release(tables: list[Announced]) -> None:
+def _release(tables: list[Announced], left_for: object = None) -> None:
     for table in tables:
-        table.release()
+        table.release(left_for)
 
 
 def _draw(loader: Any, begun: dict[tuple[int, int], Waiting], task: tuple[Any, bool]) -> tuple[Waiting, bool] | None:
