@@ -137,7 +137,6 @@ class LookAhead:
         self._failure: BaseException | None = None
         self._pulling, self._lock = threading.Lock(), threading.Lock()
         self._next = first  # of the window
-        self._ended = False
         self._held: dict[int, Waiting | BaseException] = {}
         self._new: deque[tuple[int, list[Waiting]]] = deque()  # to be announced before which one is read
         self._front, self._read = first, set[int]()  # the first one that has not been read, and later ones that have
@@ -210,11 +209,7 @@ class LookAhead:
                     raise self._failure or RuntimeError(f"there is no mini-batch {number}") from None
 
     def _pull(self) -> int:
-        try:
-            waiting, new = next(self._window)
-        except StopIteration:
-            self._ended = True
-            raise
+        waiting, new = next(self._window)
         if isinstance(waiting, BaseException):
             self._failure = waiting
         with self._lock:
@@ -224,17 +219,20 @@ class LookAhead:
         return number
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the threads to end, and let others announce their reads."""
+        """Cancel what has not begun, wait for the threads to end, and let others announce their reads.
+
+        Where all of the epoch has been read, what is announced of the next one stays so, for who begins with it.
+        """
         self._closed.set()
         with self._pulling:
+            whole = self.handed_on and self._front == self._next and next(self._window, None) is None
             self._sampled.close()
             self._window.close()
         with self._lock:
-            left = self.handed_on if self._ended and self._front == self._next else None
             self._held.clear()
             self._new.clear()
         if self._release.detach():
-            _release(list(self._tables.values()), left or None)
+            _release(list(self._tables.values()), self.handed_on if whole else None)
 
 
 class ReadInTurn:

@@ -423,11 +423,14 @@ def counting_announced(monkeypatch):
     return announced
 
 
+@pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
 @pytest.mark.parametrize("between", ["nothing", "another loader", "a part of an epoch", "a leap"])
-def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_between(folder, between, monkeypatch):
+def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_between(
+    folder, between, kind, monkeypatch
+):
     data = load_folder(folder)
     loader, plain = (
-        datamodule(data, num_workers=1, **options).train_dataloader() for options in ({"memory": MEMORY}, {})
+        datamodule(data, kind, num_workers=1, **options).train_dataloader() for options in ({"memory": MEMORY}, {})
     )
     table = table_of(loader)
     list(loader), list(plain)
