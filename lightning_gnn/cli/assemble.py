@@ -15,6 +15,7 @@ from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.strategies import StrategyRegistry
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import RandomLinkSplit
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.accelerators.npu import why_unavailable
 from lightning_gnn.cli.check_arguments import check_arguments, fits, shown, without_null
@@ -98,6 +99,8 @@ def check_arguments_of(cfg: DictConfig) -> None:
         typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
         experiment = HydraConfig.get().runtime.choices.get("experiment")
     task = _task_settings(cfg)
+    if cfg.task.name == "recommend" and isinstance(task.get("target"), str):
+        task.target = task.target.split("__")  # both are taken
     nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
     for group in ("logger", "callbacks"):
         nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
@@ -187,17 +190,17 @@ def _partitioned(cfg: DictConfig) -> bool:
     parts = str(cfg.datamodule.get("_target_")).endswith(("PartitionedDataModule", "PartitionedLinkDataModule"))
     if parts != str(cfg.data.get("_target_")).endswith("whole.outline"):
         raise ValueError(
-            "datamodule=partitioned trains on the graph of datamodule.root, and no other: leave data= out"
+            "datamodule=partitioned trains on the graph of datamodule.root, and no other: give data=partitioned"
             if parts
             else "data=partitioned is the graph of datamodule=partitioned, and of no other"
         )
     return parts
 
 
-def _on_parts(cfg: DictConfig) -> Any:
+def _on_parts(cfg: DictConfig, **given: Any) -> Any:
     node = cfg.datamodule.copy()
     node.root = to_absolute_path(node.root)
-    return build(node, "datamodule")
+    return build(node, "datamodule", **given)
 
 
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
@@ -230,23 +233,38 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     """Hide the last edges in time, and build what predicts them from what came before each."""
     if not isinstance(data, HeteroData):
         raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
-    if _partitioned(cfg):
-        raise ValueError("task=recommend needs all edges, of which no rank of a partitioned graph has more than a part")
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError("task=recommend trains on mini-batches of edges; use datamodule=link or persistent_link")
+        raise ValueError(
+            "task=recommend trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
+        )
+    given: dict[str, Any] = {"time_attr": cfg.task.time}
+    if _partitioned(cfg):  # whose last edges were chosen when it was partitioned
+        datamodule = _on_parts(cfg, **given)
+        kind = datamodule.partition.link_type
+        if cfg.task.target is not None and cfg.task.target not in ("__".join(kind), list(kind)):
+            raise ValueError(
+                f"task.target={cfg.task.target}, but the folder was partitioned to predict {'__'.join(kind)}: leave it "
+                "out, or partition again (lgnn partition task=recommend task.target=…)"
+            )
+    else:
+        kind, splits = split_in_time(cfg, data)
+        for stage, (edges, time) in splits.items():
+            given[f"input_{stage}_edges"], given[f"input_{stage}_time"] = (kind, edges), time
+        datamodule = build(cfg.datamodule, "datamodule", data=data, **given)
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
+
+
+def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the type of the edges that ``task=recommend`` predicts and, by stage, these and what times they see."""
     kind = _recommended(cfg, data)
     edges, time = edges_of(data, kind), data[kind][cfg.task.time]
     order = torch.argsort(time, stable=True)
     counts = [round(order.numel() * cfg.task.split[f"num_{stage}"]) for stage in ("train", "val", "test")]
     if min(counts) < 1 or sum(counts) > order.numel():
         raise ValueError(f"task.split must leave edges to each of train, val and test, of {order.numel()} in all")
-    given: dict[str, Any] = {"time_attr": cfg.task.time}
-    for stage, part in zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True):
-        given[f"input_{stage}_edges"] = (kind, edges[:, part])
-        # A moment earlier: an edge must not see itself.
-        given[f"input_{stage}_time"] = _before(time[part])
-    datamodule = build(cfg.datamodule, "datamodule", data=data, **given)
-    return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
+    parts = zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True)
+    # A moment earlier: an edge must not see itself.
+    return kind, {stage: (edges[:, part], _before(time[part])) for stage, part in parts}
 
 
 def _before(time: torch.Tensor) -> torch.Tensor:
@@ -254,18 +272,18 @@ def _before(time: torch.Tensor) -> torch.Tensor:
     return torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
 
 
-def _recommended(cfg: DictConfig, data: HeteroData) -> tuple[str, str, str]:
+def _recommended(cfg: DictConfig, data: HeteroData) -> EdgeType:
     """Return the type of the edges that are predicted."""
     timed = [kind for kind in data.edge_types if cfg.task.time in data[kind] and not kind[1].startswith("rev_")]
     if cfg.task.target is None and len(timed) == 1:
-        return timed[0]  # type: ignore[no-any-return]
+        return timed[0]
     found = [kind for kind in timed if cfg.task.target in ("__".join(kind), list(kind))]
     if not found:
         raise ValueError(
             f"task.target={cfg.task.target} is no type of edges with the attribute {cfg.task.time!r}; give one of "
             f"{', '.join('__'.join(kind) for kind in timed) or 'a graph that has such edges'}"
         )
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:

@@ -14,8 +14,9 @@ from omegaconf import MISSING, DictConfig
 from rich.console import Console
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType
 
-from lightning_gnn.cli.assemble import build_data, split_links
+from lightning_gnn.cli.assemble import build_data, split_in_time, split_links
 from lightning_gnn.cli.command_line import UserError, explained
 from lightning_gnn.cli.settings import parsed
 from lightning_gnn.partitioned.partition import Summary, partition_graph
@@ -23,7 +24,8 @@ from lightning_gnn.report.console import say
 
 _SETTINGS = """settings:
   data=NAME, data.KEY=VALUE  the graph, as for a run: data=custom data.root=FOLDER
-  task=link, task.split.…    hide edges, as a run of this task would, and keep them for datamodule=partitioned_link
+  task=link, task.split.…    choose edges, as a run of this task (or of task=recommend) would, and keep them for
+                             datamodule=partitioned_link
   parts=8                    how many parts
   out=FOLDER                 the folder to make: one folder per part, and a small one that all machines need
   method=metis               metis (fewest edges between parts; in memory), ldg (a stream, for any size) or random
@@ -65,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = parsed(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
                 cfg = compose("train", overrides=of_run)
-            data, links = build_data(cfg), None
+            data, links, kind = build_data(cfg), None, None
             if cfg.task.name == "link":
                 data, links = _hidden(data, cfg)
+            if cfg.task.name == "recommend":
+                kind, links = _last_in_time(data, cfg)
             start = time.perf_counter()
 
             def tell(message: str) -> None:
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             summary = partition_graph(
                 data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.num_neighbors, chosen.batch_size,
-                chosen.batches, chosen.check_features, tell, links,
+                chosen.batches, chosen.check_features, tell, links, kind,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -97,6 +101,15 @@ def _hidden(data: Any, cfg: DictConfig) -> tuple[Data, dict[str, Tensor]]:
         "test": test.edge_label_index, "test_labels": test.edge_label,
     }  # fmt: skip
     return Data(x=train.x, edge_index=train.edge_index), links
+
+
+def _last_in_time(data: Any, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:
+    """Return the type of the edges that ``task=recommend`` predicts, these and their times; they stay in the graph."""
+    if not isinstance(data, HeteroData):
+        raise ValueError("task=recommend predicts edges of a graph with types and times")
+    kind, splits = split_in_time(cfg, data)
+    edges = {stage: given for stage, (given, _) in splits.items()}
+    return kind, {**edges, **{f"{stage}_time": time for stage, (_, time) in splits.items()}}
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -20,13 +20,19 @@ from lightning_gnn.graph.published_files import Published, published, read_ids, 
 from lightning_gnn.graph.row_file import ROW_DTYPES, RowFile, write_rows
 from lightning_gnn.graph.synthetic_labels import Labels
 from lightning_gnn.graph.table_files import Columns, TableFiles, listed, quoted, text
+from lightning_gnn.graph.topology_files import TOPOLOGY
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 """What a column ``split`` may say."""
 _ALONE, _BETWEEN_ALONE = "node", ("node", "to", "node")
 _ENDS = (("source", "target"), ("src", "dst"))
+_MASKS = tuple(f"{split}_mask" for split in SPLITS)
+_KNOWN = ("id", "label", "split", "time", *_MASKS, *(end for pair in _ENDS for end in pair))
+"""Columns that are known by their names, in whatever case."""
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _NUMBERS = (*_INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
+_SHOWN = 12
+"""Names of features that are told."""
 _BLOCK = 1 << 22
 """Numbers that are written at a time, at least a row of them."""
 _OF_DATABASE = 0.6
@@ -60,9 +66,10 @@ def convert_tables(
     Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, or else the first two) are the ends, and
     further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to, numbers or texts;
     without such a column, it is the number of the row, from 0 on. ``label`` becomes ``y`` (texts: class numbers, in the
-    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks, ``time`` an attribute, and all other
-    numbers, also lists of one length, features, in which NULL is 0. Texts are left out. Nodes without a table are those
-    that edges refer to, in ascending order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
+    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too),
+    ``time`` an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left
+    out. These names may be in upper or lower case. Nodes without a table are those that edges refer to, in ascending
+    order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
 
     Args:
         source: Edges; for a graph with types, a file for each ``SOURCE__RELATION__TARGET``.
@@ -86,7 +93,7 @@ def convert_tables(
         ModuleNotFoundError: DuckDB is missing, or for Arrow files pyarrow.
         OSError: The disk has no room for it.
         ValueError: A file cannot be read, an id that is missing or twice there, an edge to no node, names of types
-            that do not fit each other, or ``rows`` that are none.
+            that do not fit each other, a name that no file can have, or ``rows`` that are none.
     """
     if not isinstance(rows, bool) and rows not in ROW_DTYPES:
         raise ValueError(f"rows={rows!r} is unknown; use true, false, or one of {', '.join(ROW_DTYPES)}")
@@ -137,6 +144,8 @@ def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, s
         kind = tuple(str(name).split(BETWEEN))
         if len(kind) != 3 or not all(kind):
             raise ValueError(f"{name!r} names no type of edges; write SOURCE{BETWEEN}RELATION{BETWEEN}TARGET")
+        if any("/" in part or "\\" in part or part.startswith(".") for part in kind):
+            raise ValueError(f"{name!r} cannot be the name of a folder; rename the type")
         edges[kind] = path
     types = {end for kind in edges for end in (kind[0], kind[2])}
     if unknown := sorted(set(nodes or {}) - types):
@@ -258,17 +267,23 @@ class _Conversion:
                 mask[ids] = True
                 save_arrays(self.folder, {f"{name}_mask": mask})
 
+    def _columns(self, table: str) -> dict[str, str]:
+        """Return the columns of a table, and their types; the database does not tell upper from lower case either."""
+        found = self.database.columns(table).items()
+        return {name.lower() if name.lower() in _KNOWN else name: kind for name, kind in found}
+
     def _called(self, name: str) -> str:
         return "" if self.alone else f" of {name}"
 
     def _ends(self, kind: Kind) -> tuple[str, str]:
-        columns = list(self.database.columns(_of(kind)))
+        columns = list(self._columns(_of(kind)))
         for pair in _ENDS:
             if {*pair} <= {*columns}:
                 return pair
-        if len(columns) < 2:
+        known = [name for pair in _ENDS for name in pair if name in columns]
+        if len(columns) < 2 or not {*known} <= {*columns[:2]}:
             raise ValueError(
-                f"{self.edges[kind]} has the columns {', '.join(columns)}; edges need a source and a target"
+                f"{self.edges[kind]} has the columns {', '.join(columns)}; edges need source and target, or src and dst"
             )
         return columns[0], columns[1]
 
@@ -292,7 +307,7 @@ class _Conversion:
         if self._by_row(name):
             self.database.make(table, f"SELECT rowid AS id, rowid AS number FROM {quoted(source)}")
             return
-        self.database.make(table, f"SELECT id, rowid AS number FROM {quoted(source)}")
+        self.database.make(table, f"SELECT id AS id, rowid AS number FROM {quoted(source)}")
         for wrong, what in (("id IS NULL", "has no id"), (None, "is there twice")):
             found = (
                 f"SELECT id, min(number) FROM {quoted(table)} GROUP BY id HAVING count(*) > 1 LIMIT 1"
@@ -307,31 +322,37 @@ class _Conversion:
         """Say whether nodes are called by the number of their row."""
         if name not in self.tables:
             return self.rows is not None
-        return "id" not in self.database.columns(f"nodes {name}")
+        return "id" not in self._columns(f"nodes {name}")
 
     def _write_nodes(self, name: str, count: int, random_features: int, random_labels: int) -> None:
         folder = self.folder if self.alone else self.folder / NODES / name
         folder.mkdir(parents=True, exist_ok=True)
         table, columns = f"nodes {name}", {}
         if name in self.tables:
-            columns = self.database.columns(table)
+            columns = self._columns(table)
         elif self.rows is None:
             self._write_ids(name, folder, count)
-        features = [column for column in columns if column not in ("id", "label", "split", "time")]
-        widths = {column: self._width(table, column, columns[column]) for column in features}
+        features = [column for column in columns if column not in ("id", "label", "split", "time", *_MASKS)]
+        widths = {column: self._width(name, column, columns[column]) for column in features}
         if left_out := [column for column in features if not widths[column]]:
             self.say(f"left out{self._called(name)}, as they are no numbers: {', '.join(left_out)}")
         used = {column: width for column, width in widths.items() if width}
+        if used:
+            shown = [*used] if len(used) <= _SHOWN else [*list(used)[: _SHOWN - 1], "…", list(used)[-1]]
+            self.say(f"features{self._called(name)} are {', '.join(shown)}: {sum(used.values())} in all")
         if "label" in columns:
-            self._write_labels(table, folder, count, columns["label"])
+            self._write_labels(table, folder, count, columns["label"], name)
         elif random_labels and not (folder / "y.npy").exists():
             _draw_labels(folder, count, random_labels)
         if "split" in columns:
             self._write_splits(table, folder, count, name)
+        for mask in _MASKS:
+            if mask in columns:
+                self._write_mask(table, folder, count, mask, f"coalesce({mask}::BOOLEAN, false)")
         if "time" in columns and self.alone:
             self.say("left out: time, for which a folder without types has no place; name the types to keep it")
         elif "time" in columns:
-            self._write_column(table, "time", columns["time"], folder / "time.npy", count)
+            self._write_column(table, "time", columns["time"], folder / "time.npy", count, self.tables[name])
         width = sum(used.values()) or random_features
         if _is_there(folder / "x.npy"):
             return
@@ -341,44 +362,57 @@ class _Conversion:
             save_arrays(folder, {"num_nodes": np.array(count)})
         else:
             rows = max(1, _BLOCK // width)
-            blocks = self._features(table, used, rows) if used else _drawn(count, width, rows)
+            blocks = self._features(table, columns, used, rows) if used else _drawn(count, width, rows)
             write_blocks(folder / "x.npy", np.float32, (count, width), blocks)
 
-    def _width(self, table: str, column: str, kind: str) -> int:
+    def _width(self, name: str, column: str, kind: str) -> int:
         """Return how many features a column is; none if it holds no numbers."""
-        if kind.partition("(")[0] in _NUMBERS:
-            return 1
-        if kind.partition("[")[0] not in _NUMBERS or not kind.endswith("]") or kind.count("[") > 1:
+        of, _, length = kind.partition("[")
+        if of.partition("(")[0] not in _NUMBERS or "[" in length:
             return 0
-        if length := kind[kind.index("[") + 1 : -1]:
-            return int(length)
-        found = self.database.query(f"SELECT DISTINCT len({quoted(column)}) FROM {quoted(table)} LIMIT 2")
+        if not length:
+            return 1
+        if length != "]":
+            return int(length[:-1])
+        table = quoted(f"nodes {name}")
+        found = self.database.query(f"SELECT DISTINCT len({quoted(column)}) FROM {table} LIMIT 2")
         if len(found) != 1 or not found[0][0]:
-            raise ValueError(f"the lists of {column} have different lengths, or are missing; features need one length")
+            raise ValueError(
+                f"{self.tables[name]}: the lists of {column} have different lengths, or are missing; features need one"
+            )
         return int(found[0][0])
 
-    def _features(self, table: str, widths: Mapping[str, int], rows: int) -> Iterator[np.ndarray]:
-        chosen = {
-            column: f"coalesce({quoted(column)}, 0)::FLOAT" if width == 1 else f"{quoted(column)}::FLOAT[{width}]"
-            for column, width in widths.items()
-        }
+    def _features(
+        self, table: str, columns: Mapping[str, str], widths: Mapping[str, int], rows: int
+    ) -> Iterator[np.ndarray]:
+        lists, chosen = {column for column in widths if columns[column].endswith("]")}, {}
+        for column, width in widths.items():
+            name = quoted(column)
+            if column not in lists:
+                chosen[column] = f"coalesce({name}, 0)::FLOAT"
+                continue
+            gap = f"SELECT 1 FROM {quoted(table)} WHERE list_count({name}) < len({name}) LIMIT 1"
+            filled = f"[coalesce(value, 0) FOR value IN {name}]" if self.database.query(gap) else name
+            chosen[column] = f"{filled}::FLOAT[{width}]"
         for block in self.database.blocks(table, chosen, rows):
-            yield np.column_stack([np.stack(list(block[name])) if widths[name] > 1 else block[name] for name in widths])
+            yield np.column_stack([np.stack(list(block[name])) if name in lists else block[name] for name in widths])
 
-    def _write_column(self, table: str, column: str, kind: str, path: Path, count: int) -> None:
-        """Write an attribute: times as seconds since 1970, numbers as they are."""
+    def _write_column(self, table: str, column: str, kind: str, path: Path, count: int, where: Any) -> None:
+        """Write an attribute: times as seconds since 1970, numbers as they are; ``where`` says what it is read from."""
         if path.exists():
             return
+        if not self._is_attribute(kind):
+            raise ValueError(f"{where}: {column} is {kind}, but numbers and times have a place")
         is_time = kind.startswith("TIMESTAMP") or kind == "DATE"
         whole = is_time or kind in _INTEGERS
         value = f"floor(epoch({quoted(column)}))" if is_time else quoted(column)
         if self.database.query(f"SELECT 1 FROM {quoted(table)} WHERE {quoted(column)} IS NULL LIMIT 1"):
-            raise ValueError(f"{column} is missing in some row; fill it in")
+            raise ValueError(f"{where}: {column} is missing in some row; fill it in")
         chosen = {column: f"{value}::{'BIGINT' if whole else 'DOUBLE'}"}
         blocks = (block[column] for block in self.database.blocks(table, chosen, _BLOCK))
         write_blocks(path, np.int64 if whole else np.float64, (count,), blocks)
 
-    def _write_labels(self, table: str, folder: Path, count: int, kind: str) -> None:
+    def _write_labels(self, table: str, folder: Path, count: int, kind: str, name: str) -> None:
         whole = kind in (*_INTEGERS, "VARCHAR", "BOOLEAN")
         self.has_numbers |= not whole
         if (folder / "y.npy").exists():
@@ -392,7 +426,7 @@ class _Conversion:
             (folder / "classes.json").write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
             value = f"list_position([{', '.join(map(text, names))}], label) - 1"
         elif kind.partition("(")[0] not in _NUMBERS:
-            raise ValueError(f"label is {kind}; labels are numbers or texts")
+            raise ValueError(f"{self.tables[name]}: label is {kind}; labels are numbers or texts")
         chosen = {"y": f"coalesce(({value})::{'BIGINT' if whole else 'FLOAT'}, {-1 if whole else text('NaN')})"}
         blocks = (block["y"] for block in self.database.blocks(table, chosen, _BLOCK))
         write_blocks(folder / "y.npy", np.int64 if whole else np.float32, (count,), blocks)
@@ -404,10 +438,13 @@ class _Conversion:
         for (word,) in self.database.query(strange):
             raise ValueError(f"split is {word!r} in {self.tables[name]}; it may be {', '.join(known)}, or missing")
         for split, names in SPLITS.items():
-            if not (path := folder / f"{split}_mask.npy").exists():
-                chosen = {"mask": f"coalesce(lower(split) IN ({', '.join(map(text, names))}), false)"}
-                blocks = (block["mask"] for block in self.database.blocks(table, chosen, _BLOCK))
-                write_blocks(path, np.bool_, (count,), blocks)
+            among = f"coalesce(lower(split) IN ({', '.join(map(text, names))}), false)"
+            self._write_mask(table, folder, count, f"{split}_mask", among)
+
+    def _write_mask(self, table: str, folder: Path, count: int, mask: str, value: str) -> None:
+        if not (path := folder / f"{mask}.npy").exists():
+            blocks = (block[mask] for block in self.database.blocks(table, {mask: value}, _BLOCK))
+            write_blocks(path, np.bool_, (count,), blocks)
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
         table = f"ids {name}"
@@ -438,6 +475,8 @@ class _Conversion:
         if left_out := [name for name in extras if name not in kept]:
             why = "for which a folder without types has no place; name the types" if self.alone else "no numbers"
             self.say(f"left out of the edges, {why}: {', '.join(left_out)}")
+        if bad := [column for column in kept if column in (*TOPOLOGY, "edge_index", "graph") or "/" in column]:
+            raise ValueError(f"{self.edges[kind]}: {bad[0]!r} cannot be the name of an attribute; rename the column")
         if kept and undirected and kind[0] == kind[2]:
             raise ValueError(f"undirected keeps each edge once, but {BETWEEN.join(kind)} has {', '.join(kept)} by edge")
         numbered = self._numbered(kind, kept)
@@ -454,7 +493,7 @@ class _Conversion:
         self.database.make(table, f"SELECT s, t{with_extras} FROM ({chosen}) ORDER BY {order}")
         num_edges = self.database.count(table)
         for name, of in kept.items():
-            self._write_column(table, name, of, folder / f"{name}.npy", num_edges)
+            self._write_column(table, name, of, folder / f"{name}.npy", num_edges, self.edges[kind])
         if not (folder / "indptr.npy").exists():
             indptr = np.zeros(counts[made[2]] + 1, np.int64)
 
@@ -474,14 +513,15 @@ class _Conversion:
         """Make the table of edges between numbers of nodes; return its name."""
         name, (source, target) = f"numbered {BETWEEN.join(kind)}", self.ends[kind]
         numbers, joined, within = [], "", ["true"]
-        for alias, end, of in (("a", source, kind[0]), ("b", target, kind[2])):
-            ids = quoted(f"ids {of}")
+        ends = (("a", source, kind[0]), ("b", target, kind[2]))
+        for alias, end, of in ends:
+            cast = self._compared(kind, end, of)
             if self._by_row(of):
                 numbers.append(f"e.{quoted(end)}::BIGINT")
-                within.append(f"e.{quoted(end)} BETWEEN 0 AND {self.database.count(f'ids {of}') - 1}")
+                within.append(f"e.{quoted(end)}{cast} BETWEEN 0 AND {self.database.count(f'ids {of}') - 1}")
             else:
                 numbers.append(f"{alias}.number")
-                joined += f" JOIN {ids} {alias} ON {alias}.id = e.{quoted(end)}"
+                joined += f" JOIN {quoted(f'ids {of}')} {alias} ON {alias}.id{cast} = e.{quoted(end)}{cast}"
         with_extras = "".join(f", e.{quoted(column)}" for column in kept)
         edges = quoted(_of(kind))
         self.database.make(
@@ -490,16 +530,43 @@ class _Conversion:
             f"WHERE {' AND '.join(within)}",
         )
         if self.database.count(name) < self.database.count(_of(kind)):
-            for end, of in ((source, kind[0]), (target, kind[2])):
-                among = f"SELECT id FROM {quoted(f'ids {of}')}"
+            for _, end, of in ends:
+                cast = self._compared(kind, end, of)
+                among = f"SELECT id{cast} FROM {quoted(f'ids {of}')}"
                 lost = (
                     f"SELECT {quoted(end)}, rowid FROM {edges} WHERE {quoted(end)} IS NULL OR "
-                    f"{quoted(end)} NOT IN ({among}) LIMIT 1"
+                    f"{quoted(end)}{cast} NOT IN ({among}) LIMIT 1"
                 )
                 for value, row in self.database.query(lost):
                     nodes = self.tables.get(of, "the edges")
                     raise ValueError(f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no node of {nodes}")
         return name
+
+    def _compared(self, kind: Kind, end: str, of: str) -> str:
+        """Return as what an end of edges is compared with the ids of nodes: as it is, a number of a row, or a text.
+
+        Raises:
+            ValueError: One is no number of a row.
+        """
+        table = _of(kind)
+        found = self._columns(table)[end], self.database.columns(f"ids {of}")["id"]
+        if found[0] == found[1] or (all(name.partition("(")[0] in _NUMBERS for name in found) and not self._by_row(of)):
+            return ""
+        if not self._by_row(of):
+            return "::VARCHAR"
+        if found[0] in _INTEGERS:
+            return ""
+        whole = f"TRY_CAST({quoted(end)} AS DOUBLE) = TRY_CAST({quoted(end)} AS BIGINT)"
+        broken = f"{quoted(end)} IS NOT NULL AND NOT coalesce({whole}, false)"
+        for value, row in self.database.query(
+            f"SELECT {quoted(end)}, rowid FROM {quoted(table)} WHERE {broken} LIMIT 1"
+        ):
+            nodes = self.tables.get(of, "the graph")
+            raise ValueError(
+                f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no number of a row, as which it is read: "
+                f"{nodes} has no column id"
+            )
+        return "::BIGINT"
 
 
 def _is_there(path: Path) -> bool:

@@ -98,17 +98,29 @@ class DirectReader:
         self.direct, self._descriptor = _opened(file.path)
         self.blocks_read = 0
         self.reads = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what one process needs: a forked one has no threads, no queues, and shares its parent's buffers."""
+        self._process = os.getpid()
         queues = _queues() if self.direct else []
         self._queued = bool(queues)
         self._num_threads = len(queues) or THREADS
         # What is mapped begins with a page, as direct reads want it.
-        size = _all_buffers_bytes(file) // self._num_threads // BLOCK_BYTES * BLOCK_BYTES
+        size = _all_buffers_bytes(self.file) // self._num_threads // BLOCK_BYTES * BLOCK_BYTES
         buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(self._num_threads)]
         each: list[ReadQueue | None] = [*queues] or [None] * THREADS
         self._idle = list(zip(buffers, each, strict=True))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lightning-gnn-disk")
         self.close = weakref.finalize(self, _close, self._threads, queues, self._descriptor)
         """Stop the threads and close the file; as often as you like."""
+
+    def _forget_parent(self) -> None:
+        """Leave to the process that this one was forked from what belongs to it; the kernel may number alike."""
+        self.close.detach()
+        for _, queue in self._idle:
+            if queue is not None:
+                queue.close.detach()
 
     def read(
         self,
@@ -139,6 +151,9 @@ class DirectReader:
         """
         if not ranges.first.size:
             return
+        if self._process != os.getpid():
+            self._forget_parent()
+            self._begin()
         ends = np.cumsum(ranges.blocks)
         shares = min(self._num_threads if self._queued else self._num_threads * _SHARES, ranges.first.size)
         cuts = np.searchsorted(ends, np.linspace(0, ends[-1], shares + 1)[1:-1])

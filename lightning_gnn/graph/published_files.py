@@ -220,7 +220,8 @@ def _ogb(path: Path, scratch: Path) -> Published:
         return Published([archive, labels, *splits.values()], blocks=blocks, splits=splits, arrays=arrays)
     if not (raw / "edge.csv.gz").exists():
         raise FileNotFoundError(
-            f"{path} holds neither indptr.npy and indices.npy, nor OGB's raw/edge.csv.gz or raw/data.npz"
+            f"{path} holds neither indptr.npy and indices.npy, nor OGB's raw/edge.csv.gz or raw/data.npz; for tables "
+            f"in it give a pattern, such as '{path}/*.parquet'"
         )
     tables = {name: raw / f"node-{end}.csv.gz" for name, end in (("features", "feat"), ("labels", "label"))}
     there: dict[str, Any] = {name: table for name, table in tables.items() if table.exists()}

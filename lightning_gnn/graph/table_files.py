@@ -17,6 +17,8 @@ from lightning_gnn.runtime.files import write_whole
 Columns = dict[str, npt.NDArray[Any]]
 _CSV, _PARQUET, _ARROW = (".csv", ".tsv", ".txt", ".edges"), (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _PACKED = (".gz", ".zst")
+_OTHERWISE = "CSV Error"
+"""What the database says where a row of a CSV file does not look like the first ones."""
 _MISSING = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
@@ -78,8 +80,8 @@ class TableFiles:
         try:
             yield
         except self.error as error:
-            kind, said = type(error).__name__, str(error).partition("\n")[0]
-            if kind in ("IOException", "OutOfMemoryException") and ("space" in said or "memory" in said.lower()):
+            kind, said = type(error).__name__, "; ".join(str(error).partition("\n\n")[0].splitlines())
+            if kind == "OutOfMemoryException" or (kind == "IOException" and "No space left" in said):
                 raise OSError(f"{said}; make room on the disk, or give more memory=, and run the same again") from None
             raise ValueError(said) from None
 
@@ -106,10 +108,38 @@ class TableFiles:
         """
         if self.has(name):
             return
+        create = f"CREATE TABLE {quoted(name)} AS SELECT * FROM "
         try:
-            self.query(f"CREATE TABLE {quoted(name)} AS SELECT * FROM {self._scan(path, header)}")
+            try:
+                with self._whole():
+                    self.query(create + (scan := self._scan(path, header)))
+                    if scan.startswith("read_csv") and self._has_quotes(name):
+                        raise ValueError(_OTHERWISE)
+            except ValueError as error:
+                if _OTHERWISE not in str(error):
+                    raise
+                # What the first rows look like does not hold for all: now all are looked at, which takes longer.
+                self.query(create + self._scan(path, header, ", sample_size = -1"))
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
+
+    def _has_quotes(self, name: str) -> bool:
+        """Say whether a text begins with a quote, as where none is among the first rows of a CSV file."""
+        texts = [column for column, kind in self.columns(name).items() if kind == "VARCHAR"]
+        found = " OR ".join(f"starts_with({quoted(column)}, '\"')" for column in texts)
+        return bool(texts) and bool(self.query(f"SELECT 1 FROM {quoted(name)} WHERE {found} LIMIT 1"))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Keep all that is done, or nothing."""
+        self.query("BEGIN")
+        try:
+            yield
+            self.query("COMMIT")
+        except BaseException:
+            with suppress(self.error):
+                self.connection.rollback()
+            raise
 
     def fill(self, name: str, blocks: Callable[[], Iterator[Columns]]) -> None:
         """Make a table of edges, ``source`` and ``target``, of blocks; all of it or nothing, unless an earlier run has.
@@ -119,17 +149,11 @@ class TableFiles:
         """
         if self.has(name):
             return
-        self.query("BEGIN")
-        try:
+        with self._whole():
             self.query(f"CREATE TABLE {quoted(name)} (source BIGINT, target BIGINT)")
             for block in blocks():
                 self.connection.register("block", block)
                 self.query(f"INSERT INTO {quoted(name)} SELECT source, target FROM block")
-            self.query("COMMIT")
-        except BaseException:
-            with suppress(self.error):
-                self.connection.rollback()
-            raise
 
     def columns(self, name: str) -> dict[str, str]:
         """Return the columns of a table, and their types."""
@@ -155,14 +179,14 @@ class TableFiles:
                 block = self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
             yield block
 
-    def _scan(self, path: str | Path, header: bool | None) -> str:
+    def _scan(self, path: str | Path, header: bool | None, how: str = "") -> str:
         suffixes = [suffix.lower() for suffix in Path(path).suffixes]
         ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
         if not any(symbol in str(path) for symbol in "*?[") and not Path(path).exists():
             raise FileNotFoundError(f"{path} does not exist")
         if ending in _CSV:
             known = "" if header is None else f", header = {header}"
-            return f"read_csv({text(path)}, comment = '#'{known})"
+            return f"read_csv({text(path)}, comment = '#'{known}{how})"
         if ending in _PARQUET:
             return f"read_parquet({text(path)})"
         if ending in _ARROW:

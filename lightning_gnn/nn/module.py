@@ -134,6 +134,9 @@ class GNNModule(pl.LightningModule):
 
     def _forward_types(self, batch: HeteroData) -> Any:
         """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
+        if (inference := getattr(batch, "inference", None)) is not None and not self.training:
+            rows: dict[str, Tensor] = inference.run_types(self.model, self.embeddings, self._stop_if_told)
+            return rows
         found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
         if featureless := [name for name in batch.node_types if name not in found]:
             raise ValueError(

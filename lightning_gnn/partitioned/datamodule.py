@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 from collections import Counter
@@ -16,15 +17,16 @@ import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.nn.full_batch import inference_settings, only_batch
 from lightning_gnn.nn.inference import Elsewhere, FullInference
+from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.partitioned.elastic import Elastic
 from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import SPLITS, Partition
 from lightning_gnn.partitioned.future import keep_hottest
-from lightning_gnn.partitioned.inference import InParts, Published
+from lightning_gnn.partitioned.inference import InParts, Published, check_model
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
 from lightning_gnn.partitioned.shard import Shard, holders
@@ -77,12 +79,16 @@ class _OnParts(MiniBatchDataModule):
                 )
         if true_or_false(elastic, "elastic") and order != "global":
             raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
+        if not isinstance(root, str | os.PathLike):
+            raise TypeError(f"root is {type(root).__name__}; give the folder that lgnn partition has made of it")
+        if count_batches < 1:
+            raise ValueError(f"count_batches must be at least 1, but is {count_batches}")
+        if silence <= 0:
+            raise ValueError(f"silence must be more than 0 seconds, but is {silence}")
         self._elastic = Elastic() if elastic else None
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:
             InParts.of(full)
-            if self.partition.typed:
-                raise ValueError("inference='full' does not go with a partitioned graph of several types: leave it out")
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()
@@ -131,6 +137,9 @@ class _OnParts(MiniBatchDataModule):
             ValueError: A part is damaged, or ranks have different partitions or options.
         """
         super().setup(stage)
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if self.inference is not None and isinstance(module, GNNModule):
+            check_model(module.model, self.partition, module.embeddings)
         if self.connection.remote is not None:
             return
         if self._elastic is not None and self.trainer is not None and stage == "fit":
@@ -286,25 +295,35 @@ class _OnParts(MiniBatchDataModule):
             )
         return share
 
-    def _whole_batch(self, wanted: Tensor, **more: Any) -> DataLoader[Any]:
-        """Return a batch that asks for the exact outputs of some nodes, which all ranks compute together."""
+    def _whole_batch(self, wanted: dict[Any, Tensor], kind: Any = None, **more: Any) -> DataLoader[Any]:
+        """Return a batch that asks for the exact outputs of some nodes, which all ranks compute together.
+
+        Args:
+            wanted: The nodes of each type, int64 ``[n]``.
+            kind: The type to which ``more`` belongs.
+            **more: What the batch holds beside the attributes of the nodes.
+        """
         assert isinstance(self.inference, FullInference)
-        attributes = [key for key in self.partition.nodes[0].attributes if key != "x"]
-        if "x" not in self.partition.nodes[0].attributes:
-            raise ValueError("inference='full' needs features x, and the partitioned graph has none")
-        remote = self.connection.open
-        how = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
-        batch = Data(
-            x=nothing([wanted.numel(), *self.data.x.shape[1:]], self.data.x.dtype),
-            edge_index=Elsewhere(self.partition.edges[0].count),
-            n_id=wanted, inference=how, **more,
-            **remote.node_rows(0, wanted.numpy(), attributes),
-        )  # fmt: skip
-        if "edge_weight" in self.partition.edges[0].attributes:
-            batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
-        loader = only_batch(batch)
-        loader.needs_all_ranks = True  # a strategy that gives one rank the batch asks
-        return loader
+        remote, typed = self.connection.open, self.partition.typed
+        batch: Any = HeteroData() if typed else Data()
+        for name, ids in wanted.items():
+            number = self.partition.number.get(name, 0)
+            attributes = [key for key in self.partition.nodes[number].attributes if key != "x"]
+            rows = remote.node_rows(number, ids.numpy(), attributes)
+            (batch[name] if typed else batch).update({"n_id": ids, **rows})
+        (batch[kind] if typed else batch).update(more)
+        if not typed:
+            batch.x = nothing([wanted[None].numel(), *self.data.x.shape[1:]], self.data.x.dtype)
+            batch.edge_index = Elsewhere(self.partition.edges[0].count)
+            if "edge_weight" in self.partition.edges[0].attributes:
+                batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
+        batch.inference = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
+        return only_batch(batch)
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether evaluation is of no use to one rank alone, which a strategy may ask."""
+        return self.inference is not None
 
     def owners_of_seeds(self, ranks: int) -> Tensor:
         """Return which of some ranks has each training seed (or the target of each training edge) in its part.
@@ -348,9 +367,8 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         seed: Start of the random streams; by default that of rank 0.
         num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks, while others are trained on.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, of which those that go over the whole
-            graph are refused, but for ``inference="full"`` on a graph without types: each rank computes the outputs of
-            its own nodes layer by layer, and asks the others for those of the layer before. A rank then has a batch of
-            its share of the seeds.
+            graph are refused, but for ``inference="full"``: each rank computes the outputs of its own nodes layer by
+            layer, and asks the others for those of the layer before. A rank then has a batch of its share of the seeds.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
@@ -385,10 +403,11 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return a batch of this rank's share of the seeds, in the order of one machine; all make their outputs."""
-        nodes, count = self._nodes[stage], self._count(stage)
+        count, seeds = self._count(stage), self._seeds(stage)
+        kind, nodes = seeds if self.partition.typed else (None, seeds)
         wanted = torch.arange(count) if nodes is None else as_ids(nodes)
         wanted = wanted[self._own_share(stage, count)]
-        return self._whole_batch(wanted, batch_size=wanted.numel())
+        return self._whole_batch({kind: wanted}, kind, batch_size=wanted.numel())
 
     def _places_of_seeds(self) -> tuple[Any, Tensor]:
         nodes = self._nodes["train"]
@@ -401,7 +420,7 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
     Args:
         root: As for :class:`PartitionedDataModule`, as what is not named here.
         *args: Edges to train on, validate, test and score, by the ids of the whole graph; by default those that the
-            graph was partitioned with (``lgnn partition task=link``).
+            graph was partitioned with (``lgnn partition task=link``, or ``task=recommend``, whose edges have times).
         order: ``"local"``: each rank trains on the edges into the nodes of its part.
         **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
 
@@ -431,13 +450,15 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
             raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
         for place, stage in enumerate(("train", "val", "test")):  # each has its labels and times behind it
             if len(given) <= 3 * place and kwargs.get(f"input_{stage}_edges") is None:
-                kwargs[f"input_{stage}_edges"] = self.partition.links(stage)
-                if (labels := self.partition.links(f"{stage}_labels")) is not None:
-                    kwargs[f"input_{stage}_labels"] = labels
+                kept, kind = self.partition.links(stage), self.partition.link_type
+                kwargs[f"input_{stage}_edges"] = kept if kind is None or kept is None else (kind, kept)
+                for what in ("labels", "time"):
+                    if (values := self.partition.links(f"{stage}_{what}")) is not None:
+                        kwargs[f"input_{stage}_{what}"] = values
         if not given and kwargs.get("input_train_edges") is None:
             raise ValueError(
                 "input_train_edges is missing: no rank has all edges of the graph, so give those to train on, or "
-                "partition with some (lgnn partition task=link)"
+                "partition with some (lgnn partition task=link, or task=recommend)"
             )
         return kwargs
 
@@ -446,13 +467,17 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
 
         Args:
             name: The stage.
-            kind: None: there are no types.
+            kind: Their type, of a graph with types.
             **more: ``edge_label_index`` ``[2, P]`` by the ids of the whole graph, perhaps ``edge_label`` ``[P]``.
         """
         edges = more.pop("edge_label_index")
         share = self._own_share(name, edges.size(1))
-        wanted, ends = torch.unique(edges[:, share], return_inverse=True)
-        return self._whole_batch(wanted, edge_label_index=ends, **{key: value[share] for key, value in more.items()})
+        types, wanted = (None, None) if kind is None else (kind[0], kind[2]), {}
+        for name in dict.fromkeys(types):
+            wanted[name] = edges[[end for end, of in enumerate(types) if of == name]][:, share].unique()
+        ends = [torch.searchsorted(wanted[name], edges[end, share]) for end, name in enumerate(types)]
+        more = {key: value[share] for key, value in more.items()}
+        return self._whole_batch(wanted, kind, edge_label_index=torch.stack(ends), **more)
 
     def _places_of_seeds(self) -> tuple[Any, Tensor]:
         edges, name = self._edges["train"][0], self._types["train"]

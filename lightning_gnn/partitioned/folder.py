@@ -21,14 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
+from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import topology_of
+from lightning_gnn.sampling.node_datamodule import as_ids, seeds_in
 
 FORMAT = 2
 SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred": ("pred",)}
@@ -75,6 +78,7 @@ def write_partition(
     method: str = "given",
     tell: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
+    link_type: EdgeType | None = None,
 ) -> None:
     """Write a graph as a folder of parts.
 
@@ -85,7 +89,8 @@ def write_partition(
         parts: How many.
         method: How nodes were shared out, for the record.
         tell: Called with what is being done.
-        links: Edges to predict, by stage, int64 ``[2, n]``, and their labels ``[n]``, as ``val_labels``.
+        links: Edges to predict, by stage, int64 ``[2, n]``, their labels ``[n]``, as ``val_labels``, and times.
+        link_type: Their type, of a graph with types.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -136,11 +141,14 @@ def write_partition(
         common = folder / "common"
         save_arrays(common, {f"node{place}.part": owner for place, owner in enumerate(owners)})
         seeds: dict[str, list[Any]] = {}
+        listed: list[str] = []
         for name, store in stores_of(data):
             for stage in SPLITS:
-                if not isinstance(name, tuple) and (chosen := _split(store, stage)) is not None:
+                if not isinstance(name, tuple) and (chosen := seeds_of(store, stage)) is not None:
                     seeds.setdefault(stage, []).append(name)
                     save_arrays(common, {f"{stage}.{number[name]}": chosen})
+                    if not seeds_in(store, stage)[0].endswith("_mask"):
+                        listed.append(stage)
         save_arrays(common, {f"links.{name}": values for name, values in (links or {}).items()})
         torch.save(rest, common / "rest.pt")
         torch.load(common / "rest.pt", weights_only=True)  # as it will be read
@@ -148,7 +156,7 @@ def write_partition(
         about = {
             "stores": stores,
             "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": typed, "seeds": seeds,
-            "links": list(links or {}),
+            "listed": listed, "links": list(links or {}), "link_type": link_type,
             **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
         }  # fmt: skip
         write_whole(common / "partition.json", json.dumps(about))
@@ -193,12 +201,21 @@ def _described(name: Any, count: int, rows: Mapping[str, Tensor]) -> Kind:
     return Kind(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
 
 
-def _split(store: Any, stage: str) -> Tensor | None:
-    """Return the seeds of a stage as ids, if a mask gives them."""
-    for prefix in SPLITS[stage]:
-        if isinstance(mask := store.get(f"{prefix}_mask"), Tensor) and mask.dim() == 1:
-            return mask.nonzero().view(-1)
-    return None
+def seeds_of(store: Any, stage: str) -> Tensor | None:
+    """Return the seeds of a stage as ids, int64 ``[n]``, None where there are none, or several splits to choose from.
+
+    Args:
+        store: Nodes of one type.
+        stage: ``"train"``, ``"val"``, ``"test"`` or ``"pred"``.
+
+    Raises:
+        TypeError: They are neither bool nor integers.
+        ValueError: A mask of the wrong length, or an id out of range.
+    """
+    name, nodes = seeds_in(store, stage)
+    if nodes is None or (np.ndim(nodes) == 2 and np.shape(nodes)[1] > 1):
+        return None
+    return as_ids(check_nodes(nodes, store.num_nodes, name))
 
 
 def _write_rows(root: Path, prefix: str, rows: Mapping[str, Tensor], ids: np.ndarray) -> None:
@@ -267,7 +284,11 @@ class Partition:
         self.method: str = about["method"]
         self.typed: bool = about["typed"]
         self.seeds: dict[str, list[Any]] = about["seeds"]
+        self.listed: list[str] = about.get("listed", [])
+        """Stages whose seeds were a list of ids, whose order counts, and no mask."""
         self.link_names: list[str] = about.get("links", [])
+        kind = about.get("link_type")
+        self.link_type: EdgeType | None = None if kind is None else (kind[0], kind[1], kind[2])
         self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
@@ -289,7 +310,7 @@ class Partition:
         return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
 
     def split(self, stage: str) -> tuple[Any, Tensor] | None:
-        """Return the type of the seeds and the mask that the graph had of them, None where there are none or several.
+        """Return the type of the seeds and their mask or ids, as the graph had; None where there are none or several.
 
         Args:
             stage: ``"train"``, ``"val"``, ``"test"`` or ``"pred"``.
@@ -299,12 +320,15 @@ class Partition:
             return None
         name = tuple(names[0]) if isinstance(names[0], list) else names[0]
         number = self.number.get(name, 0)
+        ids = load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)
+        if stage in self.listed:
+            return name, ids
         mask = torch.zeros(self.nodes[number].count, dtype=torch.bool)
-        mask[load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)] = True
+        mask[ids] = True
         return name, mask
 
     def links(self, name: str) -> Tensor | None:
-        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels; None where there are none.
+        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels or times; None without.
 
         Args:
             name: Such as ``"val"`` or ``"val_labels"``.
@@ -328,6 +352,8 @@ class Partition:
         _verify(root, "copy it again, or partition the graph again")
         about = read_json(read_text(root / "part.json"))
         if about != {"format": FORMAT, "id": self.id, "part": part}:
+            if about.get("id") == self.id:
+                raise ValueError(f"{root} holds part {about.get('part')}; copy part {part} here")
             raise ValueError(
                 f"{root} is part {about.get('part')} of the partition {about.get('id')}, but "
                 f"{self.folder / 'common'} belongs to {self.id}: parts of different partitions do not go together; "

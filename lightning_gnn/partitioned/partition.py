@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput, NodeSamplerInput
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.partitioned.assign import assign_nodes
-from lightning_gnn.partitioned.folder import write_partition
+from lightning_gnn.partitioned.folder import seeds_of, write_partition
 from lightning_gnn.sampling.loader import stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, topology_of
 
@@ -59,11 +60,13 @@ def partition_graph(
     check_features: bool = True,
     tell: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
+    link_type: EdgeType | None = None,
 ) -> Summary:
     """Cut a graph into parts, write each to a folder of its own, and sample to see what a rank will ask of others.
 
     Args:
-        data: The graph, with its training seeds as ``train_mask`` (of one type) if they are to be shared out evenly.
+        data: The graph, with its training seeds as ``train_mask`` or ``train_idx`` (of one type) if they are to be
+            shared out evenly.
         folder: Where to; new or empty.
         parts: How many parts.
         method: ``"metis"``, ``"ldg"`` or ``"random"``: see :func:`~lightning_gnn.partitioned.assign.assign_nodes`.
@@ -73,9 +76,10 @@ def partition_graph(
         batches: How many of them, in each order of the seeds; 0 counts nothing.
         check_features: Look for NaN and infinity first.
         tell: Called with what is being done.
-        links: Edges to predict, which the graph may lack: ``train``, ``val`` and ``test``, int64 ``[2, n]``, and labels
-            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``. A
-            :class:`~lightning_gnn.PartitionedLinkDataModule` takes them where it is given none.
+        links: Edges to predict, which the graph may lack: ``train``, ``val`` and ``test``, int64 ``[2, n]``; labels
+            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``; times ``[n]`` as ``train_time`` and so on.
+            A :class:`~lightning_gnn.PartitionedLinkDataModule` takes them where it is given none.
+        link_type: Their type, of a graph with types.
 
     Raises:
         FileExistsError: There is something in the folder.
@@ -102,11 +106,11 @@ def partition_graph(
     graph = topology_of(data)
     seeds: dict[Any, Tensor] = {}
     for name, store in stores_of(data):
-        if isinstance(mask := store.get("train_mask"), Tensor) and not isinstance(name, tuple):
-            seeds[name] = mask.nonzero().view(-1)
+        if not isinstance(name, tuple) and (ids := seeds_of(store, "train")) is not None:
+            seeds[name] = ids
     tell(f"sharing out the nodes ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
-    write_partition(data, folder, assignment, parts, method, tell, links)
+    write_partition(data, folder, assignment, parts, method, tell, links, link_type)
     relations: dict[Any, Any] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
     edges, cut, total = np.zeros(parts, np.int64), 0, 0
     for name, relation in relations.items():

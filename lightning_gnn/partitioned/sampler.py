@@ -34,7 +34,7 @@ class Connection:
         if self.remote is None:
             raise RuntimeError(
                 "the ranks of the partitioned graph are not joined: a Trainer does it, or datamodule.setup('fit') on "
-                "all ranks"
+                "all ranks; read what is needed of a mini-batch (such as e_id) while they are"
             )
         return self.remote
 

@@ -174,8 +174,8 @@ def listing(folder: Path) -> list[str]:
     """
     names = []
     for path in sorted(folder.rglob("*")):
-        if path.parent == folder and (path.name == NAME or path.name.startswith(f".{NAME}.")):
-            continue  # one that is being written by another process, and may be gone by now
+        if path.parent == folder and (path.name == NAME or path.name.startswith((f".{NAME}.", ".nfs"))):
+            continue  # one that another process writes, or that NFS keeps for one that reads; it may be gone by now
         mode = os.lstat(path).st_mode
         if stat.S_ISREG(mode):
             names.append(path.relative_to(folder).as_posix())

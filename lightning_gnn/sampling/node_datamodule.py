@@ -143,7 +143,7 @@ class NeighborDataModule(MiniBatchDataModule):
             if isinstance(data, HeteroData):
                 name, chosen, nodes = _typed_seeds(data, nodes, name, stage)
             elif nodes is None:
-                name, nodes = _seeds_in(data, stage)
+                name, nodes = seeds_in(data, stage)
             part = data if chosen is None else data[chosen]
             self._types[stage] = chosen
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, part.num_nodes, name)
@@ -225,7 +225,7 @@ def _typed_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[s
         ValueError: There is no such type, or several have a mask.
     """
     if given is None:
-        found = {store._key: _seeds_in(store, stage) for store in data.node_stores}
+        found = {store._key: seeds_in(store, stage) for store in data.node_stores}
         found = {key: chosen for key, chosen in found.items() if chosen[1] is not None}
         if len(found) > 1:
             raise ValueError(f"several types have seeds for this: {', '.join(found)}; give {name}=(type, nodes)")
@@ -245,7 +245,7 @@ def _is_pair(given: Any) -> bool:
     return isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str)
 
 
-def _seeds_in(data: Any, stage: str) -> tuple[str, Any]:
+def seeds_in(data: Any, stage: str) -> tuple[str, Any]:
     """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):

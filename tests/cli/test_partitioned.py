@@ -63,11 +63,40 @@ def test_links_train_as_on_the_whole_graph(tmp_path, capfd):
     assert "use one with labels, or task=link" in capfd.readouterr().err
 
 
+def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
+    drawn = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
+    split = ["task=recommend", "task.split.num_val=0.01"]
+    sampled = [
+        "model.hidden_channels=8", "model.num_layers=2", "datamodule.num_neighbors=[3,3]", "datamodule.batch_size=64",
+        "datamodule.num_workers=0", "datamodule.eval_loader_kwargs.neg_sampling.amount=9", "trainer.max_epochs=2",
+        "trainer.enable_progress_bar=false", "torch_threads=1", "task.lr=0.02",
+    ]  # fmt: skip
+    parts = tmp_path / "cut"
+    assert partition_command.main([*drawn, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
+    assert lgnn(tmp_path / "whole", *split, base=[*drawn, *sampled]) == 0
+    of_parts = ["data=partitioned", "datamodule=partitioned_link", f"datamodule.root={parts}"]
+    assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0
+    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
+    assert "test_mrr" in scores(tmp_path / "parts")
+    capfd.readouterr()
+    assert lgnn(tmp_path / "exact", *split, *of_parts, "inference=full", base=sampled) == 2
+    assert "inference='full' goes over all edges at once, which does not go with time_attr" in capfd.readouterr().err
+    for other in ("item__rev_rates__user", "[item,rev_rates,user]"):
+        assert lgnn(tmp_path / "other", *split, *of_parts, f"task.target={other}", base=sampled) == 2
+        assert "but the folder was partitioned to predict user__rates__item: leave it out" in capfd.readouterr().err
+
+
 def test_parts_without_links_are_refused(parts, tmp_path, capfd):
     sampled = [item for item in SAMPLED if not item.startswith("datamodule=")]
     given = ["task=link", "datamodule=partitioned_link", f"datamodule.root={parts}"]
     assert lgnn(tmp_path, *given, base=sampled) == 2
-    assert "so give those to train on, or partition with some (lgnn partition task=link)" in capfd.readouterr().err
+    assert (
+        "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +104,10 @@ def test_parts_without_links_are_refused(parts, tmp_path, capfd):
     [
         (["datamodule=partitioned"], "datamodule.root is missing; give datamodule.root=VALUE"),
         (["datamodule=partitioned", "datamodule.root=nowhere"], "nowhere holds no partitioned graph; make one with"),
-        (["datamodule=partitioned", "datamodule.root=nowhere", "data=synthetic"], "and no other: leave data= out"),
+        (
+            ["datamodule=partitioned", "datamodule.root=nowhere", "data=synthetic"],
+            "and no other: give data=part",
+        ),
         (["data=partitioned"], "data=partitioned is the graph of datamodule=partitioned, and of no other"),
         (["datamodule=partitioned", "datamodule.root=nowhere", "inference=full"], "holds no partitioned graph"),
         (

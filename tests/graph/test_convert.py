@@ -247,6 +247,115 @@ def test_numbers_of_rows_that_there_are_not(tmp_path):
         convert_tables(source, tmp_path / "graph", nodes)
 
 
+def stored(path, sql):
+    duckdb.sql(f"COPY (SELECT * FROM (VALUES {sql}) TO '{path}'")
+    return path
+
+
+def test_columns_are_known_in_whatever_case_and_masks_are_splits(tmp_path):
+    source = write(tmp_path / "edges.csv", ["Weight", "Source", "Target"], [(0.5, 7, 8), (0.25, 8, 9)])
+    header = ["ID", "Label", "Age", "train_mask", "Val_Mask"]
+    nodes = write(tmp_path / "nodes.csv", header, [(8, 1, 3, True, False), (7, 0, 4, "", True), (9, 1, 5, False, "")])
+    told = []
+    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    found = load_folder(tmp_path / "graph")
+    assert "features are Age: 1 in all" in told
+    assert found.x.tolist() == [[3], [4], [5]]
+    assert found.y.tolist() == [1, 0, 1]
+    assert found.train_mask.tolist() == [True, False, False]
+    assert found.val_mask.tolist() == [False, True, False]
+    same_topology(found.graph, torch.tensor([[1, 0], [0, 2]]), 3)
+
+
+def test_rows_that_look_unlike_the_first_ones(tmp_path):
+    """DuckDB guesses from the first 20,480 rows of a CSV file."""
+    ids = [*range(25_000), 'x "y" z', "a,b"]
+    for first in (0, "n0"):  # numbers, and texts without quotes
+        ids[0] = first
+        nodes = write(tmp_path / "nodes.csv", ["id", "f"], [(id_, n) for n, id_ in enumerate(ids)])
+        source = write(tmp_path / "edges.csv", ["source", "target"], [(ids[-2], ids[-1]), (first, ids[-2])])
+        convert_tables(source, tmp_path / f"graph {first}", nodes)
+        found = load_folder(tmp_path / f"graph {first}")
+        same_topology(found.graph, torch.tensor([[25_000, 0], [25_001, 25_000]]), 25_002)
+    source = write(
+        tmp_path / "alone.csv", ["source", "target"], [*((f"n{n}", "n0") for n in range(25_000)), ('"', "n")]
+    )
+    convert_tables(source, tmp_path / "alone", random_features=1)
+    kept = duckdb.sql(f"SELECT id FROM '{tmp_path}/alone/id.parquet' ORDER BY number").fetchall()
+    assert kept[0] == ('"',)
+
+
+def test_ids_that_are_numbers_here_and_texts_there(tmp_path):
+    whom = write(tmp_path / "a.csv", ["source", "target"], [(1, 10), (2, 10)])
+    named = write(tmp_path / "b.csv", ["source", "target"], [("x", 10), ("1", 11)])
+    convert_tables({"a__r__b": whom, "a__s__b": named}, tmp_path / "graph")
+    found = load_folder(tmp_path / "graph")
+    assert found["a", "r", "b"].graph.indices.tolist() == [0, 1]
+    assert found["a", "s", "b"].graph.indices.tolist() == [2, 0]
+    nodes = write(tmp_path / "nodes.csv", ["id", "f"], [("1", 0), ("y", 1)])
+    source = write(tmp_path / "edges.csv", ["source", "target"], [(1, 1), (1, 2)])
+    with pytest.raises(ValueError, match=r"edges\.csv: the target of row 1, 2, is no node of .*nodes\.csv"):
+        convert_tables(source, tmp_path / "refused", nodes)
+
+
+def test_lists_of_parquet(tmp_path):
+    source = write(tmp_path / "edges.csv", ["source", "target"], [(0, 1)])
+    rows = "([1.25, NULL], [1], 7::UTINYINT, {'n': 1}, [[1]]), ([2, 3], [NULL], NULL, NULL, NULL)"
+    nodes = stored(tmp_path / "nodes.parquet", f"{rows}) t(a, b, c, d, e)")
+    told = []
+    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    assert load_folder(tmp_path / "graph").x.tolist() == [[1.25, 0, 1, 7], [2, 3, 0, 0]]
+    assert "left out, as they are no numbers: d, e" in told
+
+
+@pytest.mark.parametrize(
+    ("source", "nodes", "error"),
+    [
+        ("(0.5, 1, 2)) t(weight, source, dst)", None, r"has the columns weight, source, dst; edges need source and t"),
+        (
+            "('a', 1)) t(source, target)",
+            "(1)) t(f)",
+            r"edges\.parquet: the source of row 0, 'a', is no number of a row",
+        ),
+        ("(0, 0.5)) t(source, target)", "(1)) t(f)", r"edges\.parquet: the target of row 0, .*0\.5.*, is no number"),
+        ("(0, 0)) t(source, target)", "(1, [0, 1])) t(f, label)", r"nodes\.parquet: label is INTEGER\[\]"),
+        (
+            "(0, 0)) t(source, target)",
+            "([1]), ([1, 2])) t(f)",
+            r"nodes\.parquet: the lists of f have different lengths",
+        ),
+    ],
+)
+def test_columns_that_cannot_be(tmp_path, source, nodes, error):
+    edges = stored(tmp_path / "edges.parquet", source)
+    given_nodes = None if nodes is None else stored(tmp_path / "nodes.parquet", nodes)
+    with pytest.raises(ValueError, match=error):
+        convert_tables(edges, tmp_path / "graph", given_nodes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "error"),
+    [
+        ("a__to__a", "(0, 0, NULL), (0, 0, 1)) t(source, target, w)", r"edges\.parquet: w is missing in some row"),
+        ("a__to__a", "(0, 0, 1)) t(source, target, indptr)", r"edges\.parquet: 'indptr' cannot be the name of an attr"),
+        (
+            "a__to__a",
+            '(0, 0, 1)) t(source, target, "a/b")',
+            r"'a/b' cannot be the name of an attribute; rename the col",
+        ),
+        (
+            "a__to__../a",
+            "(0, 0)) t(source, target)",
+            r"'a__to__\.\./a' cannot be the name of a folder; rename the type",
+        ),
+    ],
+)
+def test_names_that_cannot_be(tmp_path, kind, columns, error):
+    edges = stored(tmp_path / "edges.parquet", columns)
+    with pytest.raises(ValueError, match=error):
+        convert_tables({kind: edges}, tmp_path / "graph")
+
+
 def test_mistakes_of_the_call(tmp_path, tables):
     source, nodes = tables
     with pytest.raises(FileNotFoundError, match=r"absent\.csv does not exist"):

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import multiprocessing
 import os
 import pickle
 import threading
@@ -149,6 +150,36 @@ def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
     os.truncate(tmp_path / "x.rows", table.file.offset + 3 * BLOCK_BYTES + 100)
     with pytest.raises(ValueError, match=r"was cut off while it was in use: \d+ bytes came at byte"):
         table.gather(torch.arange(0, 2000, 7))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes cannot be forked here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_forked_process_reads_for_itself(tmp_path, queued):
+    x = numbers(3000, 200)
+    path = write_rows(x, tmp_path / "x.rows").path
+    with nullcontext() if queued else without_queues():
+        table = table_on_disk(path, 64)
+        n_id = torch.arange(0, 3000, 3)
+        assert torch.equal(table.gather(n_id), x[n_id])
+
+        def child(equal):
+            torch.set_num_threads(1)
+            same = torch.equal(table.gather(n_id + 1), x[n_id + 1])
+            queue = table._reader._idle[0][1]
+            equal.value = same and (queue is None or read_queue.submit(queue.state, queue.reads, queue.got, 0, 1) == 1)
+
+        context = multiprocessing.get_context("fork")
+        equal = context.Value("b", False)
+        process = context.Process(target=child, args=(equal,))
+        process.start()
+        assert torch.equal(table.gather(n_id + 2), x[n_id + 2])
+        process.join(timeout=60)
+        hangs = process.is_alive()
+        process.kill()
+        process.join()
+    assert not hangs
+    assert equal.value
 
 
 def test_where_the_system_has_no_queues_threads_read(tmp_path, monkeypatch):

@@ -83,6 +83,7 @@ LINK_CASES = {
     "link trees": ("plain", {"neg_sampling": "triplet", "disjoint": True}),
     "typed links": ("typed", {"neg_sampling_ratio": 2.0}),
     "link times": ("plain", {"time_attr": "node_time"}),
+    "typed link times": ("typed", {"time_attr": "edge_time", "input_train_time": 10, "neg_sampling": "triplet"}),
 }
 
 
@@ -96,6 +97,8 @@ def options_of(case, data):
     if case in LINK_CASES:
         edges = data.edge_index if kind == "plain" else data["author", "writes", "paper"].edge_index
         edges = edges[:, 5:45]
+        if "input_train_time" in options:
+            options["input_train_time"] = torch.full((40,), options["input_train_time"][0])
         options["input_train_edges"] = edges if kind == "plain" else (("author", "writes", "paper"), edges)
     return options
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn import NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.cli import partition_command as command
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.partitioned import partition_graph
@@ -139,6 +139,19 @@ def test_parts_of_two_partitions_are_refused(folder, tmp_path):
         PartitionedDataModule(folder, **OPTIONS).setup("fit")
 
 
+def test_parts_that_changed_places_are_refused(folder, tmp_path):
+    (folder / "part-00002").rename(tmp_path / "kept")
+    (folder / "part-00001").rename(folder / "part-00002")
+    (tmp_path / "kept").rename(folder / "part-00001")
+    with pytest.raises(ValueError, match="part-00001 holds part 2; copy part 1 here"):
+        PartitionedDataModule(folder, **OPTIONS).setup("fit")
+
+
+def test_what_nfs_leaves_is_no_damage(folder):
+    (folder / "part-00001" / ".nfs0000000000000001").touch()
+    PartitionedDataModule(folder, **OPTIONS).setup("fit")
+
+
 def test_parts_of_another_release_are_refused(folder):
     path = folder / "common" / "partition.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
@@ -184,6 +197,7 @@ def test_what_cannot_be_split_is_refused(tmp_path):
         (Data(x=torch.eye(2).requires_grad_(), edge_index=edge_index), "data.x is trained"),
         (Data(x=torch.eye(2), names=["a", "b"], edge_index=edge_index), "data.names has a row per node, but is list"),
         (Data(x=torch.full((2, 1), torch.nan), edge_index=edge_index), "data.x holds NaN"),
+        (Data(x=torch.eye(2), edge_index=edge_index, train_idx=torch.tensor([2])), "data.train_idx holds node 2"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             partition_graph(wrong, tmp_path / "parts", 2, "ldg", batches=0)
@@ -210,11 +224,15 @@ def test_options_that_cannot_work_are_refused(original):
         ({"precompute": "mean"}, "precompute='mean' does not go with"),
         ({"memory": "8GB"}, "memory='8GB' does not go with"),
         ({"cache": "a lot"}, "cache must be a number of bytes"),
+        ({"count_batches": 0}, "count_batches must be at least 1, but is 0"),
+        ({"silence": 0}, "silence must be more than 0 seconds, but is 0"),
         ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
         ({"weight_attr": "x"}, "no edges have weights called 'x'"),
     ):
         with pytest.raises(ValueError, match=said):
             PartitionedDataModule(original, **OPTIONS, **options)
+    with pytest.raises(TypeError, match="root is Data; give the folder that lgnn partition has made of it"):
+        PartitionedDataModule(plain_graph(), **OPTIONS)
     with pytest.raises(ValueError, match="input_train_edges is missing"):
         PartitionedLinkDataModule(original, **OPTIONS)
     with pytest.raises(RuntimeError, match=r"not joined: a Trainer does it, or datamodule.setup"):
@@ -231,6 +249,27 @@ def test_seeds_of_a_rank_without_any(original):
             datamodule.train_dataloader()
     finally:
         del type(datamodule)._replica
+
+
+def test_lists_of_seeds_are_those_of_one_machine(tmp_path):
+    data = plain_graph()
+    as_mask = partition_graph(data, tmp_path / "as mask", 3, "ldg", batch_size=8)
+    data.train_idx = data.train_mask.nonzero().view(-1).flip(0)
+    data.pred_idx = torch.randperm(60)  # as long as a row for each node
+    del data.train_mask
+    data.val_mask = torch.stack([data.val_mask, ~data.val_mask], 1)  # two splits, of which one is chosen later
+    summary = partition_graph(data, tmp_path / "parts", 3, "ldg", batch_size=8)
+    assert sum(summary.seeds) == data.train_idx.numel()
+    assert summary.seeds == as_mask.seeds
+    assert summary.rows is not None
+    chosen = {"input_val_nodes": data.val_mask[:, 0]}
+    alone = NeighborDataModule(data, **OPTIONS, **chosen)
+    datamodule = PartitionedDataModule(tmp_path / "parts", **OPTIONS, **chosen)
+    datamodule.setup("fit")
+    for stage in ("train", "val", "predict"):
+        found, expected = (getattr(each, f"{stage}_dataloader")() for each in (datamodule, alone))
+        assert [batch.n_id.tolist() for batch in found] == [batch.n_id.tolist() for batch in expected]
+    datamodule.teardown("fit")
 
 
 def test_rows_are_read_once_however_often_they_are_asked_for(original):

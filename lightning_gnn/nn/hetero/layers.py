@@ -47,7 +47,7 @@ def update_types(
     out: Tensor | None = None
     for table, counts in zip(rows.tables, rows.counts, strict=True):
         read = sorted((kind for kind in part.edges if kind[0] in counts), key=lambda kind: number[kind[2]])
-        if not read and not any(name in counts for name in self_weights):
+        if len(rows.tables) > 1 and not read and not any(name in counts for name in self_weights):
             continue
         given = [self_weights.get(name) if name in counts else None for name in types]
         like = next((w for w in (*given, *weights.values()) if w is not None and w.size(0) == table.size(1)), None)
@@ -113,7 +113,7 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
             weight = (self.comp @ weight.flatten(1)).view(-1, *weight.shape[1:])
         elif self.num_blocks is not None:
             weight = torch.stack([torch.block_diag(*blocks) for blocks in weight])  # type: ignore[no-untyped-call]
-        weights = {kind: weight[self.edge_types.index(kind)] for kind in part.edges}
+        weights = dict(zip(self.edge_types, weight, strict=True))
         own: dict[NodeType, Any] = {} if self.root is None else dict.fromkeys(part.targets, self.root)
         shift: dict[NodeType, Any] = {} if self.bias is None else dict.fromkeys(part.targets, self.bias)
         return update_types(rows, part, weights, own, shift, self.aggr == "mean", then)

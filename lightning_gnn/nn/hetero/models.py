@@ -16,7 +16,7 @@ from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv, TypedConv
-from lightning_gnn.nn.hetero.rows import TypedRows, parts
+from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
 
 Channels = int | Mapping[NodeType, int]
 
@@ -121,22 +121,29 @@ class _HeteroGNN(nn.Module):
             ValueError: Features or edges of a type that the model reads are missing.
         """
         types = [name for name in self.node_types if name in x_dict]
-        x_dict = self._first({name: x_dict[name] for name in types})
+        x_dict = self.before({name: x_dict[name] for name in types})
         todo = parts(x_dict, edge_index_dict, self.layers, self.every, num_sampled_nodes_dict, num_sampled_edges_dict)
         rows = TypedRows.of(x_dict, todo[0].sources)
-        for conv, part in zip(self.convs, todo, strict=True):
-            if conv is self.convs[-1]:
-                return self._last(conv(rows, part).to_dict())
-            then = relu_dropout(conv, self.norm, self.act, self.dropout, rows.tables[0])
-            rows = conv(rows, part, then)
-            if then is None:
-                rows = TypedRows([self.dropout(self.act(rows.tables[0]))], rows.counts)
-        raise AssertionError("a model has layers")
+        for number, part in enumerate(todo):
+            rows = self.layer(number, rows, part)
+        return self.after(rows.to_dict())
 
-    def _first(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+    def before(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        """Return what the first layer reads, row by row of the features ``[N_t, F_t]``."""
         return x_dict
 
-    def _last(self, out: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+    def layer(self, number: int, rows: TypedRows, part: Part) -> TypedRows:
+        """Return the rows of the targets of one layer, and of what follows it."""
+        conv = self.convs[number]
+        if number == self.num_layers - 1:
+            out: TypedRows = conv(rows, part)
+            return out
+        then = relu_dropout(conv, self.norm, self.act, self.dropout, rows.tables[0])
+        out = conv(rows, part, then)
+        return out if then is not None else TypedRows([self.dropout(self.act(out.tables[0]))], out.counts)
+
+    def after(self, out: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        """Return the outputs, row by row of those of the last layer."""
         return out
 
 
@@ -239,7 +246,8 @@ class RGCN(_HeteroGNN):
         self.lin = HeteroDictLinear(width, hidden_channels)
         return dict.fromkeys(width, hidden_channels)
 
-    def _first(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+    def before(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        """Return features that all types have as many of."""
         return x_dict if self.lin is None else self.lin(x_dict)
 
     def _conv(
@@ -287,10 +295,12 @@ class HGT(_HeteroGNN):
         self.lin = HeteroDictLinear(width, hidden_channels)
         return dict.fromkeys(width, hidden_channels)
 
-    def _first(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+    def before(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        """Return features of ``hidden_channels``."""
         return {name: x.relu() for name, x in self.lin(x_dict).items()}
 
-    def _last(self, out: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+    def after(self, out: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        """Return outputs of ``out_channels``."""
         return {name: self.lin_out(x) for name, x in out.items()}
 
     def _conv(
