@@ -179,8 +179,9 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             nodes, names = self._there
             return nodes.index_select(0, index), index if names is None else names.index_select(0, index)
         inputs = self.input_data[index]  # of a user's own sampler: positions may be out of range
-        seeds = check_seeds(inputs.node, self.node_sampler.graph.num_nodes)
-        return sent(seeds, self.device), sent(inputs.input_id, self.device)
+        if inputs.node.dim() != 1:
+            raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
+        return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
 
     @profiled("sampling")
     def end(self, begun: Begun) -> list[Callable[[], Prepared]]:
