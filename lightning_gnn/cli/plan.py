@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ from lightning_gnn.report.plan_page import write_plan_page
 from lightning_gnn.report.timeline import save_trace
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
+
+_WITHOUT_GPU = "This is the plan without a GPU; datamodule.device_memory=80GB plans the memory of one."
 
 
 def main() -> None:
@@ -92,9 +95,13 @@ def run(cfg: DictConfig) -> None:
     if disk is not None:
         console().print(disk, soft_wrap=True, highlight=False)
     if kind == "cpu":
-        with explained(only_ours=True), _signals_kept():
+        with explained(only_ours=True), _signals_kept(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No GPU for the persistent sampler")  # of each module that is timed
             found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
             said = sentences(found)
+            if isinstance(datamodule, PlacedOnGPU):
+                said.append(_WITHOUT_GPU)
+                console().print(_WITHOUT_GPU, soft_wrap=True, highlight=False)
             if cfg.plan.network is not None:
                 said += plan_machines(cfg, data, found, datamodule, module, console())
     if kind == "placement":

@@ -72,6 +72,15 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     assert "are wanted on a device with 1 kB free" in capfd.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_cpu_is_planned_and_said_so_once(tmp_path, capfd):
+    assert plan(tmp_path, "datamodule=persistent", "datamodule.num_workers=1") == 0
+    out, err = capfd.readouterr()
+    assert "No GPU for" not in out + err
+    assert out.count("This is the plan without a GPU") == 1
+    assert "Bottleneck:" in out
+
+
 def test_a_disk_is_in_the_plan_for_a_gpu(tmp_path, capfd):
     places = torch.randint(0, 4000, (2, 20_000), generator=torch.Generator().manual_seed(0))
     data = Data(x=torch.randn(4000, 100), edge_index=places, y=torch.arange(4000) % 3, train_idx=torch.arange(900))
