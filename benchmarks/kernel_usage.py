@@ -70,7 +70,8 @@ def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int)
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
     usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0}
     constants = {name: value for name, value in usual.items() if name in kernel.arg_names} | constants
-    hot = "*i64" if constants.get("SHARDS", 1) > 1 else f"*{kind}"
+    shards = constants.get("SHARDS", 1)
+    hot = f"*{kind}" if shards == 1 else "*i64" if shards > 1 else "*i32"
     pointers |= {"indices": f"*{kind}", "hot": hot, "eid": f"*{kind}"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     aligned = {

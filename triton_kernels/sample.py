@@ -297,11 +297,6 @@ class TritonNeighborSampler(DeviceSampler):
         """
         fanouts = [int(fanout) for fanout in fanouts]
         check_hops(fanouts)
-        if not seeds.numel():
-            empty = torch.empty(0, dtype=torch.int64, device=self.device)
-            trees = empty.clone() if disjoint else None
-            no_edges = [0] * len(fanouts)
-            return empty, empty.new_empty(2, 0), empty.clone(), trees, [0, *no_edges], no_edges
         with self.turn():
             self.share = 1.0
             batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
@@ -330,7 +325,7 @@ class TritonNeighborSampler(DeviceSampler):
         disjoint: bool = False,
         first_tree: int = 0,
     ) -> Batch:
-        """Return what :meth:`begin` launches; arguments as for :meth:`sample`, with at least one seed.
+        """Return what :meth:`begin` launches; arguments as for :meth:`sample`.
 
         Raises:
             ValueError: More than 30 hops.
@@ -411,7 +406,7 @@ class Batch:
 
     Args:
         sampler: Whose graph and scratch memory it uses.
-        seeds: On the sampler's device, contiguous, at least one; the rest as for :meth:`TritonNeighborSampler.sample`.
+        seeds: On the sampler's device, contiguous; the rest as for :meth:`TritonNeighborSampler.sample`.
         fanouts: A fanout per hop.
         key: The batch key.
         replace: Draw with replacement.
@@ -437,7 +432,7 @@ class Batch:
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
         possible = not self.disjoint and queue_can(self.fanouts) and self.queue_slots <= LARGEST
-        self.fetch_size = min(sampler.fetch_size, self.queue_slots)
+        self.fetch_size = max(1, min(sampler.fetch_size, self.queue_slots))
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
         self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots for each
         self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))

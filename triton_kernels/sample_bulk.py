@@ -77,7 +77,7 @@ def sample_bulk(
                 sampler, seeds[first : first + most], fanouts, keys[first : first + most], replace
             )
         ]
-    if len(seeds) < 2 or not all(own.numel() for own in seeds):
+    if len(seeds) < 2:
         return [sampler.sample(own, fanouts, key, replace) for own, key in zip(seeds, keys, strict=True)]
     check_hops(fanouts)
     with sampler.turn():
@@ -90,7 +90,7 @@ def sample_bulk(
 def joined(
     sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
 ) -> Bulk:
-    """Return mini-batches of which none is empty as what ``sampler.begin`` launches; arguments as for sample_bulk."""
+    """Return mini-batches as what ``sampler.begin`` launches; arguments as for sample_bulk."""
     kind: type[Bulk] = sampler.BULK or Bulk
     return kind.of(sampler, seeds, fanouts, keys, replace)
 
@@ -116,7 +116,7 @@ class Bulk(Batch):  # type: ignore[misc]
         keys: Sequence[int],
         replace: bool,
     ) -> Bulk:
-        """Join mini-batches, of which none is empty."""
+        """Join mini-batches."""
         fanouts = [int(fanout) for fanout in fanouts]
         check_hops(fanouts)
         starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()

@@ -99,6 +99,8 @@ def check_arguments_of(cfg: DictConfig) -> None:
         typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
         experiment = HydraConfig.get().runtime.choices.get("experiment")
     task = _task_settings(cfg)
+    if cfg.task.name == "recommend" and isinstance(task.get("target"), str):
+        task.target = task.target.split("__")  # both are taken
     nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
     for group in ("logger", "callbacks"):
         nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}

@@ -47,12 +47,21 @@ class DiskCounts:
 class Announced(Protocol):
     """A table that is told which rows will be read when; one at a time tells it."""
 
-    def claim(self) -> bool:
-        """Begin to announce reads, unless another one does."""
+    @property
+    def announced(self) -> int:
+        """Reads that are announced."""
         ...
 
-    def release(self) -> None:
-        """Drop what was announced, and let others announce."""
+    def claim(self, by: object = None) -> bool:
+        """Begin to announce reads, unless another one does; what was left for somebody else is dropped."""
+        ...
+
+    def release(self, left_for: object = None) -> None:
+        """Let others announce; drop what was announced, unless it is left for somebody."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was announced."""
         ...
 
     def announce(self, n_id: Tensor) -> None:
@@ -98,7 +107,7 @@ class DiskFeatures:
         self.verify = verify
         self.counts = DiskCounts()
         self._lock = threading.RLock()
-        self._claimed = False
+        self._claimed, self._left_for = False, object()
         rows = self.file.num_rows
         if self.memory < (least := self.least_bytes(self.file, verify)):
             raise ValueError(
@@ -156,19 +165,41 @@ class DiskFeatures:
         """Bytes that are taken in memory."""
         return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file, self.verify)
 
-    def claim(self) -> bool:
-        """Begin to announce reads, unless another one does; :meth:`release` when done."""
+    @property
+    def announced(self) -> int:
+        """Reads that are announced."""
+        return self._where.announced
+
+    def claim(self, by: object = None) -> bool:
+        """Begin to announce reads, unless another one does; :meth:`release` when done.
+
+        Args:
+            by: Who does: of what was announced before, this keeps what was left for the same object.
+        """
         with self._lock:
             if self._claimed:
                 return False
             self._claimed = True
+            if by is not self._left_for:
+                self._where.forget()
             return True
 
-    def release(self) -> None:
-        """Drop what was announced, and let others announce."""
+    def release(self, left_for: object = None) -> None:
+        """Let others announce, and drop what was announced.
+
+        Args:
+            left_for: Keep it for who claims next, if that is this object.
+        """
+        with self._lock:
+            self._left_for = left_for if left_for is not None else object()
+            if left_for is None:
+                self._where.forget()
+            self._claimed = False
+
+    def forget(self) -> None:
+        """Drop what was announced; what is in memory stays."""
         with self._lock:
             self._where.forget()
-            self._claimed = False
 
     def announce(self, n_id: Tensor) -> None:
         """Add a read after those that were announced.

@@ -401,6 +401,11 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if self._alone:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
+        if getattr(getattr(trainer, "datamodule", None), "needs_all_ranks", False):
+            raise ValueError(
+                "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
+                "out on one: leave inference out, or evaluate with strategy='ddp'"
+            )
         super().setup(trainer)
         if self._log is not None:
             self._log.remove()
@@ -454,11 +459,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             return self._training_loader(dataloader)
         if self._alone:
             return dataloader
-        if getattr(dataloader, "needs_all_ranks", False):
-            raise ValueError(
-                "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
-                "out on one: leave inference out, or evaluate with strategy='ddp'"
-            )
         if not can_be_cut(dataloader):
             return whole_loader(dataloader, self._arrived, self.global_rank)
         if not module.trainer.predicting:

@@ -318,9 +318,12 @@ class _OnParts(MiniBatchDataModule):
             if "edge_weight" in self.partition.edges[0].attributes:
                 batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
         batch.inference = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
-        loader = only_batch(batch)
-        loader.needs_all_ranks = True  # a strategy that gives one rank the batch asks
-        return loader
+        return only_batch(batch)
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether evaluation is of no use to one rank alone, which a strategy may ask."""
+        return self.inference is not None
 
     def owners_of_seeds(self, ranks: int) -> Tensor:
         """Return which of some ranks has each training seed (or the target of each training edge) in its part.

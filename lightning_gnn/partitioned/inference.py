@@ -292,7 +292,7 @@ class _Pass:
         for name, wanted in self.how.wanted.items():
             target = self.partition.number.get(name, 0)
             if target in self.reached[last]:
-                found[name] = self._read(last, target, wanted.numpy()).to(self.device)
+                found[name] = self._read(last, target, wanted.numpy())
         self.exchange.gather(None)
         self._drop(last)
         return found
@@ -468,6 +468,10 @@ class _TypedPass(_Pass):
             self.reached.append({
                 number[name]: kinds for name, kinds in types.items() if kinds or (self.model.every and name in number)
             })  # fmt: skip
+        needed = {number[name] for name in how.wanted or ()}  # types, by the layers above or the user
+        for at, reached in reversed([*enumerate(self.reached)]):
+            self.reached[at] = {target: kinds for target, kinds in reached.items() if target in needed}
+            needed |= {self.partition.ends(kind)[0] for kinds in self.reached[at].values() for kind in kinds}
         self.num_features = max(
             self.tables[name].embedding_dim if name in self.tables else self.partition.nodes[number[name]].shape("x")[1]
             for name in self.model.node_types if name in number

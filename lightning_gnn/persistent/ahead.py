@@ -120,7 +120,7 @@ class Ahead:
                 if not self._begins and (prepared := self._in_turn()) is not None:
                     self._put(prepared)
                     return
-            except BaseException as error:  # belongs to its own mini-batch, and those before it are whole
+            except BaseException as error:  # comes after those that are ready: of those sampled together, all fail
                 self._tasks, self._begun = iter(()), None
                 self._sampled.clear()
                 self._ready.append((error, None))

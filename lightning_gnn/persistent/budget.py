@@ -117,6 +117,7 @@ class Placement:
         parts: Topology and tables.
         fixed: Bytes of other attributes, which are always on the device.
         buffers: Bytes of mini-batches and of what sampling needs beside the graph.
+        bulk: Mini-batches that are sampled in one launch.
         hit_rate: The share of the bytes read that does not cross the bus; of those that come from other GPUs, nine
             tenths.
         num_batches: Mini-batches that were counted for it; 0 where all fits.
@@ -126,6 +127,7 @@ class Placement:
     parts: tuple[Placed, ...]
     fixed: int
     buffers: int
+    bulk: int = 1
     hit_rate: float = 1.0
     num_batches: int = 0
 
@@ -155,7 +157,7 @@ class Placement:
             }
             for part in self.parts
         }
-        names = ("memory", "nbytes", "buffers", "fixed", "hit_rate", "num_batches")
+        names = ("memory", "nbytes", "buffers", "bulk", "fixed", "hit_rate", "num_batches")
         return {**{name: getattr(self, name) for name in names}, "placement": parts}
 
     def __str__(self) -> str:
@@ -169,7 +171,7 @@ class Placement:
                 "host memory",
             }
             said.append(f"{part.name} {there}{where.get(part.place, '')}")
-        said.append(f"mini-batches {shown(self.buffers)}")
+        said.append(f"mini-batches {shown(self.buffers)}" + (f", {self.bulk} to a launch" if self.bulk > 1 else ""))
         said += [f"other attributes {shown(self.fixed)}"] if self.fixed else []
         first = f"{shown(self.nbytes)} of {shown(self.memory)} on the device: {'; '.join(said)}"
         if not self.num_batches:

@@ -39,7 +39,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
             turn with training.
         bulk: Mini-batches that are sampled in one launch, in uniform sampling of graphs of one type with
             ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
-            more than an eighth of the free memory. Everything else is sampled one mini-batch at a time.
+            more than an eighth of the free memory, or all mini-batches on the device more than a quarter. Everything
+            else is sampled one mini-batch at a time.
         device: Where to sample; by default the trainer's device, or the current GPU.
         device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
             :meth:`plan_placement` needs no GPU.

@@ -112,8 +112,9 @@ class Demand:
     def _plan(self, memory: int, reads: Reads, cache_bytes: int | None = None) -> Placement:
         most = self.cache_bytes if cache_bytes is None else cache_bytes
         fixed = sum(value.nbytes for value in self.others.values())
-        buffers = self.buffers(memory, reads)
-        return place_parts(self.parts(reads), memory, buffers=buffers, fixed=fixed, cache_bytes=most)
+        bulk = self.bulk_size(memory, reads)
+        plan = place_parts(self.parts(reads), memory, buffers=self.buffers(bulk, reads), fixed=fixed, cache_bytes=most)
+        return replace(plan, bulk=bulk)
 
     def parts(self, reads: Reads) -> list[Part]:
         """Return the topology and the tables, with what some mini-batches read of them."""
@@ -177,11 +178,11 @@ class Demand:
         ]
         return hottest_of_types({at: _out_degrees(graph, at[0]) for at in names}, self.cache_rows) if names else {}
 
-    def buffers(self, memory: int, reads: Reads) -> int:
+    def buffers(self, bulk: int, reads: Reads) -> int:
         """Return the bytes of mini-batches and of the kernels' scratch memory.
 
         Args:
-            memory: Free bytes.
+            bulk: Mini-batches that are sampled in one launch.
             reads: Of mini-batches like those.
         """
         count = max(reads.num_batches, 1)
@@ -191,7 +192,7 @@ class Demand:
         topology, features = 8 * num_nodes + 24 * num_edges, 0.0
         for at in [*self.tables, *self.by_row]:
             features += (edges if at in self.of_edges else nodes)[at[0]] * self._out_bytes(at)
-        graph, bulk = self.sampler.graph, self.bulk_size(memory)
+        graph = self.sampler.graph
         sizes = graph.sizes.values() if hasattr(graph, "sizes") else [graph.num_nodes]
         total = sum(graph.num_edges.values()) if isinstance(graph.num_edges, dict) else graph.num_edges
         hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
@@ -201,12 +202,21 @@ class Demand:
         scratch = words + per_edge * capacity + 8 * min(capacity, bulk * (sum(sizes) + num_nodes))
         return int(scratch + bulk * topology + self.held * (topology + features))
 
-    def bulk_size(self, memory: int) -> int:
-        """Return how many mini-batches are sampled in one launch: their words take an eighth of the memory at most."""
+    def bulk_size(self, memory: int, reads: Reads) -> int:
+        """Return how many mini-batches are sampled in one launch: all buffers take a quarter of the memory at most, or
+        it is one; the words of nodes, which grow with the graph, take an eighth.
+
+        Args:
+            memory: Free bytes.
+            reads: Of mini-batches like those.
+        """
         graph = self.sampler.graph
         if not isinstance(graph, CSCGraph) or not self._is_plain or self.queue or self.sampler.disjoint:
             return 1
-        return max(1, min(self.bulk, memory // 8 // (8 * max(graph.num_nodes, 1))))
+        bulk = max(1, min(self.bulk, memory // 8 // (8 * max(graph.num_nodes, 1))))
+        while bulk > 1 and self.buffers(bulk, reads) > memory // 4:
+            bulk //= 2
+        return bulk
 
     @property
     def _is_plain(self) -> bool:

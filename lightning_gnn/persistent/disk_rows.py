@@ -46,13 +46,22 @@ class HotDiskRows:
             out.index_copy_(0, elsewhere, self.disk.gather(n_id.index_select(0, elsewhere)))
         return out
 
-    def claim(self) -> bool:
-        """Begin to announce reads, unless another one does; :meth:`release` when done."""
-        return self.disk.claim()
+    @property
+    def announced(self) -> int:
+        """Reads that are announced."""
+        return self.disk.announced
 
-    def release(self) -> None:
-        """Drop what was announced, and let others announce."""
-        self.disk.release()
+    def claim(self, by: object = None) -> bool:
+        """Begin to announce reads, as :meth:`DiskFeatures.claim`."""
+        return self.disk.claim(by)
+
+    def release(self, left_for: object = None) -> None:
+        """Let others announce, as :meth:`DiskFeatures.release`."""
+        self.disk.release(left_for)
+
+    def forget(self) -> None:
+        """Drop what was announced."""
+        self.disk.forget()
 
     def announce(self, n_id: Tensor) -> None:
         """Add a read after those that were announced, without the rows that the device holds.

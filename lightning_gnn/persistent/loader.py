@@ -162,7 +162,7 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
         """Launch the sampling of mini-batches on the current stream; nobody waits.
 
         Args:
-            tasks: Epoch, number and the positions of at least one seed of each, on the device or on the host.
+            tasks: Epoch, number and the positions of the seeds of each, on the device or on the host.
             share: Of the GPU, how much the launch may fill.
         """
         seeds, ids = zip(*(self._on_device(index) for _, _, index in tasks), strict=True)
@@ -179,6 +179,8 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             nodes, names = self._there
             return nodes.index_select(0, index), index if names is None else names.index_select(0, index)
         inputs = self.input_data[index]  # of a user's own sampler: positions may be out of range
+        if inputs.node.dim() != 1:
+            raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
         return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
 
     @profiled("sampling")

@@ -257,7 +257,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             memory = min(node.gather(memory))
             plan = node.first(lambda: demand.plan(memory, self._count_reads))
         self._placement = plan
-        self._bulk = demand.bulk_size(memory)
+        self._bulk = plan.bulk
         rank_zero_info(f"persistent sampling: {plan}")
         self._placed_data, self._tables = copy.copy(self.batch_data), {}
         for at, table in demand.tables.items():

@@ -291,7 +291,7 @@ class PersistentNeighborSampler(NeighborSampler):
         """Launch mini-batches on the current stream; what :meth:`end` takes. It waits for other processes alone.
 
         Args:
-            seeds: Of each, int64 ``[batch_size]``, at least one, on the device; not checked. At most as many
+            seeds: Of each, int64 ``[batch_size]``, on the device; not checked. At most as many
                 mini-batches as :meth:`bulk_size` says.
             keys: Of each.
             share: Of the GPU, how much the launch may fill.

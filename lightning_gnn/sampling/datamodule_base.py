@@ -307,7 +307,7 @@ class MiniBatchDataModule(ResumableDataModule):
             num_seeds: How many seeds (or labelled edges) it goes over.
 
         Raises:
-            ValueError: There are none.
+            ValueError: There are none, or in evaluation fewer than processes.
         """
         self.check_count(stage, num_seeds)
         warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
@@ -412,6 +412,11 @@ class MiniBatchDataModule(ResumableDataModule):
         training = stage == "train"
         kind = TrainingOrder if training else EvaluationOrder
         replicas, rank = self._replica
+        if not training and num_seeds < replicas:
+            raise ValueError(
+                f"the {stage} split has {num_seeds} seeds for {replicas} processes, and one without any would keep the "
+                "others waiting; give more seeds, or evaluate with fewer processes"
+            )
         return kind(
             range(num_seeds),  # type: ignore[arg-type]
             num_replicas=replicas,

@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -421,10 +422,15 @@ class _ThreadedLoader:
             It, to be closed; None where nothing is on disk, or where somebody else looks ahead already.
         """
         on_disk = {name: table for name, table in self.tables.items() if isinstance(table, Announced)}
-        if not (on_disk and self.looks_ahead and claimed(on_disk)):
+        if not (on_disk and self.looks_ahead and claimed(on_disk, self._begun)):
             return None
         ahead = self.num_threads * self.prefetch_factor_threads
         begun, self._begun = self._begun, []
+        if begun:  # unless it is another epoch than the one that was expected
+            tasks = iter(tasks)
+            head = [*islice(tasks, 1)]
+            begun = begun if [task[:2] for task in head] == [begun[0].task[:2]] else []
+            tasks = chain(head, tasks)
         made = LookAhead(self, tasks, first, on_disk, self.lookahead, self.num_threads, ahead, beyond, begun)
         self._begun = made.handed_on  # which fills until the epoch ends
         return made

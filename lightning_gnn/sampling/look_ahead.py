@@ -102,7 +102,8 @@ class LookAhead:
         ahead: How many mini-batches may have been sampled beyond those.
         beyond: The mini-batches of the next epoch. They are only announced, so that an epoch's end keeps what the next
             one begins with, and handed on.
-        begun: Those of this epoch that the last one has handed on.
+        begun: Those of this epoch that the last one has handed on. Where the tables still know them, as what was left
+            for ``begun``, they are not announced again.
     """
 
     def __init__(
@@ -120,6 +121,10 @@ class LookAhead:
         most, size = lookahead if isinstance(lookahead, tuple) else (lookahead, None)
         self._loader, self._tables = loader, tables
         self._release = weakref.finalize(self, _release, list(tables.values()))
+        self._known = len(begun) if all(table.announced == len(begun) for table in tables.values()) else 0
+        if not self._known:
+            for table in tables.values():
+                table.forget()
         draw = partial(_draw, loader, {each.task[:2]: each for each in begun})
         both = chain(((task, False) for task in tasks), ((task, True) for task in beyond))
         self._sampled = OrderedPipeline(both, draw, num_threads, max(ahead, 2 * num_threads))
@@ -178,6 +183,9 @@ class LookAhead:
             self._read.add(number)
             while self._new and self._new[0][0] <= number:
                 for waiting in self._new.popleft()[1]:
+                    if self._known:
+                        self._known -= 1
+                        continue
                     for name, table in self._tables.items():
                         table.announce(waiting.nodes(name[0] if isinstance(name, tuple) else None))
             while self._front in self._read:
@@ -211,15 +219,20 @@ class LookAhead:
         return number
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the threads to end, and let others announce their reads."""
+        """Cancel what has not begun, wait for the threads to end, and let others announce their reads.
+
+        Where all of the epoch has been read, what is announced of the next one stays so, for who begins with it.
+        """
         self._closed.set()
         with self._pulling:
+            whole = self.handed_on and self._front == self._next and next(self._window, None) is None
             self._sampled.close()
             self._window.close()
         with self._lock:
             self._held.clear()
             self._new.clear()
-        self._release()
+        if self._release.detach():
+            _release(list(self._tables.values()), self.handed_on if whole else None)
 
 
 class ReadInTurn:
@@ -249,17 +262,17 @@ class ReadInTurn:
         self._look_ahead.close()
 
 
-def claimed(tables: Mapping[Any, Announced]) -> bool:
+def claimed(tables: Mapping[Any, Announced], by: object = None) -> bool:
     """Take all tables to announce reads, or none where somebody else has one."""
-    taken = [table for table in tables.values() if table.claim()]
+    taken = [table for table in tables.values() if table.claim(by)]
     if len(taken) < len(tables):
         _release(taken)
     return len(taken) == len(tables)
 
 
-def _release(tables: list[Announced]) -> None:
+def _release(tables: list[Announced], left_for: object = None) -> None:
     for table in tables:
-        table.release()
+        table.release(left_for)
 
 
 def _draw(loader: Any, begun: dict[tuple[int, int], Waiting], task: tuple[Any, bool]) -> tuple[Waiting, bool] | None:

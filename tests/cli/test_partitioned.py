@@ -84,9 +84,9 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
     capfd.readouterr()
     assert lgnn(tmp_path / "exact", *split, *of_parts, "inference=full", base=sampled) == 2
     assert "inference='full' goes over all edges at once, which does not go with time_attr" in capfd.readouterr().err
-    other = "task.target=[item,rev_rates,user]"
-    assert lgnn(tmp_path / "other", *split, *of_parts, other, base=sampled) == 2
-    assert "but the folder was partitioned to predict user__rates__item: leave it out" in capfd.readouterr().err
+    for other in ("item__rev_rates__user", "[item,rev_rates,user]"):
+        assert lgnn(tmp_path / "other", *split, *of_parts, f"task.target={other}", base=sampled) == 2
+        assert "but the folder was partitioned to predict user__rates__item: leave it out" in capfd.readouterr().err
 
 
 def test_parts_without_links_are_refused(parts, tmp_path, capfd):

@@ -124,7 +124,7 @@ def check_links(module, folder, data, trainer, ranks=1, rank=0):
     return scores
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.sampled_from(sorted(MODELS)), st.integers(0, 2**20), st.integers(1, 20), st.integers(1, 12), st.integers(0, 5),
     st.integers(0, 60), st.integers(1, 4), st.sampled_from([1, 7, 1 << 24]),

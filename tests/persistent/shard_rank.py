@@ -7,6 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import itertools
 from pathlib import Path
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSampler
 from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
 from tests.batching_data import small_data
+from tests.sampling.test_node_datamodule import Model
 from tests.sampling.test_typed import contents, typed_data
 
 ALL = {"topology": "shard", "features": "shard"}
@@ -24,6 +26,9 @@ KINDS = {
     "bulk": {**ALL, "bulk": 4},
     "bulk, in turn": {**ALL, "bulk": 4, "prefetch": 0},
     "one by one": {**ALL, "bulk": 1},
+    "empty, bulk": {**ALL, "bulk": 2},
+    "empty, one by one": {**ALL, "bulk": 1},
+    "empty trees": {**ALL, "disjoint": True},
     "all neighbours": {**ALL, "num_neighbors": [-1], "prefetch": 0},
     "quantised": {**ALL, "quantize": True},
     "types": {"topology": "device", "features": "shard"},
@@ -45,6 +50,22 @@ def graph_of(kind, rank):
     return graph
 
 
+class SomeEmpty:
+    """A user's own batch sampler: some of its mini-batches are empty, other ones in each rank."""
+
+    batch_size = 2
+    POSITIONS = [[0, 1], [2], [], []], [[], [1], [2], [0], [], [3, 0]]
+
+    def __init__(self, rank):
+        self.positions = self.POSITIONS[rank]
+
+    def __len__(self):
+        return len(self.positions)
+
+    def __iter__(self):
+        return iter(self.positions)
+
+
 def join(rank, folder):
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -56,6 +77,8 @@ def datamodules(kind, rank, options):
     graph, options = graph_of(kind, rank), dict(options)
     common = {"batch_size": 2, "seed": 3, "num_neighbors": options.pop("num_neighbors", [3, 2])}
     common |= {name: options.pop(name) for name in ("disjoint",) if name in options}
+    if "empty" in kind:
+        common["batch_sampler"] = SomeEmpty(rank)
     if kind == "links":
         edges = {"input_train_edges": graph.edge_index[:, : 3 + rank], "neg_sampling_ratio": 1}
         ours = PersistentLinkDataModule(graph, **common, **edges, **options, device="cpu")
@@ -148,3 +171,36 @@ def out_of_step(rank, folder):
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def left(rank, folder):
+    """Leave loaders where the others do, and begin them again; return how many mini-batches were right."""
+    join(rank, folder)
+    loaders = [made.train_dataloader() for made in datamodules("bulk", rank, KINDS["bulk"])]
+    counts = []
+    for number in (2, 1, None):
+        made, plain = ([contents(batch) for batch in itertools.islice(loader, number)] for loader in loaders)
+        assert made == plain
+        counts.append(len(made))
+    dist.barrier()
+    return counts
+
+
+def faulty(rank, folder):
+    """Have one rank fail in the middle of its loader."""
+    join(rank, folder)
+    loader = datamodules("features", rank, KINDS["features"])[0].train_dataloader()
+    for number, _ in enumerate(loader):
+        if rank == 0 and number == 1:
+            raise ValueError("a fault of the user's own")
+
+
+def fitted(rank, ours):
+    """Train and validate, also in the middle of an epoch; return the weights."""
+    torch.set_num_threads(1)
+    pl.seed_everything(5)
+    made = datamodules("bulk", 4, KINDS["bulk"])[0 if ours else 1]  # of 13 nodes one validates 4 times, one 3 times
+    module, quiet = Model(), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 1, "max_epochs": 2}
+    pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", **options, **quiet).fit(module, made)
+    return [parameter.tolist() for parameter in module.parameters()]

@@ -201,6 +201,14 @@ def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
     assert needed > data.x.nbytes + module.graph_sampler.graph.num_bytes
 
 
+def test_a_bulk_takes_no_room_from_the_graph():
+    data = skewed()
+    plans = [placed(data, memory, bulk=8)[1] for memory in (1_500_000, 4_000_000, 20_000_000)]
+    assert all(part.place == "device" for plan in plans for part in plan.parts)
+    assert [plan.bulk for plan in plans] == [1, 2, 8]
+    assert ", 8 to a launch" in str(plans[-1])
+
+
 def test_rows_on_disk_are_in_the_plan(tmp_path):
     data = skewed()
     file = write_rows(data.x, tmp_path / "x.rows")

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
 from lightning_gnn.persistent.shards import Dealt
 from tests.batching_data import small_data
-from tests.full_graph.launch import run
+from tests.full_graph.launch import observe, run
 from tests.persistent import shard_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
@@ -67,6 +67,31 @@ def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path):
 def test_ranks_that_are_out_of_step_are_told_so(tmp_path):
     for said in run(shard_rank.out_of_step, 2, str(tmp_path)):
         assert "out of step (rank 0 begins pass 3, rank 1 makes mini-batch 1 of pass 2)" in said
+
+
+@pytest.mark.slow
+def test_ranks_with_empty_mini_batches_stay_in_step(tmp_path):
+    kinds = ["empty, bulk", "empty, one by one", "empty trees"]
+    outcomes = run(shard_rank.batches_of, 2, str(tmp_path), kinds)
+    for kind in kinds:
+        assert [outcome[kind][0][0] for outcome in outcomes] == [4, 6]
+
+
+@pytest.mark.slow
+def test_a_loader_that_all_ranks_leave_is_begun_again(tmp_path):
+    assert run(shard_rank.left, 2, str(tmp_path)) == [[2, 1, 3], [2, 1, 6]]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    failed, other = observe(shard_rank.faulty, 2, str(tmp_path)).errors
+    assert "a fault of the user's own" in failed
+    assert "RuntimeError" in other
+
+
+@pytest.mark.slow
+def test_ddp_with_a_validation_in_the_middle_is_that_of_the_cpu():
+    assert run(shard_rank.fitted, 2, True) == run(shard_rank.fitted, 2, False)
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,15 @@ def test_an_epoch_without_a_mini_batch_is_an_error(kind):
         build(kind, drop_last=True, batch_size=5000).train_dataloader()
 
 
+@pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
+def test_an_evaluation_that_leaves_a_process_nothing_is_an_error(kind, monkeypatch):
+    data = small_data()
+    data.val_mask = torch.arange(data.num_nodes) < 2
+    monkeypatch.setattr(kind, "_replica", (3, 2))
+    with pytest.raises(ValueError, match="the val split has 2 seeds for 3 processes"):
+        build(kind, data).val_dataloader()
+
+
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 @pytest.mark.parametrize("form", [list, np.asarray, lambda mask: mask.view(-1, 1)])
 def test_masks_in_any_form(kind, form):

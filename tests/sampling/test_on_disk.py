@@ -15,6 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from benchmarks.disk import optimum
 from lightning_gnn import CollectiveDataModule, FullGraphDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
+from lightning_gnn.graph.disk_cache import RowLocations
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.hetero_folder import save_hetero_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
@@ -351,7 +352,7 @@ def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
 
     def failing(self, *arguments):
         calls.append(1)
-        if len(calls) > 40:
+        if len(calls) > 4:
             raise OSError(5, "the disk is gone")
         return real(self, *arguments)
 
@@ -416,6 +417,46 @@ def counting_draws(loader, monkeypatch):
     return drawn
 
 
+def counting_announced(monkeypatch):
+    announced, real = [], RowLocations.announce
+    monkeypatch.setattr(RowLocations, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
+    return announced
+
+
+@pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
+@pytest.mark.parametrize("between", ["nothing", "another loader", "a part of an epoch", "a leap"])
+def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_between(
+    folder, between, kind, monkeypatch
+):
+    data = load_folder(folder)
+    loader, plain = (
+        datamodule(data, kind, num_workers=1, **options).train_dataloader() for options in ({"memory": MEMORY}, {})
+    )
+    table = table_of(loader)
+    list(loader), list(plain)
+    assert table.announced == len(loader._begun) > 0
+    if between == "another loader":
+        assert table.claim()
+        assert table.announced == 0
+        table.announce(torch.arange(50))
+        table.release()
+    elif between == "a part of an epoch":
+        for one in (loader, plain):
+            batches = iter(one)
+            next(batches)
+            batches.close()
+        assert table.announced == 0
+    elif between == "a leap":
+        for one in (loader, plain):
+            one.sampler.set_epoch(5)
+    known = len(loader._begun) if between == "nothing" else 0
+    announced = counting_announced(monkeypatch)
+    for batch, expected in zip(loader, plain, strict=True):
+        assert_same(batch, expected)
+    assert table.announced == len(loader._begun)
+    assert len(announced) == len(loader) - known + len(loader._begun)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, monkeypatch):
     random, nodes = torch.Generator().manual_seed(0), 20_000  # of which an epoch reads a part
@@ -436,12 +477,13 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
         table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 1500)
         loader.is_last = (lambda epoch: True) if alone else None
         with monkeypatch.context() as patch:
-            drawn = counting_draws(loader, patch)
+            drawn, announced = counting_draws(loader, patch), counting_announced(patch)
             for epoch in expected:
                 for batch, n_id in zip(loader, epoch, strict=True):
                     assert torch.equal(batch.n_id, n_id)
                     assert torch.equal(batch.x, data.x[n_id])
         assert len(set(drawn)) == len(drawn), "each is sampled once, also if the epoch before has sampled it"
+        assert len(announced) == len(drawn), "and announced once"
         blocks[alone] = table.counts.blocks
     best = optimum([n_id.numpy() for epoch in expected for n_id in epoch], file, table.cache_rows)
     assert blocks[False] <= 1.01 * best < 0.9 * blocks[True]

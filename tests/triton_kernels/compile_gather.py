@@ -19,6 +19,7 @@ VARIANTS = [  # out, table, columns, cached or the number of GPUs
     ("fp32", "i8", 100, True),
     ("fp16", "i8", 129, True),
     ("i32", "i32", 100, 8),
+    ("fp32", "i8", 100, 8),
 ]
 
 

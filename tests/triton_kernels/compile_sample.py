@@ -5,34 +5,45 @@ import re
 from benchmarks.kernel_usage import TILES, compiled, usage
 from benchmarks.sampling_baselines import discover_kernel, phase_kernel
 from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
-from lightning_gnn.triton_kernels.hops import hop_kernel
+from lightning_gnn.triton_kernels.hops import FETCHED, PICKED, hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
 from tests.triton_kernels.compiling import targets
 
 KINDS = ("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR")
+LISTS = ({}, {"CACHED": True}, {"SHARDS": 8, "SHIFT": 10})
+"""Where adjacency lists lie; loaders combine each with each shape of mini-batches."""
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (hop_kernel, {"DISJOINT": False, "K": 10, **TILES}, "i32"),
     *((phase_kernel, {"PHASE": phase, "DISJOINT": False, "K": 10, **TILES}, "i32") for phase in range(2)),
     (hop_kernel, {"DISJOINT": True, "K": 10, **TILES}, "i64"),
-    (hop_kernel, {"DISJOINT": False, "CACHED": True, "K": 10, **TILES}, "i32"),
+    *(
+        (hop_kernel, {"DISJOINT": False, "K": 5, **TILES, **shape, **lists}, "i32")
+        for shape in ({}, {"DISJOINT": True}, {"BULK": True})
+        for lists in (*LISTS, {"SHARDS": PICKED.value}, {"SHARDS": FETCHED.value})
+    ),
+    (hop_kernel, {"DISJOINT": False, "SHARDS": FETCHED.value, "K": 5, **TILES}, "i64"),
     (hop_kernel, {"DISJOINT": False, "BULK": True, "K": 10, **TILES}, "i32"),
-    (hop_kernel, {"DISJOINT": False, "BULK": True, "SHARDS": 8, "SHIFT": 10, "K": 10, **TILES}, "i32"),
+    *((queue_kernel, {"K": 5, "CHUNK": 5, **TILES, **lists}, "i32") for lists in LISTS),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 15, **TILES}, "i32"),
     (queue_kernel, {"K": 15, "CHUNK": chunk_size(15), **TILES}, "i64"),
     (queue_kernel, {"K": 10, "CHUNK": 10, **TILES}, "i32"),
     (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
-    (emit_kernel, {"DISJOINT": True, "T": 1024}, "i32"),
+    *((emit_kernel, {"DISJOINT": disjoint, "T": 1024}, "i32") for disjoint in (False, True)),
     (emit_bulk_kernel, {"T": 512}, "i32"),
     *(
         (relation_kernel, {**dict.fromkeys(KINDS, False), **kind, "P": 1024, **TILES}, dtype)
         for kind, dtype in (
             ({}, "i32"),
+            ({"DISJOINT": True}, "i32"),
             ({"DISJOINT": True, "TEMPORAL": True}, "i64"),
+            ({"WEIGHTED": True}, "i32"),
             ({"DISJOINT": True, "WEIGHTED": True}, "i32"),
+            ({"DISJOINT": True, "TEMPORAL": True, "WEIGHTED": True}, "i32"),
             ({"LABOR": True}, "i32"),
+            ({"DISJOINT": True, "LABOR": True}, "i32"),
             ({"DISJOINT": True, "TEMPORAL": True, "LABOR": True}, "i32"),
         )
     ),

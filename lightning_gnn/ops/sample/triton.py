@@ -87,7 +87,7 @@ def begin_samples(
 
     Args:
         sampler: Of the graph.
-        seeds: Of each, at least one, on the device, not checked.
+        seeds: Of each, on the device, not checked.
         fanouts: In-edges to pick per node and hop.
         keys: Of each.
         replace: Draw with replacement.
