@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
 from lightning_gnn.cli.command_line import explained, start
 from lightning_gnn.cli.plan_cpu import plan_cpu
-from lightning_gnn.cli.plan_machines import checked_options, plan_machines
+from lightning_gnn.cli.plan_machines import MACHINES, checked_options, plan_machines
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
@@ -76,6 +76,10 @@ def run(cfg: DictConfig) -> None:
             if kind != "cpu":
                 raise ValueError(f"plan.network={cfg.plan.network} is for plain runs on a CPU; leave it out")
             checked_options(cfg)
+        elif kind == "cpu" and HydraConfig.initialized():
+            typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
+            if idle := [item for item in typed if item in MACHINES]:
+                raise ValueError(f"{idle[0]} counts on several machines: give plan.network=10Gbit/s or what it is, too")
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)

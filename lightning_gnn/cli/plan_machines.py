@@ -31,6 +31,8 @@ from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.sampling.neighbor import topology_of
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+MACHINES = tuple(f"plan.{name}" for name in ("nodes", "latency", "partition", "method", "order", "cache"))
+"""Settings that are of no use without ``plan.network``."""
 
 
 def given_network(bandwidth: Any, latency: Any) -> Network:

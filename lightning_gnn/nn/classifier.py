@@ -162,8 +162,10 @@ class NodeClassifier(NodeModule):
         if self._must_check(stage, labels):
             for value in (int(labels.min()), int(labels.max())):
                 if not 0 <= value < self.num_classes:
+                    missing = ": a node without a label is among the seeds; leave it out of the split"
                     raise ValueError(
                         f"y holds label {value}, but num_classes={self.num_classes} allows 0 to {self.num_classes - 1}"
+                        f"{missing if value == -1 else ''}"
                     )
         return labels
 

@@ -68,7 +68,7 @@ def test_bandwidths_as_people_write_them(text, rate):
     ["plan.network=fast"], ["plan.network=0"], ["plan.network=1Gbit/s", "plan.latency=-1"],
     ["plan.network=1Gbit/s", "plan.order=random"], ["plan.network=1Gbit/s", "plan.nodes=[0]"],
     ["plan.network=1Gbit/s", "plan.cache=much"],
-    ["plan.network=1Gbit/s", "strategy=hyscale"],
+    ["plan.network=1Gbit/s", "strategy=hyscale"], ["plan.nodes=[1,2]"],
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, overrides, capfd, monkeypatch):
     monkeypatch.setattr(plan_cpu, "measure_run", lambda *args, **options: pytest.fail("measured"))

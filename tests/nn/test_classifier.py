@@ -159,6 +159,7 @@ def having(batch: Data, **values: Any) -> Data:
         (without("edge_index", mini_batch(0, 5)), "no 'edge_index'"),
         (without("y", mini_batch(0, 5)), "no labels 'y'"),
         (having(mini_batch(0, 5), y=torch.full((40,), 4)), "label 4, but num_classes=4 allows 0 to 3"),
+        (having(mini_batch(0, 5), y=torch.full((40,), -1)), "a node without a label is among the seeds"),
         (having(mini_batch(0, 5), y=torch.full((40,), -1)), "label -1"),
         (having(mini_batch(0, 5), y=torch.rand(40, 112)), r"got torch.float32 \[40, 112\]"),
         (having(mini_batch(0, 5), y=torch.full((40, 1), float("nan"))), "one integer class per node"),
