@@ -20,7 +20,7 @@ from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.hetero_folder import save_hetero_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
-from lightning_gnn.sampling import look_ahead
+from lightning_gnn.sampling import look_ahead, on_disk
 
 NODES = 6000
 MEMORY = "4MB"
@@ -421,6 +421,16 @@ def counting_announced(monkeypatch):
     announced, real = [], RowLocations.announce
     monkeypatch.setattr(RowLocations, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
     return announced
+
+
+def test_comparing_a_few_rows_does_not_read_a_mapped_file_ahead(folder, monkeypatch):
+    advice, real = [], on_disk.advise
+    monkeypatch.setattr(
+        on_disk, "advise", lambda rows, what: advice.append((rows.data_ptr(), what)) or real(rows, what)
+    )
+    data = load_folder(folder)
+    datamodule(data, memory="6MB", store=folder / "x.rows").train_dataloader()
+    assert advice[:2] == [(data.x.data_ptr(), "MADV_RANDOM"), (data.x.data_ptr(), "MADV_NORMAL")]
 
 
 @pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
