@@ -118,11 +118,11 @@ def datamodule(
     if spec.get("in_memory"):
         data.x = torch.from_numpy(np.array(data.x.numpy()))
         forget_pages(Path(spec["folder"]))  # else a memory map would find in the page cache what this one has read
-    options = {"num_workers": 1, **options}
     return kind(
         data,
         num_neighbors=FANOUTS,
         batch_size=spec["batch_size"],
+        num_workers=1,
         seed=0,
         check_features=False,
         **options,

@@ -107,7 +107,8 @@ class DiskFeatures:
         self.verify = verify
         self.counts = DiskCounts()
         self._lock = threading.RLock()
-        self._claimed, self._left_for = False, object()
+        self._claimed = False
+        self._left_for: object = None
         rows = self.file.num_rows
         if self.memory < (least := self.least_bytes(self.file, verify)):
             raise ValueError(
@@ -191,7 +192,7 @@ class DiskFeatures:
             left_for: Keep it for who claims next, if that is this object.
         """
         with self._lock:
-            self._left_for = left_for if left_for is not None else object()
+            self._left_for = left_for
             if left_for is None:
                 self._where.forget()
             self._claimed = False
