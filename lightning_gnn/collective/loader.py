@@ -79,6 +79,10 @@ class CollectiveLoader(ThreadedNodeLoader):
         if gpu_buffer_size < 1:
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
         super().__init__(*args, **kwargs)
+        if route is not None:
+            route.rank = (
+                self.rank
+            )  # both prepare mini-batches of the same keys, also where Lightning sharded this loader
         self.route = route
         self.device = torch.device(device)
         self.plan = plan

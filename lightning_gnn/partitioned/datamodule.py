@@ -226,15 +226,14 @@ class _OnParts(MiniBatchDataModule):
         _ = self.connection.open
         return super()._sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
-    def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
-        replicas, rank = self._replica
+    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[Any]:
         if stage == "train" and self._elastic is not None:
             return self._elastic.begin(
                 self.trainer, num_seeds, self.batch_size, num_replicas=replicas, rank=rank, shuffle=self.shuffle,
                 seed=self.seed % 2**62, drop_last=drop_last,
             )  # fmt: skip
         if stage != "train" or self.order == "global":
-            return super()._order(stage, num_seeds, drop_last)
+            return super()._order(stage, num_seeds, drop_last, replicas, rank)
         return OwnSeedsOrder(
             self.owners_of_seeds(replicas), num_replicas=replicas, rank=rank, shuffle=self.shuffle,
             seed=self.seed % 2**62, drop_last=drop_last,
@@ -287,7 +286,7 @@ class _OnParts(MiniBatchDataModule):
             ValueError: None is left for it.
         """
         self.check_count(stage, count)
-        share = torch.tensor([*self._order(stage, count, drop_last=False)], dtype=torch.int64)
+        share = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
         if not share.numel():
             raise ValueError(
                 f"inference='full': the {stage} split has {count} seeds for {self.connection.open.exchange.ranks} "

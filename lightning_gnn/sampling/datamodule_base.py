@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
@@ -27,7 +29,7 @@ from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.on_disk import OnDisk
 from lightning_gnn.sampling.options import SAMPLING, checked_options
-from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder
+from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
@@ -312,7 +314,8 @@ class MiniBatchDataModule(ResumableDataModule):
         self.check_count(stage, num_seeds)
         warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
-        warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
+        if self._running:
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
         training = stage == "train"
         kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
         kwargs.update(seed=self.seed, rank=self._replica[1], loader_id=LOADER_IDS[stage])
@@ -320,7 +323,11 @@ class MiniBatchDataModule(ResumableDataModule):
         if training:
             kwargs["first_batch"] = self._first_batch
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
-            kwargs["sampler"] = self._order(stage, num_seeds, kwargs.get("drop_last", False))
+            make = partial(self._order, stage, num_seeds, kwargs.get("drop_last", False))
+            replicas, rank = self._replica
+            # Who asks without a running Trainer may hand the loader to one, or to Fabric, which then shards it.
+            shard_later = replicas == 1 and not self._running
+            kwargs["sampler"] = UnshardedOrder(make) if shard_later else make(replicas, rank)
         if training and hasattr(kwargs.get("sampler"), "set_epoch"):
             kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
@@ -408,10 +415,9 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, stage: str, num_seeds: int, drop_last: bool) -> DistributedSampler[Any]:
+    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[Any]:
         training = stage == "train"
         kind = TrainingOrder if training else EvaluationOrder
-        replicas, rank = self._replica
         if not training and num_seeds < replicas:
             raise ValueError(
                 f"the {stage} split has {num_seeds} seeds for {replicas} processes, and one without any would keep the "
@@ -425,6 +431,11 @@ class MiniBatchDataModule(ResumableDataModule):
             seed=self.seed % 2**62,
             drop_last=drop_last and training and replicas > 1,
         )
+
+    @property
+    def _running(self) -> bool:
+        """Whether a Trainer that has this DataModule is at work, so that it is the one that asks for loaders."""
+        return self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
 
     @property
     def _replica(self) -> tuple[int, int]:

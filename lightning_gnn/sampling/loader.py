@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.loader import LinkLoader, NodeLoader
@@ -40,7 +40,7 @@ from lightning_gnn.sampling.look_ahead import Drawn, LookAhead, ReadInTurn, Wait
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
 from lightning_gnn.sampling.options import checked_options
 from lightning_gnn.sampling.packed import both_of
-from lightning_gnn.sampling.seed_order import TrainingOrder, mini_batches
+from lightning_gnn.sampling.seed_order import TrainingOrder, mini_batches, sharded_order, unwrap_order
 
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
@@ -174,7 +174,12 @@ class _ThreadedLoader:
         self.times = PreparationTimes()
         self._pass = -1
         self._epoch_seen: int | None = None
+        kwargs["sampler"] = sharded_order(kwargs.get("sampler"))
         super().__init__(*args, num_workers=0, **kwargs)  # type: ignore[call-arg]
+        unwrap_order(self.batch_sampler)
+        order = getattr(self.batch_sampler, "sampler", None)
+        if isinstance(order, DistributedSampler) and order.num_replicas > 1:
+            self._rank = order.rank
         if not isinstance(self.data, Data | HeteroData):
             raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(self.data).__name__}")
         if isinstance(self.data, HeteroData) and not all(isinstance(key, tuple) for key in self.tables):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_gnn.ops.hashing import batch_key
 
@@ -150,6 +151,62 @@ class EvaluationOrder(UnrepeatedDistributedSampler):
         return iter(self.positions().tolist())
 
 
+class UnshardedOrder(Sampler[Any]):
+    """The order of a loader that no Trainer has asked for, which Lightning and Fabric therefore still shard.
+
+    They leave a ``DistributedSampler`` as it is, so this is a plain sampler. What they wrap it in is replaced by
+    :meth:`sharded`, so that mini-batches equal those of a Trainer that has the DataModule.
+
+    Args:
+        make: Returns the order of one rank, from the number of ranks and the rank.
+    """
+
+    def __init__(self, make: Callable[[int, int], DistributedSampler[Any]]) -> None:
+        self.make = make
+        self.order = make(1, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order it is."""
+        return self.order.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order it is."""
+        self.order.set_epoch(epoch)
+
+    def sharded(self, num_replicas: int, rank: int) -> DistributedSampler[Any]:
+        """Return the order of one of several ranks."""
+        order = self.make(num_replicas, rank)
+        order.set_epoch(self.epoch)
+        return order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+
+def sharded_order(sampler: Any) -> Any:
+    """Return this rank's order where Lightning or Fabric has wrapped an unsharded one, else the sampler."""
+    if isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper):
+        wrapped = sampler.dataset._sampler  # type: ignore[attr-defined]
+        if isinstance(wrapped, UnshardedOrder):
+            return wrapped.sharded(sampler.num_replicas, sampler.rank)
+    return sampler
+
+
+def unwrap_order(batch_sampler: Any) -> None:
+    """Let a batch sampler go over our own order, which can be cut as a tensor, instead of a wrapper around it."""
+    order = sharded_order(getattr(batch_sampler, "sampler", None))
+    if isinstance(order, UnshardedOrder):
+        order = order.order
+    # To predict, Lightning wraps the batch sampler, too, and copies its attributes.
+    for each in (batch_sampler, getattr(batch_sampler, "_batch_sampler", None)):
+        if getattr(each, "sampler", order) is not order:
+            vars(each)["sampler"] = order  # Lightning repeats on a new object what setattr does within its hooks
+
+
 def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Any]:
     """Give the positions of the seeds of each mini-batch.
 
@@ -198,7 +255,7 @@ def _whole_order(batch_sampler: Any) -> Tensor | None:
         return None
     sampler = batch_sampler.sampler
     if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder):
-        order: Tensor = sampler.positions()  # type: ignore[union-attr]
+        order: Tensor = sampler.positions()  # type: ignore[attr-defined]
         return order
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None
 
