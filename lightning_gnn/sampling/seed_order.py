@@ -255,7 +255,7 @@ def _whole_order(batch_sampler: Any) -> Tensor | None:
         return None
     sampler = batch_sampler.sampler
     if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder):
-        order: Tensor = sampler.positions()  # type: ignore[attr-defined]
+        order: Tensor = sampler.positions()  # type: ignore[union-attr]
         return order
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None
 
