@@ -117,6 +117,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         device = self._device()
         if device is None:
             if self._placed_on is None:
+                self._meet(None)
                 rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
                 self._placed_on = "cpu"
             return super()._loader(stage)
@@ -169,8 +170,13 @@ class PlacedOnGPU(MiniBatchDataModule):
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
         return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
-    def _meet(self, device: torch.device) -> Node | None:
-        """Return the processes of this node, to whose GPUs tables may be dealt out; None: to this one alone.
+    def _meet(self, device: torch.device | None) -> Node | None:
+        """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
+
+        Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
+
+        Args:
+            device: This rank's GPU.
 
         Raises:
             ValueError: ``gpus`` is another number.
@@ -182,10 +188,15 @@ class PlacedOnGPU(MiniBatchDataModule):
             return None
         else:
             node = meet_on_node(device)
+            if node is None or device is None:
+                return None
             size = node.size
+        if device is None:
+            return None
         if self._gpus not in (None, size):
             raise ValueError(f"gpus={self._gpus}, but the run has {size} on this node: leave it out, or start as many")
-        if size > 1 and asked and not node.peers and not self.in_step:
+        in_step = self.in_step and getattr(self.trainer and self.trainer.strategy, "strategy_name", None) != "hyscale"
+        if size > 1 and asked and not node.peers and not in_step:
             raise ValueError(
                 f"the GPUs of this node do not read each other's memory, and the ranks of {type(self).__name__} do not "
                 "make their mini-batches in step, so they cannot send each other rows; place topology and features "

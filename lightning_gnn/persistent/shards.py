@@ -249,20 +249,25 @@ class Node:
         return made  # type: ignore[no-any-return]
 
 
-def meet_on_node(device: torch.device) -> Node:
-    """Bring together the processes of each machine; all processes of the run must call it.
+def meet_on_node(device: torch.device | None) -> Node | None:
+    """Group the ranks of each machine that have a GPU.
+
+    Collective: every rank of the run must call this.
 
     Args:
-        device: Of this process.
+        device: Of this rank; None where it has no GPU, for which the result is None, too.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     own = which_machine() or socket.gethostname()
-    dist.all_gather_object(everyone, (own, device.index if device.type == "cuda" else None))
-    devices = [index for where, index in everyone if where == own]
+    index = device.index if device is not None and device.type == "cuda" else None
+    dist.all_gather_object(everyone, (own if device is not None else None, index))
     groups = {}
-    for where, _ in everyone:
-        if where not in groups:
+    for where, _ in everyone:  # every rank makes every group, in the same order
+        if where is not None and where not in groups:
             groups[where] = dist.new_group([rank for rank, (other, _) in enumerate(everyone) if other == where])
+    if device is None:
+        return None
+    devices = [index for where, index in everyone if where == own]
     peers = None not in devices and len({*devices}) == len(devices) and reads_peers(device, devices)
     apart = Node(groups[own], device, False)
     if not all(apart.gather(peers)):
@@ -270,9 +275,7 @@ def meet_on_node(device: torch.device) -> Node:
     together = Node(groups[own], device, True)
     if all(apart.gather(reads_right(together))):
         return together
-    rank_zero_warn(
-        "the GPUs of this node ought to read each other's memory, but do not: tables are not dealt out to them"
-    )
+    rank_zero_warn("the GPUs of this machine report peer access, but reads across them fail: no table is sharded")
     return apart
 
 

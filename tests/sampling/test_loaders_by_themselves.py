@@ -25,7 +25,7 @@ def node(kind, **options):
     )
 
 
-def link(kind):
+def link(kind, **options):
     def make():
         edges = small_data(61, 500).edge_index
         return kind(
@@ -37,6 +37,7 @@ def link(kind):
             input_val_edges=edges[:, 23:40],
             input_pred_edges=edges[:, 40:49],
             neg_sampling="binary",
+            **options,
         )
 
     return make
