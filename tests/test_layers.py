@@ -61,6 +61,9 @@ def imported(module):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {name if (name := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A name that is put together at run time is one of the public ones, or the command's.
+            found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
     return {name for name in found if name in MODULES and name != module}
 
 

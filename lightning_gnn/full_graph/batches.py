@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn.conv.graph import keep_constant
+from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.store import checksum
 
 SPLITS = ("train", "val", "test")
@@ -145,22 +145,6 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     return ShardedBatch(data, graph, counts, predicted, places)
 
 
-def free_memory(device: torch.device, local_ranks: int) -> int | None:
-    """Return the bytes that a rank can count on, None where that is not known.
-
-    Args:
-        device: Where the rank computes.
-        local_ranks: Ranks on this machine, which share the host's memory.
-    """
-    if device.type != "cpu":
-        module: Any = getattr(torch, device.type, None)
-        return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
 @dataclass(eq=False)
 class BatchCache:
     """Prepares full-graph batches, and keeps the last few.
@@ -243,7 +227,7 @@ class BatchCache:
                 self._shards.pop(next(iter(self._shards)))
             limit = self.memory_limit
             if limit == "auto":
-                limit = free_memory(self.device, self.local_ranks)
+                limit = available_bytes(self.device, self.local_ranks)
             limit = agree(graph, masks, limit, self.rank)
             owners = share_rows(graph.num_targets, self.num_ranks, masks)
             x = batch.get("x")

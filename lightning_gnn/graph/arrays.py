@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from lightning_gnn.runtime.files import whole_file
+from lightning_gnn.runtime.memory_info import total_bytes
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Python names the flag from version 3.13 on.
@@ -282,7 +282,7 @@ def expect_scattered_reads(rows: Tensor) -> Tensor:
     It then reads no neighbourhood of megabytes around each. Only for a table of more than half the memory: a smaller
     one comes in whole sooner or later, and sooner in large pieces.
     """
-    if rows.nbytes > psutil.virtual_memory().total // 2:
+    if rows.nbytes > total_bytes() // 2:
         advise(rows, "MADV_RANDOM")
         _scattered.add(rows.data_ptr())
     return rows

@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch_geometric.utils import is_sparse
 
 from lightning_gnn.graph.csc import check_ids
 from lightning_gnn.graph.features import check_finite_rows, file_of
+from lightning_gnn.runtime.memory_info import total_bytes
 
 _MAPPED = 1 << 30
 """Bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds."""
@@ -158,7 +158,7 @@ def _is_on_disk(values: Tensor) -> bool:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux: what takes most of the memory is hardly in it
-        return values.nbytes > int(psutil.virtual_memory().total) // 2
+        return values.nbytes > total_bytes() // 2
     # The middle, since the first page can share its line with what lies before.
     middle = values.data_ptr() + values.nbytes // 2
     for line in lines:

@@ -13,7 +13,6 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -21,6 +20,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.cache import CachedAdjacency
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
+from lightning_gnn.runtime.memory_info import total_bytes
 from lightning_gnn.runtime.page_locked import page_locked
 
 INT32_MAX = 2**31 - 1
@@ -405,7 +405,7 @@ def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
         count = operator.index(num_nodes)
     if count < 0:
         raise ValueError(f"num_nodes must not be negative, but is {count}")
-    memory = psutil.virtual_memory().total
+    memory = total_bytes()
     if 8 * count > memory:
         raise ValueError(
             f"a graph of {count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, but this machine has "

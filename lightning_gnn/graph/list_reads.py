@@ -9,11 +9,11 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-import psutil
 from numba import types
 from torch import Tensor
 
 from lightning_gnn.graph.arrays import advise
+from lightning_gnn.runtime.memory_info import total_bytes
 
 _PAGE = mmap.PAGESIZE
 _GAP = 4
@@ -31,7 +31,7 @@ def expect_list_reads(indices: Tensor, larger_than: int | None = None) -> Tensor
         larger_than: Bytes from which this is worth it; by default half of the memory: smaller ones come in as a whole
             sooner or later, and sooner in large pieces.
     """
-    least = psutil.virtual_memory().total // 2 if larger_than is None else larger_than
+    least = total_bytes() // 2 if larger_than is None else larger_than
     if sys.platform == "linux" and indices.is_cpu and indices.nbytes > least:
         advise(indices, "MADV_RANDOM")
         _expected.add(indices.data_ptr())

@@ -13,7 +13,6 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from lightning_gnn.graph.features import FEATURE_DTYPES, STANDS_FOR, FeatureTabl
 from lightning_gnn.runtime.byte_sizes import shown
 from lightning_gnn.runtime.files import read_json
 from lightning_gnn.runtime.mapped_files import MappedFiles
+from lightning_gnn.runtime.memory_info import available_bytes
 
 BLOCK_BYTES = 4096
 """What a disk reads at least, and where direct reads begin and end."""
@@ -155,7 +155,7 @@ class RowFile:
             ValueError: It is damaged, or there is less memory free than it takes.
         """
         nbytes = self.num_rows * self.num_columns * self.read_dtype.itemsize
-        if nbytes > (free := psutil.virtual_memory().available):
+        if nbytes > (free := available_bytes() or 0):
             raise ValueError(
                 f"{self.path} takes {shown(nbytes)} in memory, of which {shown(free)} are free: leave it on disk with "
                 "the DataModule's memory=, such as datamodule.memory=8GB (and load_folder(…, memory='8GB'))"

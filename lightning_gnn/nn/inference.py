@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +26,7 @@ from lightning_gnn.nn.layer_files import layer_outputs
 from lightning_gnn.nn.models import _InputDropoutGNN
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.runtime.memory_info import available_bytes
 
 _SHARE = 0.5
 """Of the free memory, how much ``memory_limit="auto"`` takes."""
@@ -73,7 +73,7 @@ class FullInference:
 
     def limit_on(self, device: torch.device) -> float:
         """Return how many bytes may be held there."""
-        return free_memory(device) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
+        return (available_bytes(device) or 0) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
 
     def run(self, model: nn.Module, x: Tensor, graph: Any, **more: Any) -> Tensor:
         """Return what :func:`infer` does."""
@@ -92,22 +92,6 @@ class Elsewhere:
 
     def __repr__(self) -> str:
         return f"{self.num_edges} edges, of which each rank has a part"
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; of the host's memory, no more than the control group allows."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type != "cpu":
-        statistics: Any = getattr(torch, device.type, None)
-        return int(statistics.mem_get_info(device)[0]) if hasattr(statistics, "mem_get_info") else 0
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no such group, or no limit
-        return free
-    return max(0, min(free, limit - used))
 
 
 @torch.no_grad()

@@ -10,13 +10,13 @@ from typing import Any
 
 import numba
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.runtime.memory_info import available_bytes
 
 METHODS = ("metis", "ldg", "random")
 MOST_PARTS = 1 << 15
@@ -118,7 +118,7 @@ def _metis(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, parts: 
         raise ModuleNotFoundError(
             "method=metis needs a package: pip install 'lightning-gnn[partition]'; or use method=ldg"
         ) from None
-    need, free = 2 * _METIS_BYTES * indices.size, psutil.virtual_memory().available
+    need, free = 2 * _METIS_BYTES * indices.size, available_bytes() or 0
     if need > free:
         raise MemoryError(
             f"METIS needs about {need / 1e9:.0f} GB for {indices.size} edges, but {free / 1e9:.0f} GB are free; use "

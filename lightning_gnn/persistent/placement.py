@@ -6,7 +6,6 @@ import copy
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
@@ -25,6 +24,7 @@ from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
 from lightning_gnn.persistent.shards import Node, ShardedTable, meet_on_node
 from lightning_gnn.runtime.byte_sizes import memory_bytes
+from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import name_of, of_edges, of_nodes, stores_of
@@ -168,7 +168,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             return self.device_memory
         if device is None:
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
-        return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+        return available_bytes(device) or 0
 
     def _meet(self, device: torch.device | None) -> Node | None:
         """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
@@ -182,27 +182,26 @@ class PlacedOnGPU(MiniBatchDataModule):
             ValueError: ``gpus`` is another number.
         """
         asked = "shard" in (self.topology, self.features)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            size = 1
-        elif not asked and "auto" not in (self.topology, self.features):
-            return None
-        else:
-            node = meet_on_node(device)
-            if node is None or device is None:
+        node = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            if not asked and "auto" not in (self.topology, self.features):
                 return None
-            size = node.size
+            node = meet_on_node(device)
         if device is None:
             return None
+        size = 1 if node is None else node.size
         if self._gpus not in (None, size):
             raise ValueError(f"gpus={self._gpus}, but the run has {size} on this node: leave it out, or start as many")
         in_step = self.in_step and getattr(self.trainer and self.trainer.strategy, "strategy_name", None) != "hyscale"
-        if size > 1 and asked and not node.peers and not in_step:
+        if node is None or size == 1:
+            return None
+        if asked and not node.peers and not in_step:
             raise ValueError(
                 f"the GPUs of this node do not read each other's memory, and the ranks of {type(self).__name__} do not "
                 "make their mini-batches in step, so they cannot send each other rows; place topology and features "
                 "'auto', 'device' or 'pinned'"
             )
-        return node if size > 1 and (asked or node.peers) else None
+        return node if asked or node.peers else None
 
     @property
     def _exchange(self) -> Exchange | None:

@@ -8,7 +8,6 @@ attention works on what is prepared for aggregation, and is in the same file.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,7 +78,11 @@ def operators(backend: str, device: torch.device) -> Any:
         raise ValueError(f"backend='numba' runs on the CPU, but the graph is on {device}")
     if backend in (DEVICE, "numba"):
         return _loaded_npu() if device.type == "npu" else torch.ops.lightning_gnn
-    return importlib.import_module(f"lightning_gnn.ops.aggregate.{backend}")
+    if backend == "triton":
+        from lightning_gnn.ops.aggregate import triton
+
+        return triton
+    return _twin()
 
 
 def _check_name(backend: str | None) -> None:
@@ -88,7 +91,15 @@ def _check_name(backend: str | None) -> None:
 
 
 def _npu() -> Any:
-    return importlib.import_module("lightning_gnn.ops.aggregate.npu")
+    from lightning_gnn.ops.aggregate import npu
+
+    return npu
+
+
+def _twin() -> Any:
+    from lightning_gnn.ops.aggregate import ascend_twin
+
+    return ascend_twin
 
 
 def _loaded_npu() -> Any:
@@ -185,7 +196,7 @@ def runs_on_chip(device: torch.device, backend: str) -> bool:
 
 def chip_executor(device: torch.device, backend: str) -> tuple[Any, int]:
     """Return the module whose ``launch`` runs Ascend C kernels where :func:`runs_on_chip`, and the AI cores there."""
-    module = importlib.import_module("lightning_gnn.ops.aggregate.ascend_twin") if backend == "ascend_twin" else _npu()
+    module = _twin() if backend == "ascend_twin" else _npu()
     return module, _num_workers(device, backend)
 
 

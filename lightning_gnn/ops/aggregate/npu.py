@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate.chip_max import entries_of_chunks, maxima, maxima_backward
+from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
 from lightning_gnn.ops.library import define
 
 define(

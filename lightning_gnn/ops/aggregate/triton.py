@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops.aggregate import backends as aggregate_backends  # noqa: F401  the first defines the operators
+from lightning_gnn.ops.aggregate import reference as aggregate_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
 from lightning_gnn.ops.library import library, references, triton_installed
 from lightning_gnn.ops.sample.triton import runs_on
 
