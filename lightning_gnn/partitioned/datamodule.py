@@ -32,7 +32,7 @@ from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, Pa
 from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
-from lightning_gnn.runtime.heartbeat import Heartbeats
+from lightning_gnn.runtime.heartbeat import Heartbeats, end_process
 from lightning_gnn.runtime.messages import true_or_false
 from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
@@ -96,6 +96,8 @@ class _OnParts(MiniBatchDataModule):
         """Rows of nodes that were read here, asked of other ranks, or kept, in the runs so far."""
         self._own_seed = seed is not None
         self._heartbeats: Heartbeats | None = None
+        self._joined = False
+        """Whether all ranks are through with setup."""
         time_attr = kwargs.get("time_attr")
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
@@ -194,6 +196,7 @@ class _OnParts(MiniBatchDataModule):
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
             remote.keep(keep_hottest(self._loader("train"), remote, epoch, self.cache, self.count_batches))
             rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
+        self._joined = True
 
     def teardown(self, stage: str) -> None:
         """Leave the other ranks when all are through."""
@@ -214,13 +217,23 @@ class _OnParts(MiniBatchDataModule):
     def _watch_ranks(self) -> None:
         """Notice within seconds that a rank is lost, unless the strategy does."""
         strategy = None if self.trainer is None else self.trainer.strategy
-        if self._world_size == 1 or isinstance(strategy, WatchedRanks) or not dist.is_initialized():
+        grouped = dist.is_available() and dist.is_initialized()
+        if not grouped or dist.get_world_size() == 1 or isinstance(strategy, WatchedRanks):
             return
         store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"partitioned {next(_RUNS)}", dist.distributed_c10d._get_default_store()
         )
-        self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence)
+        # Without a Trainer, a rank that ends its program without teardown is missed only by one that asks for its rows.
+        end = self._abort if self.trainer is None else None
+        self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence, end)
         self._heartbeats.start()
+
+    def _abort(self, why: str) -> None:
+        """Raise an error where this rank waits for rows; within setup end the process, where all wait for all."""
+        if self._joined and self.connection.remote is not None:
+            self.connection.remote.exchange.abort(why)
+        else:
+            end_process(why)
 
     def _sampled_loader(self, stage: str, data: Any, sampler: Any, *args: Any, **options: Any) -> Any:
         _ = self.connection.open

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 _FOR_EVER = timedelta(days=365)
 """A rank may have nothing to ask for as long as a step takes; that one is lost, others notice (``heartbeat``)."""
@@ -59,6 +60,7 @@ class Exchange:
         self._under_way: list[Any] = []
         """What may still be sent of calls that have failed: gloo does not own it."""
         self._lost: dict[int, str] = {}
+        self._aborted: str | None = None
         self._threads: list[threading.Thread] = []
         self._open = True
         self._group: Any = None
@@ -103,6 +105,8 @@ class Exchange:
             self._asked[call] = set(others), came
             for rank in set(others) & self._lost.keys():
                 came.put((rank, self._lost[rank]))
+            if self._aborted is not None and others:
+                raise DistNetworkError(self._aborted)
         try:
             for rank in others:
                 message = _packed((name, questions[rank]))
@@ -117,6 +121,8 @@ class Exchange:
                 answers[self.rank] = self._handlers[name](*questions[self.rank])
             for _ in others:
                 rank, answer = came.get()
+                if self._aborted is not None:
+                    raise DistNetworkError(self._aborted)
                 if isinstance(answer, str):
                     raise self._missing(rank, answer)
                 self.received += answer.numel()
@@ -131,9 +137,23 @@ class Exchange:
                 del self._asked[call]
         return {rank: answers[rank] for rank in questions}
 
+    def abort(self, why: str) -> None:
+        """End all calls under way and to come, of any thread, with an error.
+
+        Args:
+            why: The message, which names the rank that was lost.
+        """
+        with self._asking:
+            self._aborted = why
+            for _, came in self._asked.values():
+                came.put((self.rank, why))
+
     def close(self) -> None:
         """Tell the others that no more questions come, and answer theirs until they say so too."""
         self._open = False
+        if self._aborted is not None:  # the threads wait for a rank that was lost
+            self._threads.clear()
+            return
         for other in range(self.ranks):
             if other != self.rank:
                 with suppress(RuntimeError):  # gone
@@ -195,10 +215,10 @@ class Exchange:
         self._group.recv([message], rank, tag).wait()
         return message
 
-    def _missing(self, rank: int, why: str) -> RuntimeError:
+    def _missing(self, rank: int, why: str) -> DistNetworkError:
         self._lose(rank, why)
         text = next(iter(why.splitlines()), "")
-        return RuntimeError(f"rank {rank} does not answer, its connection is closed (gloo: {text})")
+        return DistNetworkError(f"rank {rank} does not answer, its connection is closed ({text})")
 
 
 def _packed(value: Any) -> Tensor:

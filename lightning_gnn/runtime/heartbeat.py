@@ -31,9 +31,8 @@ RENDEZVOUS = timedelta(minutes=30)
 says nothing about how long a collective may take. As long as torch waits by itself."""
 _MEETINGS = itertools.count()
 """Of this process, which may join its ranks again after it has left them."""
-_COMMUNICATION = re.compile(
-    r"gloo|nccl|hccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE
-)
+_OF_BACKENDS = re.compile(r"\bgloo/|\b(NCCL|HCCL) error|\bProcessGroup(Gloo|NCCL|HCCL)\b|\bHccl[A-Z]", re.ASCII)
+"""What only the backends of ``torch.distributed`` write in a plain RuntimeError; gloo writes the path of its file."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Heartbeats:
         self.interval = min(1.0, timeout / 8)
         self._store: Any = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(max(RENDEZVOUS, timedelta(seconds=timeout)))
-        self._end = end or _end_process
+        self._end = end or end_process
         self._mine = Process.this()
         self._others = [other for other in range(num_ranks) if other != rank]
         self._processes: dict[int, Process] = {}
@@ -360,13 +359,18 @@ def is_communication_error(exception: BaseException) -> bool:
     Args:
         exception: What ended this rank's run.
     """
+    if isinstance(exception, DistError):
+        return True
     text = next(iter(str(exception).splitlines()), "")
-    return isinstance(exception, DistError) or (
-        isinstance(exception, RuntimeError) and _COMMUNICATION.search(text) is not None
-    )
+    return type(exception) is RuntimeError and _OF_BACKENDS.search(text) is not None
 
 
-def _end_process(message: str) -> None:
+def end_process(message: str) -> None:
+    """Write a message and end this process at once.
+
+    Args:
+        message: What was wrong.
+    """
     # A thread cannot raise in another one that waits inside a backend; only the end of the process ends that.
     sys.stderr.write(f"\n{message}\n")
     sys.stderr.flush()

@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import count
@@ -35,6 +36,11 @@ LEAST = 1 << 20
 """Smaller arrays, in bytes, are left alone."""
 _STEP = 1 << 26
 """So much memory more than before is in use while an array is given to the others."""
+_OWN_MEMORY = (
+    "lightning_gnn.runtime.heartbeat", "lightning_fabric.", "pytorch_lightning.", "lightning.", "tqdm.", "rich.",
+    "tensorboard.", "wandb.", "mlflow.",
+)  # fmt: skip
+"""Modules whose threads write to no array of the user's: observers, progress bars, loggers."""
 _WORD, _FLAGS, _IS_MAPPED = 8, 7, 2
 # Of Linux on x86-64 and on 64-bit ARM; Python names not all of them.
 _FIXED, _NO_RESERVE, _POPULATE_READ = 0x10, 0x4000, 22
@@ -100,6 +106,8 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     """
     machine = which_machine()
     mine, why = {}, ""
+    if (writers := other_threads()) and machine is not None:
+        machine, why = None, f"the threads {', '.join(writers)} of this process may write to them meanwhile"
     try:
         mine = find_blocks(held) if machine is not None else {}
     except Exception as error:  # the others wait for an answer, and no run need end for want of this
@@ -118,6 +126,21 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     _say(everyone, holders, offers, outcomes)
     shared = {name for name, ranks in beside.items() if any(outcomes[other].get(name) is True for other in ranks)}
     return sum(offers[beside[name][0]][name].size for name in shared if outcomes[rank].get(name, True) is True)
+
+
+def other_threads() -> list[str]:
+    """Return the names of Python threads that may write to an array while its pages are moved to a file.
+
+    What is written to a page between the copy and the mapping of the file would be lost. Threads that keep to their own
+    memory are left out.
+    """
+    here = threading.current_thread()
+    found = []
+    for thread in threading.enumerate():
+        runs = type(thread) if type(thread) is not threading.Thread else getattr(thread, "_target", None)
+        if thread is not here and not str(getattr(runs, "__module__", "")).startswith(_OWN_MEMORY):
+            found.append(thread.name)
+    return found
 
 
 def find_blocks(held: Mapping[str, Any]) -> dict[str, Block]:

@@ -11,6 +11,7 @@ import pytest
 from lightning_gnn.cli.main import main
 from tests.cli.command import ROOT, spawn
 from tests.cli.test_conf import composed
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def installed(tmp_path_factory):
 def in_bash(script, environment):
     return subprocess.run(
         ["bash", "--norc", "-c", f"set -o pipefail; {script}"],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import lightning_gnn
 from lightning_gnn import startup
 from tests.cli.command import ROOT
+from tests.patience import PATIENCE
 
 HOOK = """
 import os, signal, sys
@@ -38,7 +39,7 @@ def start(tmp_path, module, *command):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 

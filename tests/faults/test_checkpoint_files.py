@@ -18,6 +18,7 @@ from lightning_gnn.runtime import checkpoint_io
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO, use_safe_files
 from tests.faults.chains import DATA_MODULES, Chain, Killed, Node
 from tests.full_graph.launch import CONTEXT
+from tests.patience import PATIENCE
 
 
 def checkpoint(number, size=1000):
@@ -54,7 +55,7 @@ def test_killed_at_any_moment_of_writing(last):
             time.sleep(0.002)
         time.sleep(rng.random() * 0.05)
         os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
+        process.join(PATIENCE)
         assert number_in(last) >= 2
     SafeCheckpointIO().save_checkpoint(checkpoint(1), last)
     assert [item.name for item in last.parent.iterdir()] == ["last.ckpt"]  # nothing is left of the dead

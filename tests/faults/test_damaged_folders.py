@@ -274,7 +274,6 @@ def write(root: Path, files: Files) -> None:
         (root / name).write_bytes(content)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and sockets in folders")
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
 def test_each_damaged_file_loads_to_what_it_says_or_is_named(

@@ -16,6 +16,7 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.campaigns import campaign
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
 from tests.full_graph.launch import CONTEXT, run
+from tests.patience import NEVER, PATIENCE
 
 KILLS = 3
 """Of each chain of a campaign; its slices are killed at other moments: 24 kills in all."""
@@ -143,7 +144,7 @@ def test_full_graph_training_on_one_device(act, number, tmp_path):
 def train_on_ranks(rank, folder, act):
     """Each rank runs the whole chain; a signal reaches one of them."""
     rng = random.Random(f"ranks {act.__name__}")
-    strategy = functools.partial(AscendHybridParallelStrategy, timeout=60)
+    strategy = functools.partial(AscendHybridParallelStrategy, timeout=NEVER)
     options = {"max_epochs": 5, "devices": 2}
     chain, whole = (
         Chain(Path(folder) / name, DATA_MODULES["full"], strategy=strategy, **options) for name in ("chain", "whole")
@@ -184,7 +185,7 @@ def test_killed_processes(data, tmp_path):
             target=train_until_killed, args=(tmp_path / folder, data, hook, count, tmp_path / f"{folder}.pt")
         )
         process.start()
-        process.join(60)
+        process.join(PATIENCE)
         assert process.exitcode is not None
         return process.exitcode
 

@@ -19,6 +19,7 @@ from tests.full_graph.training import (
     train,
     trainer_of,
 )
+from tests.patience import NEVER
 
 EPOCHS = {"max_epochs": 5, "check_val_every_n_epoch": 5}
 
@@ -76,7 +77,7 @@ def resume(rank, num_ranks, folder):
     for epochs, ckpt_path in ((2, None), (4, f"{folder}/2.ckpt"), (4, None)):
         pl.seed_everything(3, verbose=False)
         module = SideBySide(DROPPING[:1])
-        trainer = trainer_of(AscendHybridParallelStrategy(timeout=60), num_ranks, max_epochs=epochs)
+        trainer = trainer_of(AscendHybridParallelStrategy(timeout=NEVER), num_ranks, max_epochs=epochs)
         trainer.fit(module, datamodule=FullGraphDataModule(small_data()), ckpt_path=ckpt_path)
         if epochs == 2:
             trainer.save_checkpoint(f"{folder}/2.ckpt")
@@ -100,7 +101,7 @@ def predict_some(rank, num_ranks):
     data = small_data()
     data.pred_nodes = torch.tensor([5, 80, 5, 0, 33, 7])
     module = Chosen(DROPPING)
-    trainer = trainer_of(AscendHybridParallelStrategy(timeout=60), num_ranks)
+    trainer = trainer_of(AscendHybridParallelStrategy(timeout=NEVER), num_ranks)
     return trainer.predict(module, datamodule=FullGraphDataModule(data))[0]
 
 

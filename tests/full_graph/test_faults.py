@@ -100,7 +100,7 @@ class Fails(SideBySide):
 
 
 def train_with(rank, num_ranks, module, data, options):
-    strategy = AscendHybridParallelStrategy(timeout=60, **options)
+    strategy = AscendHybridParallelStrategy(timeout=NEVER, **options)
     trainer = trainer_of(strategy, num_ranks, max_epochs=4)
     trainer.fit(module(MODEL), datamodule=FullGraphDataModule(data(rank)))
 

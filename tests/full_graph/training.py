@@ -10,6 +10,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.nn import GAT, GCN, GraphSAGE
+from tests.patience import NEVER
 
 
 def small_data(num_nodes=90, dtype=torch.float64, seed=0):
@@ -152,7 +153,7 @@ def train(devices, groups="auto", module=None, data=None, batches=FullGraphDataM
     """Fit, test and predict; return what the ranks and one process must agree on."""
     pl.seed_everything(7, verbose=False)
     recorder = Recorder()
-    strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=60)
+    strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=NEVER)
     trainer = trainer_of(strategy, devices, callbacks=[recorder], **options)
     module = SideBySide() if module is None else module
     datamodule = batches(small_data() if data is None else data, num_chunks=7)

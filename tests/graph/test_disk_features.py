@@ -25,6 +25,7 @@ from lightning_gnn.graph import arrays as arrays_module
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations
 from lightning_gnn.graph.features import FEATURE_DTYPES
 from lightning_gnn.graph.row_file import BLOCK_BYTES
+from tests.patience import PATIENCE
 
 
 def table_on_disk(path, slots, **options):
@@ -174,7 +175,7 @@ def test_a_forked_process_reads_for_itself(tmp_path, queued):
         process = context.Process(target=child, args=(equal,))
         process.start()
         assert torch.equal(table.gather(n_id + 2), x[n_id + 2])
-        process.join(timeout=60)
+        process.join(timeout=PATIENCE)
         hangs = process.is_alive()
         process.kill()
         process.join()

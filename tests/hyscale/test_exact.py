@@ -295,7 +295,7 @@ def each(rank, num_ranks, names, **strategy):
 def outcome(session, num_ranks):
     cases = cases_of(session, test_all_ranks_have_what_a_plain_trainer_has)
     names = [case["name"] for case in cases if case["num_ranks"] == num_ranks]
-    return run(each, num_ranks, num_ranks, names, limit=200)
+    return run(each, num_ranks, num_ranks, names)
 
 
 @functools.cache
@@ -344,7 +344,7 @@ def some(rank, num_ranks, names):
 @functools.cache
 def by_options(session, num_ranks):
     names = [case["name"] for case in cases_of(session, test_with_any_options_of_the_strategy)]
-    return run(some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks], limit=200)
+    return run(some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks])
 
 
 @pytest.mark.campaign
@@ -470,7 +470,7 @@ def others(rank):
 
 @functools.cache
 def other_outcomes():
-    return run(others, 2, limit=200)
+    return run(others, 2)
 
 
 def test_recomputed_activations_see_the_same_dropout():

@@ -126,7 +126,7 @@ def ranks(rank, num_ranks, names):
 @functools.cache
 def outcomes(session, num_ranks):
     names = [case["name"] for case in cases_of(session, test_values_are_those_of_one_device_on_all_ranks)]
-    return run(ranks, num_ranks, num_ranks, names, limit=200)
+    return run(ranks, num_ranks, num_ranks, names)
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def test_callbacks_decide_as_on_one_device(tmp_path):
     (tmp_path / "ours").mkdir()
     expected = deciding(tmp_path / "plain")
     assert expected[0] > 2
-    for found in run(rank_decides, 2, tmp_path / "ours", limit=100):
+    for found in run(rank_decides, 2, tmp_path / "ours"):
         assert found == expected
     rows = [(tmp_path / name / "log/lightning_logs/version_0/metrics.csv").read_text() for name in ("plain", "ours")]
     assert [line.count(",") for line in rows[0].splitlines()] == [line.count(",") for line in rows[1].splitlines()]

@@ -12,6 +12,7 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.campaigns import cases_of
 from tests.full_graph.launch import observe, run
 from tests.hyscale.training import Plain, fit, hybrid, state
+from tests.patience import NEVER
 
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)
 
@@ -177,7 +178,7 @@ def ranks(rank, num_ranks, names):
 @functools.cache
 def outcomes(session, num_ranks=2):
     names = [case["name"] for case in cases_of(session, test_weights_that_are_returned_make_it_the_undivided_batch)]
-    return run(ranks, num_ranks, num_ranks, names, limit=200)
+    return run(ranks, num_ranks, num_ranks, names)
 
 
 def compare(found, expected):
@@ -236,7 +237,7 @@ class Some(Plain):
 
 def refused(rank, make, *args):
     try:
-        fit(make(*args), hybrid(2, stall_timeout=5), epochs=1)
+        fit(make(*args), hybrid(2, stall_timeout=NEVER), epochs=1)
     except Exception as error:
         return type(error).__name__, str(error), traceback.format_exc()
     return None
@@ -256,7 +257,7 @@ def refused(rank, make, *args):
     ids=str,
 )
 def test_weights_that_make_no_sense_are_refused(make, args, error, said):
-    for result in observe(refused, 2, make, *args, limit=60).results:
+    for result in observe(refused, 2, make, *args).results:
         assert result is not None
         assert result[0] == error, result[2]
         assert said in result[1]

@@ -19,6 +19,7 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph.launch import run
 from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
+from tests.patience import NEVER
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def attempt(folder, module=Plain, data=datamodule, loader=None, drm=None, num_ra
         with open(more["drm"], "w") as file:
             file.write(drm.to_json())
     trained = module()
-    fit(trained, hybrid(num_ranks, stall_timeout=4.0, **more), data(), **options)
+    fit(trained, hybrid(num_ranks, stall_timeout=NEVER, **more), data(), **options)
     return state(trained)
 
 

@@ -93,7 +93,7 @@ def each(rank, names):
 @functools.cache
 def outcomes(session):
     names = [case["name"] for case in cases_of(session, test_two_ranks_train_what_one_does)]
-    return run(each, 2, names, limit=200)
+    return run(each, 2, names)
 
 
 @pytest.mark.campaign

@@ -86,4 +86,4 @@ def test_a_rank_that_fails_or_is_gone_is_named(tmp_path):
     failed, gone, again = outcome.results[ASKING]
     assert failed == "rank 1 could not answer: ZeroDivisionError: division by zero"
     for said in (gone, again):
-        assert said.startswith("rank 0 does not answer, its connection is closed (gloo: ")
+        assert said.startswith("rank 0 does not answer, its connection is closed (")

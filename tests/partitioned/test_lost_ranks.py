@@ -4,9 +4,11 @@ import functools
 import os
 import re
 import signal
+import time
 
 import pytest
 import pytorch_lightning as pl
+import torch.distributed as dist
 
 from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.nn import GraphSAGE, LinkPredictor
@@ -15,9 +17,10 @@ from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.inference import Published
 from lightning_gnn.partitioned.shard import Shard
-from tests.full_graph.launch import observe
+from tests.full_graph.launch import observe, run
 from tests.partitioned.graphs import plain_graph
 from tests.partitioned.test_training import module_of, trainer_of
+from tests.patience import NEVER
 
 LOST, RANKS = 1, 3
 
@@ -92,7 +95,9 @@ def _train(rank, folder, kind, stage, said):
     make, options, strategy = KINDS[kind]
     links = kind == "links"
     seeds = {"input_train_edges": plain_graph().edge_index[:, :200], "neg_sampling_ratio": 1.0} if links else {}
-    datamodule = make(folder, **seeds, num_neighbors=[3, 3], batch_size=8, seed=7, silence=20, num_workers=2, **options)
+    datamodule = make(
+        folder, **seeds, num_neighbors=[3, 3], batch_size=8, seed=7, silence=NEVER, num_workers=2, **options
+    )
     module = LinkPredictor(GraphSAGE(3, 8, 2, 3)) if links else module_of()
     trainer_of(RANKS, strategy, callbacks=[] if callback is None else [callback]).fit(module, datamodule=datamodule)
 
@@ -106,3 +111,39 @@ def test_a_killed_rank_ends_the_others_by_name(folder, kind, stage, tmp_path):
         # By an exception, or where the main thread waits on, at the end of the process.
         said = outcome.errors[rank] + (tmp_path / str(rank)).read_text()
         assert re.search(rf"rank {LOST} \(process \d+ on \S+\) died: its process has ended without a word", said), said
+
+
+def _read_by_hand(rank, folder, number, said):
+    """Go over loaders without a Trainer; rank 1 sends itself a signal."""
+    os.dup2(os.open(f"{said}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    datamodule = PartitionedDataModule(folder, num_neighbors=[3, 3], batch_size=8, seed=7, silence=5.0)
+    datamodule.setup("fit")
+    if rank == 1 and number:
+        os.kill(os.getpid(), number)
+    return sum(batch.num_nodes for batch in datamodule.train_dataloader())  # and ends without teardown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_a_trainer_a_lost_rank_ends_the_others_too(number, tmp_path):
+    folder = tmp_path / "parts"
+    partition_graph(plain_graph(), folder, 2, "ldg", batches=0)
+    outcome = observe(_read_by_hand, 2, str(folder), number, str(tmp_path), lost=[1])
+    said = outcome.errors[0] + (tmp_path / "0").read_text()
+    assert re.search(r"rank 1 \(process \d+ on \S+\) (died|is stopped)|rank 1 does not answer", said), said
+
+
+@pytest.mark.slow
+def test_without_a_trainer_a_rank_may_end_before_the_others(tmp_path):
+    folder = tmp_path / "parts"
+    partition_graph(plain_graph(), folder, 2, "ldg", batches=0)
+    assert all(run(_read_by_hand_and_leave, 2, str(folder), str(tmp_path)))
+
+
+def _read_by_hand_and_leave(rank, folder, said):
+    found = _read_by_hand(rank, folder, 0, said)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(5)  # rank 0 has ended by then
+    return found

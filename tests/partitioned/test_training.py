@@ -13,6 +13,7 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 from tests.full_graph.launch import observe, run
 from tests.partitioned.graphs import plain_graph
+from tests.patience import NEVER
 
 OPTIONS = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 7}
 
@@ -113,7 +114,7 @@ class _Fail(pl.Callback):
 
 def _with(rank, ranks, folder, callback):
     trainer_of(ranks, callbacks=[callback()]).fit(
-        module_of(), datamodule=PartitionedDataModule(folder, **OPTIONS, silence=20)
+        module_of(), datamodule=PartitionedDataModule(folder, **OPTIONS, silence=NEVER)
     )
 
 

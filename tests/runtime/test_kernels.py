@@ -10,6 +10,7 @@ import pytest
 
 from lightning_gnn.runtime import kernels
 from tests.cli.command import ROOT
+from tests.patience import PATIENCE
 
 SAMPLE = """
 import torch
@@ -26,7 +27,7 @@ def sampled(environment, on_a_screen, script=SAMPLE):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     ended = subprocess.run(
         [sys.executable, "-c", script],
-        env=environment, cwd="/", stdout=subprocess.PIPE, stderr=end, text=True, timeout=240, check=True,
+        env=environment, cwd="/", stdout=subprocess.PIPE, stderr=end, text=True, timeout=PATIENCE, check=True,
     )  # fmt: skip
     os.close(end)
     said = b""

@@ -92,7 +92,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 def trainer_of(devices, **options):
-    strategy = AscendHybridParallelStrategy(timeout=60) if devices > 1 else "auto"
+    strategy = AscendHybridParallelStrategy(timeout=NEVER) if devices > 1 else "auto"
     options = {"max_epochs": 3, "enable_progress_bar": False, "enable_model_summary": False, "logger": False} | options
     return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_checkpointing=False, **options)
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -655,3 +656,55 @@ def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
     for line in said:
         mapped, size = int(line.split()[0]), int(line.split()[2])
         assert mapped >= size - 2 * mmap.PAGESIZE
+
+
+def beside_a_writer(rank):
+    """Offer an array to the other rank while a thread of this one may write to it; return what was shared and lost."""
+    join(rank, 2)
+    x = numbers(8 << 20)
+    begun, end, written = threading.Event(), threading.Event(), []
+
+    def write():
+        draw = np.random.default_rng(rank)
+        while not end.is_set():
+            at = draw.integers(0, x.numel(), 20_000)
+            x.numpy()[at] = 2.0
+            written.append(at)
+            begun.set()
+
+    writer = threading.Thread(target=write, name="writer")
+    if rank == 0:
+        writer.start()
+        begun.wait()
+    shared = share_equal_arrays({"x": x})
+    end.set()
+    if rank == 0:
+        writer.join()
+    lost = sum(int((x.numpy()[at] != 2.0).sum()) for at in written)
+    dist.barrier()
+    return shared, lost, share_equal_arrays({"y": numbers(8 << 20)}) > 0
+
+
+@pytest.mark.slow
+def test_nothing_is_shared_while_another_thread_may_write():
+    assert run(beside_a_writer, 2) == [(0, 0, True)] * 2
+
+
+def test_observers_bars_and_loggers_do_not_count_as_writers():
+    from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+    before = one_copy.other_threads()
+    running = type("Running", (), {"poll": lambda self: None, "returncode": None})()
+    own = _ChildProcessObserver(main_pid=os.getpid(), child_processes=[running], sleep_period=0.01)
+    own.start()
+    assert one_copy.other_threads() == before
+    gate = threading.Event()
+    other = threading.Thread(target=gate.wait, name="somebody else's")
+    other.start()
+    try:
+        assert one_copy.other_threads() == [*before, "somebody else's"]
+    finally:
+        gate.set()
+        other.join()
+        running.returncode = 0
+        own.join()

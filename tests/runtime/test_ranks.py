@@ -4,16 +4,19 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, TCPStore
 
 from lightning_gnn.runtime import heartbeat
-from tests.full_graph.launch import run
+from lightning_gnn.runtime.heartbeat import is_communication_error
+from tests.full_graph.launch import observe, run
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +58,7 @@ def test_the_process_group_is_closed_unless_a_rank_may_be_lost(fails, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert (done.returncode != 0) == fails, done.stderr
     assert done.stdout.count("closed") == (0 if fails else 2), done.stdout
@@ -162,3 +165,58 @@ def test_a_strategy_goes_on_when_torchrun_has_started_its_ranks_again(kind, tmp_
     assert steps == others == 8
     for name, value in whole.items():
         torch.testing.assert_close(killed[name], value, rtol=1e-5, atol=1e-6)
+
+
+def raised(rank):
+    """Lose a rank in a collective; return whether each error is taken for that."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    if rank == 1:
+        time.sleep(1)
+        os._exit(0)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return is_communication_error(error), str(error)
+
+
+@pytest.mark.slow
+def test_errors_of_the_backend_mean_a_lost_rank():
+    taken, text = observe(raised, 2, lost=[1]).results[0]
+    assert taken, text
+
+
+class Refused(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("my database query timed out"),
+        RuntimeError("socket hang up"),
+        RuntimeError("connection closed by peer"),
+        RuntimeError("broken pipe of the process group of my shell"),
+        Refused("gloo/ is a folder"),
+        ValueError("NCCL error"),
+        ConnectionResetError("connection reset"),
+        TimeoutError("timed out"),
+    ],
+    ids=str,
+)
+def test_a_user_s_error_is_not_taken_for_a_lost_rank(error):
+    assert not is_communication_error(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DistNetworkError("rank 1 does not answer"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"),
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
+        RuntimeError("NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1275, unhandled system error"),
+        RuntimeError("HcclAllreduce failed, error code 5"),
+    ],
+    ids=str,
+)
+def test_errors_of_backends_are_known(error):
+    assert is_communication_error(error)

@@ -14,6 +14,7 @@ from lightning_gnn.cli import cache_command
 from lightning_gnn.runtime import manifest, store
 from lightning_gnn.runtime.manifest import Manifest
 from lightning_gnn.runtime.store import cache_root, checksum, find, keep, kept, kept_folder, locked, scratch
+from tests.patience import PATIENCE
 
 KEY, OTHER = "0" * 32, "1" * 32
 
@@ -292,18 +293,18 @@ def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root
     dead, living = (context.Process(target=writer, args=(ready[at], at == 0), daemon=True) for at in (0, 1))
     try:
         dead.start()
-        dead.join(timeout=60)
+        dead.join(timeout=PATIENCE)
         (left,) = (root / "graphs").iterdir()
         assert left.name.endswith(".part")
         living.start()
-        assert ready[1].wait(timeout=60)
+        assert ready[1].wait(timeout=PATIENCE)
         (part,) = (root / "graphs").iterdir()  # the same key: the living one swept before it wrote
         assert part != left
         assert Thing().get(OTHER) == "content"
         assert (part / "half").exists()
     finally:
         living.kill()
-        living.join(timeout=60)
+        living.join(timeout=PATIENCE)
     Thing().get("2" * 32)
     assert sorted(path.name for path in (root / "graphs").iterdir()) == [OTHER, "2" * 32]
 
@@ -316,7 +317,7 @@ def test_of_several_threads_one_makes_it():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE)
     assert found == ["content"] * 4
     assert thing.made == 1
 

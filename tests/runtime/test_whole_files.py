@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from lightning_gnn.runtime.files import flush, whole_file, write_whole
+from tests.patience import PATIENCE
 
 
 def test_what_dead_writers_left_goes_and_what_living_ones_write_stays(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(timeout=60)
+    process.wait(timeout=PATIENCE)
     begin = f".x.npy.{platform.node()}-"
     dead = tmp_path / f"{begin}{process.pid}-01234567.part"
     stays = [f"{begin}{os.getpid()}-01234567.part", f".x.npy.elsewhere-{process.pid}-01234567.part", ".x.npy.1.part"]

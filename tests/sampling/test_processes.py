@@ -19,6 +19,7 @@ from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.full_graph.launch import run
+from tests.patience import PATIENCE
 
 SEEDS = NodeSamplerInput(None, torch.arange(80))
 RANK_SEEDS = torch.arange(60)
@@ -45,7 +46,7 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
     thread = threading.Thread(target=compile_on)
     thread.start()
     try:
-        assert started.wait(60)
+        assert started.wait(PATIENCE)
         for number in range(3):
             child = os.fork()
             if child == 0:
@@ -55,7 +56,7 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
             assert os.waitpid(child, 0)[1] == 0
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(PATIENCE)
 
 
 def test_workers_forked_while_threads_sample_draw_the_same_samples():
@@ -82,7 +83,7 @@ def test_workers_forked_while_threads_sample_draw_the_same_samples():
     finally:
         stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
 
 
 def test_a_worker_process_is_told_that_it_has_no_gpu(monkeypatch):

@@ -19,6 +19,7 @@ from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
+from tests.patience import PATIENCE
 from tests.sampling.test_loader import Fixed, assert_same
 
 DATA = small_data()
@@ -510,8 +511,8 @@ def test_an_iterator_does_not_hang_in_a_fork(kind):
     process = context.Process(target=_go_on, args=(iterator, queue), daemon=True)
     process.start()
     try:
-        assert "is a fork of it" in queue.get(timeout=60)
-        process.join(60)
+        assert "is a fork of it" in queue.get(timeout=PATIENCE)
+        process.join(PATIENCE)
         assert process.exitcode == 0
     finally:
         process.kill()
