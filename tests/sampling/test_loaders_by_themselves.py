@@ -48,6 +48,8 @@ MODULES = {
     "ordered": node(NeighborDataModule, shuffle=False, drop_last=True),
     "persistent": node(PersistentSamplerDataModule),
     "collective": node(CollectiveDataModule),
+    "on a GPU": node(PersistentSamplerDataModule, device="cpu"),  # Triton's interpreter stands for one
+    "both routes": node(CollectiveDataModule, device="cpu", num_workers=1),
     "link": link(LinkDataModule),
     "persistent link": link(PersistentLinkDataModule),
 }
@@ -161,7 +163,7 @@ def on_rank(rank, strategy):
             if not (hyscale and way == "pair")
         }
         for name, make in MODULES.items()
-        if not (hyscale and name == "collective")
+        if not (hyscale and make().__class__ is CollectiveDataModule)
     }
     if not hyscale:
         for name, make in MODULES.items():
