@@ -25,7 +25,7 @@ from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.definition import check_fanouts
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
-from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, known_subgraph_type
+from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, fanouts_in, known_subgraph_type
 
 _MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
 
@@ -208,7 +208,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
 
     def _fanouts(self) -> Any:
         if isinstance(self.graph, HeteroCSCGraph):
-            return self._num_neighbors.get_values(self.graph.edge_types)
+            return fanouts_in(self._num_neighbors, self.graph.edge_types)
         fanouts = self._num_neighbors.get_mapped_values()
         if isinstance(fanouts, dict):
             raise ValueError(

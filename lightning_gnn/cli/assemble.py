@@ -278,12 +278,18 @@ def _recommended(cfg: DictConfig, data: HeteroData) -> EdgeType:
     if cfg.task.target is None and len(timed) == 1:
         return timed[0]
     found = [kind for kind in timed if cfg.task.target in ("__".join(kind), list(kind))]
-    if not found:
+    if len(found) != 1:
+        known = ", ".join("__".join(kind) for kind in timed) or "a graph that has such edges"
+        what = f"may be {' or '.join(_listed(kind) for kind in found)}" if found else "names no edges"
         raise ValueError(
-            f"task.target={cfg.task.target} is no type of edges with the attribute {cfg.task.time!r}; give one of "
-            f"{', '.join('__'.join(kind) for kind in timed) or 'a graph that has such edges'}"
+            f"task.target={cfg.task.target} {what} with the attribute {cfg.task.time!r}; give one of {known}, or the "
+            f"list of its names, as {_listed(('source', 'relation', 'target'))}"
         )
     return found[0]
+
+
+def _listed(kind: EdgeType) -> str:
+    return f"[{','.join(kind)}]"
 
 
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:

@@ -15,6 +15,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from torch import Tensor
 
+from lightning_gnn.graph.hetero_folder import node_folder
 from lightning_gnn.runtime.files import whole_file
 
 FORMATS = ("npy", "parquet")
@@ -119,7 +120,7 @@ def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | N
     if root is None:
         return None
     folder = Path(to_absolute_path(root))
-    path = (folder if target is None else folder / "nodes" / target) / "ids.txt"
+    path = (folder if target is None else node_folder(folder, target)) / "ids.txt"
     if not path.is_file():
         return None
     names = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.data.storage import BaseStorage
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.checks import check_nodes
@@ -18,7 +22,13 @@ from lightning_gnn.graph.row_file import load_rows
 from lightning_gnn.graph.topology_files import TOPOLOGY, is_kept, is_sorted, load_topology
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 
-NODES, EDGES, BETWEEN = "nodes", "edges", "__"
+NODES, EDGES, BETWEEN, TYPES = "nodes", "edges", "__", "types.json"
+_NAME_BYTES = 255
+"""Of the name of a file, on most file systems."""
+_ODD = re.compile(r'^$|^\.|[. ]$|[/\\<>:"|?*\x00-\x1f\ud800-\udfff]')
+"""What the name of a folder cannot hold on one of the systems."""
+_NO_FILE = re.compile(r"^$|[/\x00\ud800-\udfff]")
+"""What the name of an attribute cannot hold."""
 _SPLITS = tuple(f"{split}_{kind}" for split in ("train", "val", "test") for kind in ("mask", "idx"))
 
 
@@ -43,6 +53,9 @@ def load_hetero_folder(
 
     A file ``NAME.json`` with a list of texts, such as ``feature_names``, becomes that list.
 
+    Where the names of types cannot be those of folders, the folders are numbered, ``nodes/0`` and ``edges/0``, and
+    ``types.json`` says which types these are: ``{"nodes": [TYPE, …], "edges": [[SOURCE, RELATION, TARGET], …]}``.
+
     Args:
         root: The folder.
         mmap: Leave the arrays on disk and let the system page them in; writes never reach the files. An ``edge_index``
@@ -57,22 +70,102 @@ def load_hetero_folder(
         FileNotFoundError: The folder or a file that it needs is missing.
         TypeError: An array of another dtype.
         ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology that is given
-            twice, or a folder of edges whose name names no types of nodes.
+            twice, a folder of edges whose name names no types of nodes, or could be that of several edge types, or a
+            ``types.json`` that does not fit the folders.
     """
     root = Path(root)
-    types = sorted(path.name for path in (root / NODES).glob("*") if path.is_dir())
-    if not types:
-        raise FileNotFoundError(f"{root / NODES} holds no folder; expected nodes/TYPE/x.npy for each type of nodes")
+    nodes, edges = _types(root)
     data = HeteroData()
-    for name in types:
-        _read_nodes(data, name, root / NODES / name, mmap, check, memory)
-    for folder in sorted(path for path in (root / EDGES).glob("*") if path.is_dir()):
-        _read_edges(data, folder, mmap, check)
-    if not data.edge_types:
+    for name, folder in nodes.items():
+        _read_nodes(data, name, folder, mmap, check, memory)
+    for kind, folder in edges.items():
+        _read_edges(data, kind, folder, mmap, check)
+    return data
+
+
+def node_folder(root: str | Path, name: NodeType) -> Path:
+    """Return where the arrays of a node type are, in a folder that may lack edges."""
+    root = Path(root)
+    return _types(root)[0][name] if (root / TYPES).exists() else root / NODES / name
+
+
+def _types(root: Path) -> tuple[dict[NodeType, Path], dict[EdgeType, Path]]:
+    """Return the folders of all node types and of all edge types."""
+    folders = [sorted(path for path in (root / name).glob("*") if path.is_dir()) for name in (NODES, EDGES)]
+    if not folders[0]:
+        raise FileNotFoundError(f"{root / NODES} holds no folder; expected nodes/TYPE/x.npy for each type of nodes")
+    if not folders[1]:
         raise FileNotFoundError(
             f"{root / EDGES} holds no folder; expected edges/SOURCE{BETWEEN}RELATION{BETWEEN}TARGET/edge_index.npy"
         )
-    return data
+    if (root / TYPES).exists():
+        return _numbered(root, *folders)
+    nodes = {path.name: path for path in folders[0]}
+    edges = {}
+    for path in folders[1]:
+        kinds = _kinds(path.name, list(nodes))
+        if not kinds:
+            raise ValueError(
+                f"{path} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with types of nodes that there are: "
+                f"{', '.join(nodes)}"
+            )
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{path} may hold edges of {' or '.join(map(str, kinds))}; number the folders and name their types in "
+                f"{root / TYPES}, or write the graph with save_hetero_folder"
+            )
+        edges[kinds[0]] = path
+    return nodes, edges
+
+
+def _numbered(root: Path, *folders: list[Path]) -> tuple[dict[NodeType, Path], dict[EdgeType, Path]]:
+    """Return the folders of all types where these are numbered."""
+    try:
+        about = read_json(read_text(root / TYPES))
+        nodes, edges = about[NODES], [(source, name, target) for source, name, target in about[EDGES]]
+        if not _are_texts([*nodes, *(part for kind in edges for part in kind)]):
+            raise ValueError("a name is no text")
+        if unknown := [kind for kind in edges if not {kind[0], kind[2]} <= {*nodes}]:
+            raise ValueError(f"edges of {unknown[0]} are between types of nodes that are not listed")
+    except (ValueError, KeyError, TypeError) as error:
+        form = f'{{"{NODES}": [TYPE, …], "{EDGES}": [[SOURCE, RELATION, TARGET], …]}}'
+        raise ValueError(f"{root / TYPES} must hold {form}: {error}") from None
+    for of, types, found in zip((NODES, EDGES), (nodes, edges), folders, strict=True):
+        if {path.name for path in found} != {str(number) for number in range(len(set(types)))}:
+            raise ValueError(
+                f"{root / TYPES} lists {len(types)} types of {of}, but {root / of} holds the folders "
+                f"{', '.join(path.name for path in found)}; expected one for each, called by its number, from 0 on"
+            )
+    return (
+        {name: root / NODES / str(number) for number, name in enumerate(nodes)},
+        {kind: root / EDGES / str(number) for number, kind in enumerate(edges)},
+    )
+
+
+def _kinds(name: str, types: Sequence[NodeType]) -> list[EdgeType]:
+    """Return the edge types whose folder may have a name."""
+    found = []
+    for source in (end for end in types if name.startswith(end + BETWEEN)):
+        rest = name[len(source) + len(BETWEEN) :]
+        ends = (end for end in types if rest.endswith(BETWEEN + end))
+        found += [(source, rest[: len(rest) - len(BETWEEN + target)], target) for target in ends]
+    return found
+
+
+def _named(nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> dict[NodeType | EdgeType, str]:
+    """Return the folder of each type, called by its name."""
+    return {**{name: f"{NODES}/{name}" for name in nodes}, **{kind: f"{EDGES}/{BETWEEN.join(kind)}" for kind in edges}}
+
+
+def _are_read_back(nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> bool:
+    """Say whether folders that are called by the names of types name these types alone, on any system."""
+    folders = _named(nodes, edges).values()
+    distinct = {normalize("NFC", folder).casefold() for folder in folders}
+    return (
+        len(distinct) == len(folders)
+        and not any(_ODD.search(folder.partition("/")[2]) or len(folder.encode()) > _NAME_BYTES for folder in folders)
+        and all(_kinds(BETWEEN.join(kind), nodes) == [kind] for kind in edges)
+    )
 
 
 def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
@@ -90,21 +183,29 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
         FileExistsError: The folder holds a graph already.
         OSError: The disk has no room for it, or cannot be written to.
         TypeError: An attribute is neither a tensor nor a list of texts.
-        ValueError: A name cannot be that of a folder, the graph has attributes of its own, or a type has both ``graph``
-            and ``edge_index``, or a ``graph`` with times or weights.
+        ValueError: The name of an attribute cannot be that of a file, edges are of a type without nodes, the graph has
+            attributes of its own, or a type has both ``graph`` and ``edge_index``, or a ``graph`` with times or
+            weights.
     """
     root = Path(root)
-    if (root / NODES).exists() or (root / EDGES).exists():
+    if any((root / name).exists() for name in (NODES, EDGES, TYPES)):
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
+    nodes, edges = data.node_types, data.edge_types
+    if unknown := [kind for kind in edges if kind[0] not in nodes or kind[2] not in nodes]:
+        raise ValueError(f"data has edges of {unknown[0]}, but the types of nodes are {nodes}")
+    folder_of, are_named = _named(nodes, edges), _are_read_back(nodes, edges)
+    if not are_named:
+        folder_of = {
+            kind: f"{of}/{at}" for of, types in ((NODES, nodes), (EDGES, edges)) for at, kind in enumerate(types)
+        }
     folders: dict[str, dict[str, Tensor | None]] = {}
     texts: dict[str, str] = {}
     for store in (*data.node_stores, *data.edge_stores):
-        parts = [store._key] if isinstance(store._key, str) else list(store._key)
-        if any(not part or "/" in part or "\\" in part or part.startswith(".") or BETWEEN in part for part in parts):
-            raise ValueError(f"{store._key!r} cannot be the name of a folder; rename the type")
         arrays: dict[str, Tensor | None] = {}
-        folder = f"{NODES if len(parts) == 1 else EDGES}/{BETWEEN.join(parts)}"
+        folder = folder_of[store._key]
         for name, value in store.items():
+            if _NO_FILE.search(name) or len(name.encode()) > _NAME_BYTES - len(".json"):
+                raise ValueError(f"data[{store._key!r}] has {name!r}, which cannot be the name of a file; rename it")
             if _are_texts(value):
                 texts[f"{folder}/{name}.json"] = json.dumps(value, ensure_ascii=False)
                 continue
@@ -124,6 +225,8 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
         save_arrays(root / folder, arrays)
     for path, text in texts.items():
         write_whole(root / path, text)
+    if not are_named:
+        write_whole(root / TYPES, json.dumps({NODES: nodes, EDGES: edges}))
     return root
 
 
@@ -164,13 +267,7 @@ def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bo
     _read_texts(store, folder)
 
 
-def _read_edges(data: HeteroData, folder: Path, mmap: bool, check: bool) -> None:
-    kind = tuple(folder.name.split(BETWEEN))
-    if len(kind) != 3 or kind[0] not in data.node_types or kind[2] not in data.node_types:
-        raise ValueError(
-            f"{folder} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with types of nodes that there are: "
-            f"{', '.join(data.node_types)}"
-        )
+def _read_edges(data: HeteroData, kind: EdgeType, folder: Path, mmap: bool, check: bool) -> None:
     arrays, store = _arrays(folder, mmap), data[kind]
     num_sources, num_targets = (data[end].num_nodes for end in (kind[0], kind[2]))
     edge_index = arrays.get("edge_index")

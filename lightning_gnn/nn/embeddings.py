@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
-from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.typing import NodeType
+
+from lightning_gnn.nn.type_modules import TypeModules
 
 
 class TypeEmbeddings(nn.Module):
@@ -70,7 +71,7 @@ class TypeEmbeddings(nn.Module):
         """Columns of each type's table."""
         self.sparse = sparse
         self.optimizer = optimizer
-        self.tables = ModuleDict(
+        self.tables = TypeModules(
             {name: nn.Embedding(count, num_features[name], sparse=sparse) for name, count in data.items()}
         )
 

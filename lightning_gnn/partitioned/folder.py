@@ -191,7 +191,7 @@ def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[An
                 raise TypeError(f"{where} has its {kind}s in another dimension than the first; transpose it")
             rows.setdefault(name, {}).setdefault(kind, {})[key] = value
     if isinstance(data, HeteroData):
-        rest[""] = dict(data._global_store)
+        rest[None] = dict(data._global_store)
     return rows, rest
 
 

@@ -36,7 +36,8 @@ def without_rows(partition: Partition) -> Data | HeteroData:
         store = data if kind.name is None else data[kind.name]
         _fill(store, kind, {} if kind.name is None else partition.rest.get(kind.name, {}))
         store.edge_index = torch.zeros((2, 1), dtype=torch.int64).expand(2, kind.count)
-    for key, value in partition.rest.get("", {}).items():
+    of_graph = partition.rest.get(None, partition.rest.get("", {}))  # the name that earlier releases gave it
+    for key, value in of_graph.items() if partition.typed else ():
         data[key] = value
     return data
 

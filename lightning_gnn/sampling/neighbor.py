@@ -174,7 +174,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     def num_neighbors(self, value: Fanouts | NumNeighbors) -> None:
         typed, fanouts = isinstance(self.graph, HeteroCSCGraph), value
         if isinstance(value, NumNeighbors):
-            fanouts = value.get_values(self.graph.edge_types if typed else None)
+            fanouts = fanouts_in(value, self.graph.edge_types) if typed else value.get_values()
         if typed and isinstance(fanouts, Mapping):
             self._num_neighbors: Any = fanouts_by_type(self.graph, fanouts)
         else:
@@ -531,3 +531,18 @@ class _KeyedNegatives:
         if weight.numel() != num_nodes:
             raise ValueError(f"negative sampling has {weight.numel()} weights, but the graph has {num_nodes} nodes")
         return torch.multinomial(weight, num_samples, replacement=True, generator=self._generator)
+
+
+def fanouts_in(numbers: NumNeighbors, edge_types: Sequence[EdgeType]) -> Any:
+    """Return the fanouts of each edge type that PyG's ``NumNeighbors`` holds.
+
+    Raises:
+        ValueError: They are by edge type, and two edge types have the same name there.
+    """
+    joined = {"__".join(kind): kind for kind in edge_types}
+    if isinstance(numbers.values, dict) and (lost := [kind for kind in edge_types if kind not in joined.values()]):
+        raise ValueError(
+            f"num_neighbors by edge type: PyG's NumNeighbors takes {lost[0]} and {joined['__'.join(lost[0])]} for one; "
+            "give one list, a fanout per hop, or rename one of them"
+        )
+    return numbers.get_values(edge_types)

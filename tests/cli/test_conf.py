@@ -4,9 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
+from torch_geometric.data import HeteroData
+
+from lightning_gnn.cli.assemble import split_in_time
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -100,6 +104,22 @@ def test_help_names_keys_and_groups_that_exist():
             ), key
     for group, option in re.findall(r"\b(data|model|datamodule|task|trainer|experiment)=(\w+)", template):
         assert (CONF / group / f"{option}.yaml").is_file(), f"{group}={option}"
+
+
+@pytest.mark.filterwarnings("ignore:There exist type names")
+def test_edges_of_one_joined_name_are_chosen_by_a_list():
+    data, kinds = HeteroData(), [("a__b", "c", "d"), ("a", "b__c", "d")]
+    for name in ("a", "a__b", "d"):
+        data[name].num_nodes = 9
+    for kind in kinds:
+        data[kind].edge_index, data[kind].time = torch.zeros(2, 9, dtype=torch.int64), torch.arange(9)
+    cfg = OmegaConf.create({"task": {"time": "time", "split": {"num_train": 0.3, "num_val": 0.3, "num_test": 0.3}}})
+    for kind in kinds:
+        cfg.task.target = list(kind)
+        assert split_in_time(cfg, data)[0] == kind
+    cfg.task.target = "a__b__c__d"
+    with pytest.raises(ValueError, match=r"may be \[a__b,c,d\] or \[a,b__c,d\] with the attribute 'time'"):
+        split_in_time(cfg, data)
 
 
 def test_ranking_among_many_takes_no_more_memory_than_training():

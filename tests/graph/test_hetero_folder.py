@@ -1,11 +1,15 @@
 """Graphs with types on disk, and drawn."""
 
 import re
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from torch_geometric.data import HeteroData
 
 from lightning_gnn import CSCGraph, HeteroCSCGraph, LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import topology_files
@@ -13,6 +17,7 @@ from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers, planted_ratings
+from tests.graph.names import NAMES
 from tests.sampling.test_typed import CITES, WRITES, typed_data
 
 
@@ -262,11 +267,109 @@ def test_what_cannot_be_written_is_named(tmp_path):
         save_hetero_folder(data, tmp_path / "other")
     assert not (tmp_path / "other").exists()
     del data["paper"].name
-    data["a__b"].x = torch.ones(2, 2)
-    with pytest.raises(ValueError, match="'a__b' cannot be the name of a folder"):
+    data["paper"]["a/b"] = torch.ones(300)
+    with pytest.raises(ValueError, match=r"data\['paper'\] has 'a/b', which cannot be the name of a file; rename it"):
         save_hetero_folder(data, tmp_path / "other")
+    del data["paper"]["a/b"]
+    data["reader", "reads", "paper"].edge_index = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"data has edges of \('reader', 'reads', 'paper'\), but the types of nodes are"
+    ):
+        save_hetero_folder(data, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
     with pytest.raises(FileNotFoundError, match=r"holds no folder; expected nodes/TYPE/x\.npy"):
         load_hetero_folder(tmp_path)
+
+
+def named(nodes, edges):
+    """Return a graph of types of given names, each of other rows."""
+    data = HeteroData()
+    for place, name in enumerate(nodes):
+        data[name].x = torch.full((3, 2), float(place))
+    for place, kind in enumerate(edges):
+        data[kind].edge_index = torch.tensor([[0, 1, 2], [place % 3, 2, 0]])
+        data[kind].place = torch.full((3,), place)
+        data[kind].names = [f"of {place}"]
+    return data
+
+
+@pytest.mark.filterwarnings("ignore:There exist type names")
+@given(NAMES)
+@example((["a", "a_", "b"], [("a_", "r", "b"), ("a", "_r", "b")]))
+@example((["a", "a__b", "b__c", "c"], [("a__b", "c", "c"), ("a", "b__c", "c")]))
+@example((["A", "a"], [("A", "r", "a"), ("a", "r", "A"), ("a", "R", "A")]))
+@example((["n" * 300, "m" * 90], [("m" * 90, "r" * 90, "m" * 90), ("n" * 300, "r", "m" * 90)]))
+@example((["0", "1", "a/b", ".."], [("0", "", "1"), ("a/b", "..", "..")]))
+@settings(deadline=None, max_examples=100)
+def test_types_of_any_name_are_read_back(names):
+    data = named(*names)
+    with TemporaryDirectory() as root:
+        save_hetero_folder(data, root)
+        read = load_hetero_folder(root, mmap=False)
+        folders = [str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir()]
+        numbered = (Path(root) / "types.json").exists()
+    same(data, read)
+    assert len({folder.casefold() for folder in folders}) == len(folders) == 2 + len(names[0]) + len(set(names[1]))
+    if numbered:
+        assert read.metadata() == data.metadata()
+
+
+def test_folders_of_plain_names_are_called_by_them(tmp_path):
+    root = save_hetero_folder(named(["paper", "Größe 1"], [("paper", "rev_is", "Größe 1")]), tmp_path)
+    assert not (root / "types.json").exists()
+    assert sorted(path.name for path in root.glob("*/*")) == ["Größe 1", "paper", "paper__rev_is__Größe 1"]
+
+
+def by_hand(root, nodes, folders):
+    """Write a graph as releases before ``types.json`` did."""
+    for name in nodes:
+        (root / "nodes" / name).mkdir(parents=True)
+        np.save(root / "nodes" / name / "x.npy", np.zeros((3, 2), np.float32))
+    for place, name in enumerate(folders):
+        (root / "edges" / name).mkdir(parents=True)
+        np.save(root / "edges" / name / "edge_index.npy", np.full((2, 4), place))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("nodes", "folders", "kinds"),
+    [
+        (["a", "b"], ["a__r__b", "a___r__b"], [("a", "_r", "b"), ("a", "r", "b")]),
+        (["a%2Fb", "50%"], ["a%2Fb__%20__50%"], [("a%2Fb", "%20", "50%")]),
+        (["a_", "b"], ["a___r__b", "b__rev___a_"], [("a_", "r", "b"), ("b", "rev_", "a_")]),
+        (["a", "b"], ["a____b"], [("a", "", "b")]),
+    ],
+)
+def test_folders_of_earlier_releases_are_read(tmp_path, nodes, folders, kinds):
+    data = load_folder(by_hand(tmp_path, nodes, folders))
+    assert sorted(data.node_types) == sorted(nodes)
+    assert sorted(data.edge_types) == sorted(kinds)
+
+
+def test_a_folder_that_may_hold_two_types_is_refused(tmp_path):
+    by_hand(tmp_path, ["a", "a_", "b"], ["a___r__b"])
+    with pytest.raises(
+        ValueError, match=r"may hold edges of \('a', '_r', 'b'\) or \('a_', 'r', 'b'\); number the folders"
+    ):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda root: (root / "types.json").write_text("{"), "must hold"),
+        (lambda root: (root / "types.json").write_text('{"nodes": ["a/b"], "edges": [["a/b", "r"]]}'), "must hold"),
+        (lambda root: (root / "types.json").write_text('{"nodes": [1], "edges": [["a/b", "r", "b"]]}'), "no text"),
+        (lambda root: (root / "types.json").write_text('{"nodes": ["b"], "edges": [["c", "r", "b"]]}'), "not listed"),
+        (lambda root: (root / "nodes/2").mkdir(), "lists 2 types of nodes, but .* holds the folders 0, 1, 2; expected"),
+        (lambda root: shutil.rmtree(root / "edges/1"), "lists 2 types of edges, but .* holds the folders 0; expected"),
+    ],
+)
+def test_types_that_do_not_fit_the_folders_are_refused(tmp_path, change, message):
+    root = save_hetero_folder(named(["a/b", "b"], [("a/b", "r", "b"), ("b", "r", "b")]), tmp_path)
+    change(root)
+    with pytest.raises(ValueError, match=rf"types.json .*{message}"):
+        load_folder(root)
 
 
 def test_drawn_papers_have_the_shape_asked_for():

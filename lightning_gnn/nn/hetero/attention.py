@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from lightning_gnn.nn.conv.attention import FUSED_DTYPES, costs, through
 from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obstacle, runs_here
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.hetero.rows import Part, TypedRows
+from lightning_gnn.nn.type_modules import type_key
 from lightning_gnn.ops.dropout import dropout
 from lightning_gnn.ops.relation_attention.definition import attend_relations
 from lightning_gnn.ops.relation_attention.reference import Layout
@@ -131,6 +132,20 @@ def _own(convs: Mapping[EdgeType, GATConv], x: Mapping[NodeType, Tensor], part: 
     return torch.cat(parts)
 
 
+def _key(name: str) -> str:
+    """Return a name for a type that stays another one for each type where names are joined by ``__``."""
+    return type_key(name).replace("__", "_%5F")
+
+
+def _keys(kind: EdgeType) -> EdgeType:
+    source, name, target = map(_key, kind)
+    return source, name, target
+
+
+def _by_key(counts: Mapping[NodeType, int]) -> dict[str, int]:
+    return {_key(name): count for name, count in counts.items()}
+
+
 def _products(layer: Any) -> dict[str, Any]:
     lins = {"kqv_lin": layer.kqv_lin, "out_lin": layer.out_lin}
     return {f"{name}.{kind}": lin for name, of in lins.items() for kind, lin in of.lins.items()}
@@ -140,18 +155,39 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
     """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, on the CPU in one operator.
 
     Keys and values are not computed: the products with their weights are those of the targets' queries and sums, which
-    are fewer.
+    are fewer. Its parameters have keys that PyG's class keeps distinct for types of any name.
+
+    Args:
+        in_channels: Features of each node.
+        out_channels: Features of the result.
+        node_types: The node types.
+        edge_types: The edge types.
+        heads: Heads of attention.
     """
 
     fused = Fused(HGTConv, "scores, softmax, sums and products of all relations", ("sum",), _products, node_dim=0)
 
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        node_types: Sequence[NodeType],
+        edge_types: Sequence[EdgeType],
+        **kwargs: Any,
+    ) -> None:
+        keys = [_key(name) for name in node_types], [_keys(kind) for kind in edge_types]
+        super().__init__(in_channels, out_channels, keys, **kwargs)
+
     def forward(self, rows: TypedRows, part: Part, then: None = None) -> TypedRows:
         """Return the rows of the targets of all types."""
+        targets = dict(part.targets)
+        rows = TypedRows(rows.tables, [_by_key(counts) for counts in rows.counts])
+        edges = {_keys(kind): edges for kind, edges in part.edges.items()}
+        part = Part(_by_key(part.sources), _by_key(part.targets), edges)
         if self._fuses(rows, part):
-            return TypedRows([torch.cat(self._attend(rows, part))], [dict(part.targets)])
+            return TypedRows([torch.cat(self._attend(rows, part))], [targets])
         out = super().forward(rows.to_dict(), part.edges)
-        out = torch.cat([out[name][:count] for name, count in part.targets.items()])
-        return TypedRows([out], [dict(part.targets)])
+        return TypedRows([torch.cat([out[name][:count] for name, count in part.targets.items()])], [targets])
 
     def _fuses(self, rows: TypedRows, part: Part) -> bool:
         if len(rows.tables) > 1 or not runs_here([*rows.tables, *part.edges.values()]) or obstacle(self) is not None:

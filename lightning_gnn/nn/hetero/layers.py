@@ -18,6 +18,7 @@ from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.hetero.attention import attend_types, pays
 from lightning_gnn.nn.hetero.rows import Part, TypedRows
+from lightning_gnn.nn.type_modules import TypeModules
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 from lightning_gnn.ops.relation_update.definition import Relation, relation_update
 
@@ -125,6 +126,10 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
     With a GraphSAGE or GAT layer per relation, those of a layer run as one operator on the CPU, unless something about
     one of them is out of the ordinary.
     """
+
+    def __init__(self, convs: dict[EdgeType, Any]) -> None:
+        super().__init__(convs)
+        self.convs = TypeModules(convs)
 
     def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
         """Return the rows of the targets of all types, and what comes then."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch_geometric.nn import HeteroDictLinear
 from torch_geometric.typing import EdgeType, Metadata, NodeType
 
 from lightning_gnn.nn.conv.fused import relu_dropout
@@ -17,6 +16,7 @@ from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv, TypedConv
 from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
+from lightning_gnn.nn.type_modules import TypeLinear
 
 Channels = int | Mapping[NodeType, int]
 
@@ -243,7 +243,7 @@ class RGCN(_HeteroGNN):
         self.lin = None
         if len(set(width.values())) == 1:
             return width
-        self.lin = HeteroDictLinear(width, hidden_channels)
+        self.lin = TypeLinear(width, hidden_channels)
         return dict.fromkeys(width, hidden_channels)
 
     def before(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
@@ -292,7 +292,7 @@ class HGT(_HeteroGNN):
         self.act = nn.Identity()  # a layer has an activation of its own
 
     def _prepare(self, width: dict[NodeType, int], hidden_channels: int) -> dict[NodeType, int]:
-        self.lin = HeteroDictLinear(width, hidden_channels)
+        self.lin = TypeLinear(width, hidden_channels)
         return dict.fromkeys(width, hidden_channels)
 
     def before(self, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor]:
@@ -306,4 +306,4 @@ class HGT(_HeteroGNN):
     def _conv(
         self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
     ) -> nn.Module:
-        return TransformerConv(next(iter(width.values())), channels, (self.node_types, read), **options)
+        return TransformerConv(next(iter(width.values())), channels, self.node_types, read, **options)

@@ -1,0 +1,35 @@
+"""Names of node types and edge types that PyG's ``HeteroData`` takes."""
+
+from hypothesis import strategies as st
+
+EDGES = [(0, 1), (1, 2), (2, 0), (0, 2), (2, 2)]
+"""Which of three node types edges come from and go to."""
+_ODD = [
+    "",
+    "keys",
+    "training",
+    "items",
+    "weight",
+    "type",
+    "forward",
+    "<keys>",
+    "%keys",
+    "%23",
+    "rev_",
+    "x",
+    "to",
+    "CON",
+]
+_NAME = st.one_of(
+    st.sampled_from(_ODD), st.text("a_", max_size=4), st.text("aA_.#/\\ <>%\n:é", max_size=3), st.text(max_size=3)
+)  # fmt: skip
+
+
+def edge_types(nodes, relations):
+    """Return node types and edge types, those of equal names between other types each time."""
+    return nodes, [(nodes[s], name, nodes[t]) for (s, t), name in zip(EDGES, relations, strict=True)]
+
+
+NAMES = st.builds(
+    edge_types, st.lists(_NAME, min_size=3, max_size=3, unique=True), st.lists(_NAME, min_size=5, max_size=5)
+)
