@@ -54,7 +54,7 @@ class FullGraphDataModule(ResumableDataModule):
             memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
-            (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
         feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
             read it, best with ``Trainer(precision="bf16-mixed")``.
         **kwargs: None; a wrong one is told the closest there is.

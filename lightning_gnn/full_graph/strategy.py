@@ -39,8 +39,8 @@ from lightning_gnn.runtime.losses import (
     warning_of,
     weighs_otherwise,
 )
-from lightning_gnn.runtime.one_copy import share_equal_arrays
 from lightning_gnn.runtime.ranks import WatchedRanks
+from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
 

@@ -20,7 +20,7 @@ from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather.definition import check_index
 from lightning_gnn.ops.gather.triton import gather_from_shards
 from lightning_gnn.persistent.exchange import Exchange
-from lightning_gnn.runtime.one_copy import which_machine
+from lightning_gnn.runtime.shared_arrays import which_machine
 
 T = TypeVar("T")
 ROW_SHIFT, LIST_SHIFT = 0, 10

@@ -17,7 +17,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gnn.runtime.one_copy import open_to_all
+from lightning_gnn.runtime.shared_arrays import shared_view
 
 _COPIED = 1 << 20
 """Bytes below which a pinned copy is made: small arrays share their pages with others."""
@@ -36,7 +36,7 @@ def page_locked(tensor: Tensor) -> Tensor:
 
     Its pages are unlocked when what is returned, and all views of it, are gone; until then the original stays too.
     Arrays that have pages in common, or are given twice, share them. What is written to the one is seen in the other,
-    unless the ranks of the machine share the array (``one_copy.py``): then it stays as it was.
+    unless the ranks of the machine share the array (``shared_arrays.py``): then it stays as it was.
 
     Args:
         tensor: On the host, or anywhere else, where it stays.
@@ -58,7 +58,7 @@ def page_locked(tensor: Tensor) -> Tensor:
     # CUDA calls pinned what begins in a page that is locked here, perhaps for others and not to its end.
     if not shared and (size < _COPIED or tensor.is_pinned()):
         return tensor.pin_memory()
-    if not shared and (everyones := open_to_all(tensor)) is not None:
+    if not shared and (everyones := shared_view(tensor)) is not None:
         tensor = everyones
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(tensor.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE

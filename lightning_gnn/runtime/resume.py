@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
 from lightning_gnn.runtime.heartbeat import fails_alone
-from lightning_gnn.runtime.one_copy import share_equal_arrays
+from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 _HALF = (1 << 32) - 1
 _FIELDS = tuple(field.name for field in fields(_Metadata) if field.name not in ("reduce_fx", "_sync"))
@@ -56,7 +56,7 @@ class ResumableDataModule(pl.LightningDataModule):
             share_equal_arrays(self.large_arrays())
 
     def large_arrays(self) -> dict[str, Any]:
-        """Return what takes memory, by name, as :func:`~lightning_gnn.runtime.one_copy.share_equal_arrays` takes it."""
+        """Return what takes memory, by name, for :func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class LinkDataModule(MiniBatchDataModule):
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
-            (:func:`~lightning_gnn.runtime.one_copy.share_equal_arrays`).
+            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
         precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
             ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
             of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,

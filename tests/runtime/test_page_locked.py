@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.runtime import page_locked as module
-from lightning_gnn.runtime.one_copy import share_equal_arrays, which_machine
 from lightning_gnn.runtime.page_locked import page_locked
+from lightning_gnn.runtime.shared_arrays import share_equal_arrays, which_machine
 from tests.full_graph.launch import run
-from tests.runtime.test_one_copy import join, mapped_bytes, numbers, own_bytes
+from tests.runtime.test_shared_arrays import join, mapped_bytes, numbers, own_bytes
 
 MIB = 1 << 20
 
@@ -149,7 +149,7 @@ class Driver(Runtime):
         return super().cudaHostRegister(address, size, flags)
 
 
-def one_copy_locked(rank, num_ranks, shares):
+def shared_and_locked(rank, num_ranks, shares):
     """Lock what ranks hold alike; return the bytes that this rank then has for itself, and how many it locked."""
     join(rank, num_ranks)
     runtime = Driver()
@@ -161,7 +161,7 @@ def one_copy_locked(rank, num_ranks, shares):
     dist.barrier()
     assert own_bytes() == 0
     if not shares:  # as if nobody knew of the file
-        module.open_to_all = lambda tensor: None
+        module.shared_view = lambda tensor: None
     there = [page_locked(x.view(-1, 8)), page_locked(indices), page_locked(indices[:-7])]
     locked = sum(end - start for start, end in runtime.ranges.items())
     assert torch.equal(there[0].view(-1), before)
@@ -184,9 +184,9 @@ def one_copy_locked(rank, num_ranks, shares):
     del x, indices
     gc.collect()
     module._unlock()
-    from lightning_gnn.runtime import one_copy
+    from lightning_gnn.runtime import shared_arrays
 
-    assert one_copy._files == {}
+    assert shared_arrays._files == {}
     assert address
     return own, locked
 
@@ -195,8 +195,8 @@ def one_copy_locked(rank, num_ranks, shares):
 @pytest.mark.skipif(which_machine() is None, reason="for Linux with memory that is not reserved")
 def test_ranks_lock_the_one_copy_that_they_share():
     size = numbers().nbytes + 8 * (3 << 18)
-    for own, locked in run(one_copy_locked, 2, 2, True):
+    for own, locked in run(shared_and_locked, 2, 2, True):
         assert own == 0
         assert size <= locked <= 2 * size + 6 * mmap.PAGESIZE
-    for own, _ in run(one_copy_locked, 2, 2, False):
+    for own, _ in run(shared_and_locked, 2, 2, False):
         assert own >= size - 4 * mmap.PAGESIZE  # a copy for each, which is what the file is there for

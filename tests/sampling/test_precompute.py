@@ -352,9 +352,8 @@ def train_on_rank(rank, folder):
     """Train on two ranks; return the weights, and whether the aggregated features are pages of one file."""
     import os
 
-    from tests.runtime.test_one_copy import large_blocks, mappings
+    from tests.runtime.test_shared_arrays import mappings
 
-    large_blocks()
     os.environ["LIGHTNING_GNN_CACHE"] = folder
     found = []
     for kept_from in (computing.KEPT_FROM, 0):

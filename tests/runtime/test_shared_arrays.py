@@ -1,7 +1,6 @@
 """Ranks of one machine use one copy of what they hold alike, and nobody can tell but by the memory."""
 
 import copy
-import ctypes
 import errno
 import mmap
 import os
@@ -33,24 +32,14 @@ from lightning_gnn import (
 )
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.nn import GCN, GraphSAGE, LinkPredictor, NodeClassifier
-from lightning_gnn.runtime import one_copy
-from lightning_gnn.runtime.one_copy import find_blocks, share_equal_arrays
+from lightning_gnn.runtime import shared_arrays
+from lightning_gnn.runtime.shared_arrays import find_tensors, share_equal_arrays
 from lightning_gnn.runtime.store import checksum
 from tests.full_graph.launch import observe, run
 
-pytestmark = pytest.mark.skipif(one_copy.which_machine() is None, reason="for Linux with memory that is not reserved")
-_THRESHOLD = -3
-"""Of glibc's mallopt: from which size on a block is the system's own."""
-
-
-@pytest.fixture(autouse=True)
-def blocks_of_their_own():
-    large_blocks()
-
-
-def large_blocks():
-    """Let malloc take each megabyte from the system, whatever this process has freed before."""
-    assert ctypes.CDLL(None).mallopt(_THRESHOLD, 1 << 17)
+pytestmark = pytest.mark.skipif(
+    shared_arrays.which_machine() is None, reason="for Linux with memory that is not reserved"
+)
 
 
 def numbers(count=1 << 19, seed=1):
@@ -58,7 +47,6 @@ def numbers(count=1 << 19, seed=1):
 
 
 def join(rank, num_ranks):
-    large_blocks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
@@ -80,10 +68,6 @@ def mapped_bytes(array):
     return sum(size for name, size in mappings(array).items() if "memfd:lightning_gnn" in name)
 
 
-def whole_pages(array):
-    return array.nbytes - 2 * mmap.PAGESIZE
-
-
 def own_bytes():
     """How many bytes this process alone has written of what it shares with others."""
     found, ours = 0, False
@@ -101,7 +85,7 @@ def own_bytes():
 @dataclass
 class Pair:
     first: torch.Tensor
-    second: np.ndarray
+    second: torch.Tensor
 
 
 def sharing(rank, num_ranks):
@@ -110,38 +94,37 @@ def sharing(rank, num_ranks):
     edge_index = torch.arange(1 << 19).view(2, -1)
     held = {
         "data": Data(x=x, again=x[1:], edge_index=edge_index, name="text"),
-        "pair": Pair(numbers(seed=2), numbers(seed=3).numpy().astype(np.float64)),
+        "pair": Pair(numbers(seed=2), numbers(seed=3).double()),
         "pairs": (numbers(seed=4), None, numbers(1000)),
     }
-    view, array = x[1:-1, 2:], x.numpy()
-    before, addresses = copy.deepcopy(held), [x.data_ptr(), view.data_ptr()]
+    before, given, left = copy.deepcopy(held), held["data"].x, x.numpy()
     shared = share_equal_arrays(held)
     large = [x, edge_index, held["pair"].first, held["pair"].second, held["pairs"][0]]
     for one in large:
-        assert mapped_bytes(one) >= whole_pages(one)
-    assert shared == sum(mapped_bytes(one) for one in large)
-    assert [x.data_ptr(), view.data_ptr()] == addresses
+        assert mapped_bytes(one) == one.nbytes
+    assert shared == sum(one.nbytes for one in large)
+    # The tensors stay those that the user has; views among them stay views.
+    assert held["data"].x is given
+    assert held["data"].again.data_ptr() == x[1:].data_ptr()
     assert torch.equal(x, before["data"].x)
-    assert torch.equal(view, before["data"].x[1:-1, 2:])
-    assert np.array_equal(array, before["data"].x.numpy())
+    assert torch.equal(held["data"].again, before["data"].again)
+    assert np.array_equal(left, before["data"].x.numpy())  # an array of before keeps its memory
     assert torch.equal(edge_index, before["data"].edge_index)
-    assert torch.equal(held["pair"].first, before["pair"].first)
-    assert np.array_equal(held["pair"].second, before["pair"].second)
-    # What one writes, no other sees; and it is a page that is copied, not the array.
+    assert torch.equal(held["pair"].second, before["pair"].second)
+    # What one writes, no other sees; and it is a page that is copied, not the tensor.
     dist.barrier()
     assert own_bytes() == 0
     if rank == num_ranks - 1:
         x[5] = 7
         x.mul_(2)
-        view[100] = -1
+        held["data"].again[100] = -1
     dist.barrier()
     if rank == num_ranks - 1:
         expected = before["data"].x.clone()
         expected[5] = 7
-        expected.mul_(2)[1:-1, 2:][100] = -1
+        expected.mul_(2)[1:][100] = -1
         assert torch.equal(x, expected)
-        assert np.array_equal(array, expected.numpy())
-        assert mapped_bytes(x) <= own_bytes() < shared
+        assert 0 < own_bytes() < shared
     else:
         assert torch.equal(x, before["data"].x)
         assert own_bytes() == 0
@@ -162,7 +145,6 @@ def test_equal_arrays_become_one_copy_in_place_and_writes_stay_with_the_writer(n
 
 
 def found_among_others(rank, folder):
-    large_blocks()
     save_arrays(folder, {"x": numbers()})
     data = numbers()
     held = {
@@ -179,43 +161,18 @@ def found_among_others(rank, folder):
         "meta": torch.empty(1 << 19, device="meta"),
         "text": "text",
     }
-    return sorted(find_blocks(held))
+    return sorted(find_tensors(held))
 
 
 def test_what_is_left_alone(tmp_path):
-    assert run(found_among_others, 1, tmp_path) == [["own", "part", "strided"]]
+    assert run(found_among_others, 1, tmp_path) == [["later part", "own", "part"]]
     if torch.cuda.is_available():
-        assert not find_blocks({"pinned": numbers().pin_memory(), "device": numbers().cuda()})
-
-
-def found_of_sparse_tensors(rank):
-    large_blocks()
-    compressed = torch.sparse_csr_tensor(
-        torch.arange(3) * (1 << 19), torch.arange(1 << 20) % (1 << 19), numbers(1 << 20)
-    )
-    edges = torch.stack([torch.arange(1 << 19), torch.arange(1 << 19)])
-    listed = torch.sparse_coo_tensor(edges, numbers(), is_coalesced=True)
-    return sorted(find_blocks({"data": Data(adj_t=compressed), "listed": listed}))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_the_parts_of_sparse_tensors_are_found():
-    assert run(found_of_sparse_tensors, 1)[0] == [
-        "data.adj_t.col",
-        "data.adj_t.values",
-        "listed.indices",
-        "listed.values",
-    ]
-
-
-def test_memory_that_malloc_may_use_again_is_left_alone():
-    assert ctypes.CDLL(None).mallopt(_THRESHOLD, 1 << 25)
-    assert not find_blocks({"in the heap": numbers()})
+        assert not find_tensors({"pinned": numbers().pin_memory(), "device": numbers().cuda()})
 
 
 def on_two_machines(rank, machines):
     join(rank, len(machines))
-    one_copy.which_machine = lambda: machines[rank]
+    shared_arrays.which_machine = lambda: machines[rank]
     x = numbers(seed=int(machines[rank] == "other"))  # what other machines hold is of no concern
     before = x.clone()
     with warnings.catch_warnings():
@@ -271,7 +228,6 @@ def failing(rank, fault):
     join(rank, 2)
     x, y = numbers(1 << 21), numbers(1 << 20, seed=2)
     before = x.clone(), y.clone()
-    one_copy._STEP = 1 << 20
     fault(rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -295,15 +251,10 @@ def no_file_in_memory(rank):
 
 
 def no_room(rank):
-    write, left = os.pwrite, [3]
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write_some(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
-
-    os.pwrite = write_some
+    shared_arrays._bytes = full
 
 
 def no_file_at_all(rank):
@@ -316,36 +267,22 @@ def no_file_at_all(rank):
 
 
 def no_mapping(rank):
-    if rank == 0:
-        return
-    libc = one_copy._libc()
-    mapped = libc.mmap
+    def refuse(*_):
+        raise RuntimeError("unable to mmap 8388608 bytes: Cannot allocate memory")
 
-    class Refusing:
-        memcmp, madvise = libc.memcmp, libc.madvise
-
-        @staticmethod
-        def mmap(start, size, access, flags, file, offset):
-            if file == -1:
-                return mapped(start, size, access, flags, file, offset)
-            # As the kernel may: the old pages are gone before it finds no memory for the new ones.
-            mapped(start, size, access, flags | mmap.MAP_ANONYMOUS, -1, 0)
-            ctypes.set_errno(errno.ENOMEM)
-            return one_copy._FAILED
-
-    one_copy._libc = Refusing
+    if rank:
+        shared_arrays._mapped = refuse
 
 
 def no_list_of_mappings(rank):
+    def refuse():
+        raise PermissionError(errno.EACCES, "/proc/self/maps cannot be read")
+
     if rank:
-
-        def refuse():
-            raise PermissionError(errno.EACCES, "/proc/self/maps cannot be read")
-
-        one_copy._own_regions = refuse
+        shared_arrays._mapped_files = refuse
 
 
-WHOLE = (1 << 23) + (1 << 22) - 2 * mmap.PAGESIZE
+WHOLE = (1 << 23) + (1 << 22)
 
 
 @pytest.mark.slow
@@ -371,12 +308,12 @@ def test_what_the_system_refuses_costs_memory_alone(fault, least, said):
 def killed(rank, folder):
     join(rank, 3)
 
-    def die(start, size, file, offset):
-        (folder / "links").write_text(str(os.fstat(file.fileno()).st_nlink))
+    def die(tensors, file):
+        (folder / "links").write_text(str(os.fstat(file).st_nlink))
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:  # it has opened the file of rank 0 by then
-        one_copy._map_over = die
+        shared_arrays._refer = die
     share_equal_arrays({"x": numbers()})
 
 
@@ -443,7 +380,6 @@ DATAMODULES = {
 
 
 def trained(rank, num_ranks, kinds):
-    large_blocks()
     results = {}
     for kind in kinds:
         outcomes = []
@@ -468,7 +404,7 @@ def trained(rank, num_ranks, kinds):
             else:
                 arrays += [datamodule.graph.forward.local, datamodule.graph.backward.local]
             wanted = [share and num_ranks > 1] * len(arrays)
-            assert [mapped_bytes(one) >= whole_pages(one) for one in arrays] == wanted
+            assert [mapped_bytes(one) >= one.nbytes for one in arrays] == wanted
             assert any(wanted) or not any(map(mapped_bytes, arrays))
             # The user's graph is what it was, and the user's to change.
             assert all(torch.equal(data[key], before[key]) for key in before.keys())  # noqa: SIM118  PyG's
@@ -493,11 +429,10 @@ def test_batches_and_weights_are_those_without_sharing(num_ranks):
 
 
 def hybrid(rank):
-    large_blocks()
     data = large_graph()
     datamodule = NeighborDataModule(data, **SAMPLED)
     fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "hyscale")
-    assert mapped_bytes(data.x) >= whole_pages(data.x)
+    assert mapped_bytes(data.x) >= data.x.nbytes
 
 
 @pytest.mark.slow
@@ -512,7 +447,7 @@ class Derived(pl.Callback):
         if trainer.current_epoch == 2:
             held = trainer.strategy._prepared.large_arrays()
             # Weights in the order of the backward direction may be made anew in a later step.
-            self.own = [name for name in find_blocks(held) if "backward_weight" not in name]
+            self.own = [name for name in find_tensors(held) if "backward_weight" not in name]
             looped = batch.edge_index.with_self_loops()
             graphs = [looped.whole, looped._base.graph]
             self.shared = [
@@ -522,7 +457,6 @@ class Derived(pl.Callback):
 
 
 def derived(rank, num_ranks, num_groups):
-    large_blocks()
     found = []
     for share in (False, True):
         pl.seed_everything(1, verbose=False)
@@ -550,7 +484,6 @@ def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num
 
 
 def trained_features(rank):
-    large_blocks()
     data = large_graph()
     data.x = torch.nn.Parameter(data.x)
     module = NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4)
@@ -579,7 +512,6 @@ class Normalising(NeighborDataModule):
 
 
 def normalised(rank):
-    large_blocks()
     data = large_graph()
     expected = data.x - data.x.mean(dim=0)
     expected = expected / expected.std(dim=0)
@@ -602,22 +534,21 @@ def test_one_process_does_nothing_of_it(monkeypatch):
 
 
 def found_of_datamodules(rank):
-    large_blocks()  # of more than what the heap has free all the same
     data = large_graph(100_000, 2_000_000)
     graph = NeighborDataModule(data, **SAMPLED).graph_sampler.graph
-    found = set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays()))
+    found = set(find_tensors(NeighborDataModule(data, **SAMPLED).large_arrays()))
     assert found == {"data.x", "data.edge_index", "data.edge_weight", "graph.indices", "graph.edge_ids"}
     data = Data(x=data.x, y=data.y, graph=CSCGraph(graph.indptr, graph.indices), train_mask=data.train_mask)
-    assert set(find_blocks(NeighborDataModule(data, **SAMPLED).large_arrays())) == {"data.x", "data.graph.indices"}
+    assert set(find_tensors(NeighborDataModule(data, **SAMPLED).large_arrays())) == {"data.x", "data.graph.indices"}
     edges = torch.randint(6000, (2, 2_000_000))
-    found = find_blocks(LinkDataModule(large_graph(100_000, 2_000_000), edges, **SAMPLED).large_arrays())
+    found = find_tensors(LinkDataModule(large_graph(100_000, 2_000_000), edges, **SAMPLED).large_arrays())
     assert "train edges.0" in found
     data = large_graph(30_000, 600_000)
     datamodule = FullGraphDataModule(data)
-    found = set(find_blocks(datamodule.large_arrays()))
+    found = set(find_tensors(datamodule.large_arrays()))
     assert {"batch.x", "batch.edge_index.forward.local", "data.edge_index"} <= found
     del data
-    assert "data.edge_index" not in find_blocks(datamodule.large_arrays())
+    assert "data.edge_index" not in find_tensors(datamodule.large_arrays())
 
 
 @pytest.mark.slow
@@ -626,16 +557,14 @@ def test_every_large_array_of_a_datamodule_is_found():
 
 
 SCRIPT = """
-import ctypes
 import sys
 
 import pytorch_lightning as pl
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from tests.runtime.test_one_copy import SAMPLED, fit, large_blocks, large_graph, mapped_bytes
+from tests.runtime.test_shared_arrays import SAMPLED, fit, large_graph, mapped_bytes
 
-large_blocks()
 data = large_graph()
 fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "ddp")
 sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
@@ -646,7 +575,7 @@ sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
 def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], cwd=tmp_path, env={**os.environ, **environment},
         capture_output=True, text=True, check=True,
@@ -655,7 +584,7 @@ def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
     assert len(said) == 2
     for line in said:
         mapped, size = int(line.split()[0]), int(line.split()[2])
-        assert mapped >= size - 2 * mmap.PAGESIZE
+        assert mapped == size
 
 
 def beside_a_writer(rank):
@@ -693,16 +622,16 @@ def test_nothing_is_shared_while_another_thread_may_write():
 def test_observers_bars_and_loggers_do_not_count_as_writers():
     from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
-    before = one_copy.other_threads()
+    before = shared_arrays.other_threads()
     running = type("Running", (), {"poll": lambda self: None, "returncode": None})()
     own = _ChildProcessObserver(main_pid=os.getpid(), child_processes=[running], sleep_period=0.01)
     own.start()
-    assert one_copy.other_threads() == before
+    assert shared_arrays.other_threads() == before
     gate = threading.Event()
     other = threading.Thread(target=gate.wait, name="somebody else's")
     other.start()
     try:
-        assert one_copy.other_threads() == [*before, "somebody else's"]
+        assert shared_arrays.other_threads() == [*before, "somebody else's"]
     finally:
         gate.set()
         other.join()
