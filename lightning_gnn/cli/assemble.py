@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate, to_absolute_path
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.strategies import StrategyRegistry
+from pytorch_lightning.utilities import rank_zero_only
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.accelerators.npu import why_unavailable
@@ -22,10 +23,12 @@ from lightning_gnn.cli.check_arguments import check_arguments, fits, shown, with
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
+from lightning_gnn.cli.splits import fill_splits, split_links
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
+from lightning_gnn.nn.hetero.models import BACK
+from lightning_gnn.report.console import console
 from lightning_gnn.runtime.messages import closest
-from lightning_gnn.runtime.resume import keyed_random
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
@@ -34,6 +37,15 @@ LOGGERS = ("tensorboard", "wandb", "mlflow")
 _SIZES = ("in_channels", "out_channels", "metadata")
 _NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
 """Keys of a task that are no arguments of its LightningModule."""
+_INSTEAD = {
+    "trainer.logger": "choose logger=OPTION, or add one with +logger.NAME._target_=CLASS",
+    "trainer.default_root_dir": "give output_dir=FOLDER",
+    "datamodule.data": "choose data=OPTION",
+    "datamodule.time_attr": "give task.time=NAME",
+    "task.model": "choose model=OPTION",
+    "task.num_classes": "they are counted in the labels of data",
+}
+"""What to do instead of setting an argument that the command sets; of all others, task.split decides."""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -79,11 +91,13 @@ def check_config(cfg: DictConfig) -> None:
             f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
             "give one fanout per layer"
         )
+    _refuse_set(cfg.trainer, "trainer", [] if cfg.trainer.get("logger") is False else ["logger"])
+    _refuse_set(cfg.trainer, "trainer", ["default_root_dir"])
     check_writable(cfg.output_dir, "output_dir")
-    for name, node in (cfg.get("callbacks") or {}).items():
+    for name, node in _callbacks(cfg).items():
         directory = node.get("dirpath") if isinstance(node, DictConfig) else None
         if isinstance(directory, str) and "://" not in directory:
-            check_writable(directory, f"callbacks.{name}.dirpath")
+            check_writable(directory, f"{name}.dirpath")
     check_accelerator(cfg.trainer.get("accelerator", "auto"))
 
 
@@ -99,15 +113,15 @@ def check_arguments_of(cfg: DictConfig) -> None:
         typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
         experiment = HydraConfig.get().runtime.choices.get("experiment")
     task = _task_settings(cfg)
-    if cfg.task.name == "recommend" and isinstance(task.get("target"), str):
+    if cfg.task.name in ("link", "recommend") and isinstance(task.get("target"), str):
         task.target = task.target.split("__")  # both are taken
     nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
-    for group in ("logger", "callbacks"):
-        nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
+    nodes |= {f"logger.{name}": node for name, node in (cfg.get("logger") or {}).items()} | _callbacks(cfg)
     for name, node in nodes.items():
-        check_arguments(node, name, typed, experiment, filled=_SIZES if name == "model" else ())
+        filled = {"model": _SIZES, "data": ("labels",)}.get(name, ())
+        check_arguments(node, name, typed, experiment, filled=filled)
     for name, value in (cfg.task.get("split") or {}).items():
-        if not fits(value, float) or value < 0:
+        if value is not None and (not fits(value, float) or value < 0):
             raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
     width = cfg.task.get("embeddings")
     if width is not None and not (fits(width, int) and width >= 1):
@@ -150,12 +164,14 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
     node = cfg.data.copy()
     if node.get("root") is not None:
         node.root = to_absolute_path(node.root)
+    if "labels" in node and node.labels is None:
+        node.labels = {"node": "classes", "multilabel": "several"}.get(cfg.task.name, "numbers")
     data: Data | HeteroData = build(node, "data")
     features = [(store._key, store.get("x")) for store in data.node_stores]
     for name, x in features:
         if x is None and (name is None or cfg.task.get("embeddings") is None):
             of = "" if name is None else f" of {name!r}"
-            fix = "" if name is None or cfg.task.name == "link" else "; task.embeddings=64 trains some"
+            fix = "" if name is None else "; task.embeddings=64 trains some"
             raise ValueError(f"data: the graph has no node features x{of}, which the models need{fix}")
     precision = str(cfg.trainer.get("precision"))
     wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
@@ -171,6 +187,8 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
 def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build what predicts classes, labels or numbers of nodes."""
     target = _target(cfg, data)
+    if not _partitioned(cfg) and (note := fill_splits(data if target is None else data[target])):
+        rank_zero_only(console().print)(note, soft_wrap=True, highlight=False, markup=False)
     num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
     datamodule = _on_parts(cfg) if _partitioned(cfg) else build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
@@ -209,30 +227,68 @@ def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
         raise ValueError(
             "task=link trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
         )
-    if isinstance(data, HeteroData):
-        raise ValueError("task=link predicts edges of a graph without types; use task=node")
     if _partitioned(cfg):  # which were hidden when it was partitioned
-        return _on_parts(cfg), _module(cfg, data, cfg.model.hidden_channels)
-    train, val, test = split_links(data, **cfg.task.split)
-    datamodule = build(
-        cfg.datamodule,
-        "datamodule",
-        data=train,
-        input_train_edges=train.edge_label_index,
-        input_val_edges=val.edge_label_index,
-        input_val_labels=val.edge_label,
-        input_test_edges=test.edge_label_index,
-        input_test_labels=test.edge_label,
-    )
+        datamodule = _on_parts(cfg)
+        return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=_kept_type(cfg, datamodule))
+    kind = link_type(cfg, data)
+    train, *evaluation = split_links(data, kind, **cfg.task.split)
+    given: dict[str, Any] = {"input_train_edges": _labelled(train, kind)[0]}
+    for name, part in zip(("val", "test"), evaluation, strict=True):
+        given[f"input_{name}_edges"], given[f"input_{name}_labels"] = _labelled(part, kind)
     for key in ("edge_label", "edge_label_index"):
-        del train[key]  # the loader attaches those of each batch
-    return datamodule, _module(cfg, data, cfg.model.hidden_channels)
+        del (train if kind is None else train[kind])[key]  # the loader attaches those of each batch
+    datamodule = build(cfg.datamodule, "datamodule", data=train, **given)
+    return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
+
+
+def _labelled(split: Data | HeteroData, kind: EdgeType | None) -> tuple[Any, torch.Tensor]:
+    """Return labelled edges as DataModules take them, and their labels."""
+    part = split if kind is None else split[kind]
+    edges = part.edge_label_index
+    return edges if kind is None else (kind, edges), part.edge_label
+
+
+def _kept_type(cfg: DictConfig, datamodule: Any) -> EdgeType | None:
+    """Return the type of the edges that a folder was partitioned to predict."""
+    kind: EdgeType | None = datamodule.partition.link_type
+    chosen = cfg.task.get("target")
+    if chosen is not None and (kind is None or chosen not in ("__".join(kind), list(kind))):
+        raise ValueError(
+            f"task.target={chosen}, but the folder was partitioned to predict {'__'.join(kind or ('its edges',))}: "
+            f"leave it out, or partition again (lgnn partition task={cfg.task.name} task.target=…)"
+        )
+    return kind
+
+
+def link_type(cfg: DictConfig, data: Data | HeteroData) -> EdgeType | None:
+    """Return the type of the edges that ``task=link`` predicts; None for a homogeneous graph."""
+    if not isinstance(data, HeteroData):
+        if (target := cfg.task.get("target")) is not None:
+            raise ValueError(f"task.target={target}, but the graph has no types; leave it out")
+        return None
+    return _chosen_type(cfg, [kind for kind in data.edge_types if not kind[1].startswith("rev_")] or data.edge_types)
+
+
+def _chosen_type(cfg: DictConfig, kinds: list[EdgeType]) -> EdgeType:
+    target = cfg.task.get("target")
+    found = [kind for kind in kinds if target is None or target in ("__".join(kind), list(kind))]
+    if len(found) != 1:
+        names = ", ".join("__".join(kind) for kind in kinds)
+        what = f"may be {' or '.join(map(_listed, found))}" if found and target is not None else "is not one type"
+        raise ValueError(
+            f"task.target={target} {what} of the edges that can be predicted; give one of {names}, or the list of its "
+            f"names, as {_listed(('source', 'relation', 'target'))}"
+        )
+    return found[0]
 
 
 def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Hide the last edges in time, and build what predicts them from what came before each."""
     if not isinstance(data, HeteroData):
-        raise ValueError("task=recommend predicts edges of a graph with types and times; use data=ratings_synthetic")
+        raise ValueError(
+            "task=recommend predicts edges with times of a heterogeneous graph, and this one is homogeneous; use "
+            "task=link, or convert tables by type (lgnn convert source.user__rates__item=FILE …)"
+        )
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError(
             "task=recommend trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
@@ -240,12 +296,7 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     given: dict[str, Any] = {"time_attr": cfg.task.time}
     if _partitioned(cfg):  # whose last edges were chosen when it was partitioned
         datamodule = _on_parts(cfg, **given)
-        kind = datamodule.partition.link_type
-        if cfg.task.target is not None and cfg.task.target not in ("__".join(kind), list(kind)):
-            raise ValueError(
-                f"task.target={cfg.task.target}, but the folder was partitioned to predict {'__'.join(kind)}: leave it "
-                "out, or partition again (lgnn partition task=recommend task.target=…)"
-            )
+        kind = _kept_type(cfg, datamodule)
     else:
         kind, splits = split_in_time(cfg, data)
         for stage, (edges, time) in splits.items():
@@ -259,7 +310,8 @@ def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str
     kind = _recommended(cfg, data)
     edges, time = edges_of(data, kind), data[kind][cfg.task.time]
     order = torch.argsort(time, stable=True)
-    counts = [round(order.numel() * cfg.task.split[f"num_{stage}"]) for stage in ("train", "val", "test")]
+    shares = [cfg.task.split[f"num_{stage}"] for stage in ("train", "val", "test")]
+    counts = [max(round(order.numel() * share), share > 0) for share in shares]  # of few edges, one at least
     if min(counts) < 1 or sum(counts) > order.numel():
         raise ValueError(f"task.split must leave edges to each of train, val and test, of {order.numel()} in all")
     parts = zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True)
@@ -275,17 +327,15 @@ def _before(time: torch.Tensor) -> torch.Tensor:
 def _recommended(cfg: DictConfig, data: HeteroData) -> EdgeType:
     """Return the type of the edges that are predicted."""
     timed = [kind for kind in data.edge_types if cfg.task.time in data[kind] and not kind[1].startswith("rev_")]
-    if cfg.task.target is None and len(timed) == 1:
-        return timed[0]
-    found = [kind for kind in timed if cfg.task.target in ("__".join(kind), list(kind))]
-    if len(found) != 1:
-        known = ", ".join("__".join(kind) for kind in timed) or "a graph that has such edges"
-        what = f"may be {' or '.join(_listed(kind) for kind in found)}" if found else "names no edges"
+    if not timed:
+        found = {key for store in data.edge_stores for key, value in store.items() if isinstance(value, torch.Tensor)}
+        others = sorted(found - {"edge_index"})
+        of = f", but {', '.join(others)}, of which task.time=NAME may be the time" if others else ""
         raise ValueError(
-            f"task.target={cfg.task.target} {what} with the attribute {cfg.task.time!r}; give one of {known}, or the "
-            f"list of its names, as {_listed(('source', 'relation', 'target'))}"
+            f"task=recommend goes by the times of edges, and no type of edges has the attribute {cfg.task.time!r}{of}; "
+            "task=link needs no times"
         )
-    return found[0]
+    return _chosen_type(cfg, timed)
 
 
 def _listed(kind: EdgeType) -> str:
@@ -312,20 +362,32 @@ def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDa
 
 def build_trainer(cfg: DictConfig) -> pl.Trainer:
     """Build loggers, callbacks and the Trainer."""
-    loggers = [_logger(name, node) for name, node in (cfg.get("logger") or {}).items()]
-    callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
-    if not cfg.trainer.get("enable_progress_bar", True):
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-    callbacks.append(KeepConfig(cfg))
-    trainer: pl.Trainer = build(
-        cfg.trainer,
-        "trainer",
-        logger=loggers or False,
-        callbacks=callbacks,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        default_root_dir=cfg.output_dir,
-    )
+    given = cfg.trainer
+    loggers = {} if given.get("logger") is False else cfg.get("logger") or {}
+    switches = ((ProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing"))
+    off = tuple(kind for kind, switch in switches if given.get(switch) is False)
+    built = ((name, build(node, name)) for name, node in _callbacks(cfg).items())
+    callbacks = [callback for name, callback in built if name.startswith("trainer.") or not isinstance(callback, off)]
+    arguments = {
+        "logger": [_logger(name, node) for name, node in loggers.items()] or False,
+        "callbacks": [*callbacks, KeepConfig(cfg)],
+        "enable_checkpointing": given.get(
+            "enable_checkpointing", any(isinstance(item, Checkpoint) for item in callbacks)
+        ),
+        "default_root_dir": cfg.output_dir,
+    }
+    kept = OmegaConf.masked_copy(given, [key for key in given if key not in arguments])
+    trainer: pl.Trainer = build(kept, "trainer", **arguments)
     return trainer
+
+
+def _callbacks(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configured callbacks by their keys: those of the group, then those that the Trainer is given."""
+    found = {f"callbacks.{name}": node for name, node in (cfg.get("callbacks") or {}).items()}
+    given = cfg.trainer.get("callbacks")
+    if isinstance(given, ListConfig):
+        return found | {f"trainer.callbacks[{place}]": node for place, node in enumerate(given)}
+    return found if given is None else found | {"trainer.callbacks": given}
 
 
 def _logger(name: str, node: DictConfig) -> Any:
@@ -346,8 +408,10 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
 
     Raises:
         Exception: What building has raised; a note names ``name``.
+        ValueError: The configuration sets an argument that ``kwargs`` sets.
     """
     try:
+        _refuse_set(node, name, kwargs)
         partial = instantiate(node, _partial_=True, _convert_="all")
         return partial.func(*partial.args, **without_null(partial.func, partial.keywords | kwargs))
     except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
@@ -356,6 +420,14 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
     except Exception as error:
         error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
         raise
+
+
+def _refuse_set(node: DictConfig, name: str, arguments: Iterable[str]) -> None:
+    """Refuse a configured argument whose place another option takes, which would be lost."""
+    for key in arguments:
+        if (value := node.get(key)) is not None:
+            instead = _INSTEAD.get(f"{name}.{key}", "task.split decides")
+            raise ValueError(f"{name}.{key}={shown(value)} has no effect, the command sets it: {instead}")
 
 
 def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwargs: Any) -> pl.LightningModule:
@@ -375,7 +447,13 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
             sizes["in_channels"] = data.num_features | embeddings.num_features
     given = {name: cfg.model.get(name) for name in sizes}
     model = build(cfg.model, "model", **{name: size for name, size in sizes.items() if given[name] is None})
-    module: pl.LightningModule = build(_task_settings(cfg), "task", model=model, **kwargs)
+    ends = [target] if isinstance(target := kwargs.get("target"), str) else [target[0], target[2]] if target else []
+    reached = {kind[2] for kind in model.layers[-1]} if getattr(model, "every", True) is False else {*ends}
+    for name in {*ends} - reached:
+        raise ValueError(f"model: {type(model).__name__} has no output for {name!r}, which no edges reach; {BACK}")
+    settings = _task_settings(cfg)
+    settings = OmegaConf.masked_copy(settings, [str(key) for key in settings if key not in kwargs or key != "target"])
+    module: pl.LightningModule = build(settings, "task", model=model, **kwargs)
     return module
 
 
@@ -394,9 +472,10 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
     labelled = [name for name in data.node_types if data[name].get("y") is not None]
     if target is None and len(labelled) == 1:
         target = labelled[0]
-    if target not in (labelled or data.node_types):
-        kinds = ", ".join(labelled or data.node_types)
-        raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {kinds}")
+    if labelled and target not in labelled:
+        raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {', '.join(labelled)}")
+    if not labelled:
+        _labels(data)  # says what is missing
     return str(target)
 
 
@@ -431,7 +510,7 @@ def _count_numbers(data: Any) -> int:
 
 
 def _labels(data: Any) -> torch.Tensor:
-    y: torch.Tensor | None = data.get("y")
+    y: torch.Tensor | None = None if isinstance(data, HeteroData) else data.get("y")
     if y is None:
         raise ValueError("data: the graph has no labels y; use one with labels, or task=link")
     return y
@@ -444,34 +523,3 @@ TASKS = {
     "link": build_link_task,
     "recommend": build_recommend_task,
 }
-
-
-def split_links(data: Data, num_train: float, num_val: float, num_test: float, seed: int) -> tuple[Data, Data, Data]:
-    """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges."""
-    if "edge_index" not in data:
-        raise ValueError("task=link needs data.edge_index, but the graph holds its topology in CSC order alone")
-    graph = Data(x=data.x, edge_index=data.edge_index)
-    split = RandomLinkSplit(
-        num_val=num_val,
-        num_test=num_test,
-        is_undirected=graph.is_undirected(),
-        add_negative_train_samples=False,
-        disjoint_train_ratio=num_train,
-    )
-    try:
-        with keyed_random(int(seed)):  # PyG draws non-edges from Python's stream
-            train, val, test = split(graph)
-    except (AssertionError, ValueError) as error:
-        raise ValueError(f"task.split does not fit a graph of {data.edge_index.size(1)} edges: {error}") from error
-    return train, _alternating(val), _alternating(test)
-
-
-def _alternating(split: Data) -> Data:
-    """Let links and non-links alternate, so that each mini-batch has both: PyG puts all links first."""
-    place = torch.empty(split.edge_label.numel(), dtype=torch.float64)
-    for kind in (split.edge_label > 0, split.edge_label == 0):
-        count = int(kind.sum())
-        place[kind] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    order = torch.argsort(place, stable=True)
-    split.edge_label, split.edge_label_index = split.edge_label[order], split.edge_label_index[:, order]
-    return split

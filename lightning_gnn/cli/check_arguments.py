@@ -89,7 +89,7 @@ def fits(value: Any, hint: Any) -> bool:
         if isinstance(value, bool) or hint is bool:
             return hint is bool and isinstance(value, bool)
         return isinstance(value, (int, float) if hint is float else hint)
-    if kind is Callable or not isinstance(kind, type):
+    if kind is Callable or kind is Any or not isinstance(kind, type):
         return kind is not Callable
     if isinstance(value, list) and kind is not object:
         parts = get_args(hint)

@@ -18,6 +18,8 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -86,7 +88,8 @@ def _is_ours(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return True  # of a file or a disk, whoever wanted it
     frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")).startswith("lightning_gnn")
+    module = str(frames[-1][0].f_globals.get("__name__", ""))
+    return module.startswith(("lightning_gnn", "pytorch_lightning.callbacks"))
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -148,11 +151,11 @@ def _start(job: Callable[[DictConfig], Any], config_name: str) -> None:
             return job(cfg)
 
     typed = _parse(argv[1:])
-    if typed is not None:
+    if not typed.asks_hydra:
         rebuilt = _compose_once(config_name, typed)
         config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
-        if typed is not None and typed.overrides:  # argparse takes overrides that stand together
+        if typed.overrides:  # argparse takes overrides that stand together
             flags = [item for item in argv[1:] if item not in typed.overrides]
             sys.argv = [argv[0], *flags, *deletions, *typed.overrides]
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
@@ -182,8 +185,8 @@ def check_writable(directory: str | Path, name: str) -> None:
         raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace | None:
-    """Return overrides and flags; None where Hydra is asked for something of its own."""
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Return overrides and flags, and as ``asks_hydra`` whether Hydra is asked for something of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -191,8 +194,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace | None:
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
     typed, more = parser.parse_known_intermixed_args(arguments)
-    return None if more or any(item.startswith("hydra.mode=") for item in typed.overrides) else typed
+    own = more or typed.config_path or typed.config_name or typed.info
+    typed.asks_hydra = bool(own or any(item.startswith("hydra.mode=") for item in typed.overrides))
+    return typed
+
+
+def _search_also(directory: str) -> None:
+    """Let Hydra, which is initialized, find configurations in a directory too, as ``--config-dir`` does."""
+    if not Path(directory).is_dir():
+        raise ValueError(f"--config-dir {directory}: there is no such folder")
+    path = GlobalHydra.instance().config_loader().get_search_path()
+    place = SearchPathQuery(provider="schema")
+    path.prepend(provider="command-line", path=f"file://{Path(directory).absolute()}", anchor=place)
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2("lgnn", path)
 
 
 def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
@@ -203,6 +223,8 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
     """
     with initialize_config_module(_CONF, version_base="1.3"):
         try:
+            if typed.config_dir is not None:
+                _search_also(typed.config_dir)
             overrides = OverridesParser.create().parse_overrides(typed.overrides)
             rebuilt = rebuild(config_name, overrides)
             composed = [

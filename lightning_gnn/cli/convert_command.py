@@ -14,7 +14,9 @@ from rich.console import Console
 
 from lightning_gnn.cli.command_line import UserError, explained
 from lightning_gnn.cli.settings import parsed
+from lightning_gnn.graph.arrays import load_array
 from lightning_gnn.graph.convert import convert_tables
+from lightning_gnn.graph.hetero_folder import is_hetero_folder, load_hetero_folder
 from lightning_gnn.report.console import say
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 
@@ -77,6 +79,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in counts.items():
         print(f"{count:>15,}  {name}")
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
-    train = f"lgnn data=custom data.root={chosen.out}{' datamodule.memory=8GB' if chosen.rows else ''}"
+    train = f"lgnn {_task(Path(chosen.out))}data=custom data.root={chosen.out}"
+    train += " datamodule.memory=8GB" if chosen.rows else ""
     print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
     return 0
+
+
+def _task(out: Path) -> str:
+    """Return the settings of a run that trains on a folder: what it is given to predict, and by which model."""
+    if not is_hetero_folder(out):
+        y = out / "y.npy"
+        return "task=link " if not y.exists() else "task=regression " if load_array(y).is_floating_point() else ""
+    data = load_hetero_folder(out, check=False, memory=0)
+    labelled = [name for name in data.node_types if "y" in data[name]]
+    kinds = [kind for kind in data.edge_types if not kind[1].startswith("rev_")]
+    timed = [kind for kind in kinds if "time" in data[kind]]
+    task, targets = "task=link ", ["__".join(kind) for kind in timed or kinds]
+    if labelled:
+        task, targets = "task=regression " if data[labelled[0]].y.is_floating_point() else "", labelled
+    elif timed:
+        task = "task=recommend "
+    both = {kind[2] for kind in data.edge_types} == {*data.node_types}
+    target = f"task.target={targets[0]} " if len(targets) > 1 else ""
+    return f"{task}model={'hetero_sage' if both else 'rgcn'} {target}"

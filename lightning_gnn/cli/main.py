@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -24,10 +25,13 @@ PRINTING = {
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
 _SHOWING = ("--cfg", "-c", "--info")
 """Flags with which Hydra shows something instead of a run."""
+_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+"""Flags of Hydra behind which another word belongs to them."""
 
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    _bring_forward(("plan", "predict"))
     if sys.argv[1:2] == ["predict"]:
         sys.argv[1] = "mode=predict"
     if os.getcwd() not in sys.path:  # for _target_=my_module.MyModel
@@ -48,6 +52,16 @@ def main() -> None:
         shows = any(item.partition("=")[0] in _SHOWING for item in arguments)
         with startup.ending_with_the_reader() if shows else nullcontext():
             module.main()
+
+
+def _bring_forward(commands: Sequence[str]) -> None:
+    """Put a command before the flags and overrides that it goes with, in whatever order they were typed."""
+    for place, item in enumerate(sys.argv[1:], 1):
+        if place == 1 and item in PRINTING:
+            return
+        if item in commands and sys.argv[place - 1] not in _WITH_VALUE:
+            sys.argv.insert(1, sys.argv.pop(place))
+            return
 
 
 def _help(command: str) -> None:

@@ -13,12 +13,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import MISSING, DictConfig
 from rich.console import Console
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.cli.assemble import build_data, split_in_time, split_links
+from lightning_gnn.cli.assemble import build_data, link_type, split_in_time
 from lightning_gnn.cli.command_line import UserError, explained
 from lightning_gnn.cli.settings import parsed
+from lightning_gnn.cli.splits import split_links
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 from lightning_gnn.report.console import say
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 cfg = compose("train", overrides=of_run)
             data, links, kind = build_data(cfg), None, None
             if cfg.task.name == "link":
-                data, links = _hidden(data, cfg)
+                data, links, kind = _hidden(data, cfg)
             if cfg.task.name == "recommend":
                 kind, links = _last_in_time(data, cfg)
             start = time.perf_counter()
@@ -90,17 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _hidden(data: Any, cfg: DictConfig) -> tuple[Data, dict[str, Tensor]]:
-    """Return the graph without the edges that ``task=link`` predicts, and these."""
-    if isinstance(data, HeteroData):
-        raise ValueError("task=link predicts edges of a graph without types; leave it out")
-    train, val, test = split_links(data, **cfg.task.split)
+def _hidden(data: Any, cfg: DictConfig) -> tuple[Any, dict[str, Tensor], EdgeType | None]:
+    """Return the graph without the edges that ``task=link`` predicts, these, and their type."""
+    kind = link_type(cfg, data)
+    parts = split_links(data, kind, **cfg.task.split)
+    train, val, test = parts if kind is None else (part[kind] for part in parts)
     links = {
         "train": train.edge_label_index,
         "val": val.edge_label_index, "val_labels": val.edge_label,
         "test": test.edge_label_index, "test_labels": test.edge_label,
     }  # fmt: skip
-    return Data(x=train.x, edge_index=train.edge_index), links
+    for key in ("edge_label", "edge_label_index"):
+        del train[key]
+    return parts[0], links, kind
 
 
 def _last_in_time(data: Any, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:

@@ -177,7 +177,7 @@ def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
         **more: Arguments that win over it.
     """
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    arguments = {**quiet, "default_root_dir": cfg.output_dir, **more}
+    arguments = {**quiet, "callbacks": None, "default_root_dir": cfg.output_dir, **more}
     kept = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
     with explained():
         trainer: pl.Trainer = build(kept, "trainer", **arguments)

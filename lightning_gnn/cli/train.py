@@ -253,12 +253,15 @@ def _latest_checkpoint(trainer: pl.Trainer) -> Path | None:
 
 
 def _resume_command(checkpoint: Path) -> str:
-    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+    typed = HydraConfig.get() if HydraConfig.initialized() else None
+    overrides = [] if typed is None else [item for item in typed.overrides.task if not item.startswith("ckpt_path=")]
+    sources = (
+        [] if typed is None else [item for item in typed.runtime.config_sources if item.provider == "command-line"]
+    )
     path = str(checkpoint.resolve())
     if re.search(r"[^\w./-]", path):
         path = "'" + path.replace("'", "\\'") + "'"  # Hydra's own quotes, inside the shell's
-    return shlex.join(["lgnn", *overrides, f"ckpt_path={path}"])
+    return shlex.join(["lgnn", *(f"--config-dir={item.path}" for item in sources), *overrides, f"ckpt_path={path}"])
 
 
 def _failed(cfg: DictConfig, message: str) -> float:

@@ -294,8 +294,8 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step on this rank's rows."""
         assert self.lightning_module is not None
-        with self._step("train", args, self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx):
-            output = super().training_step(*args, **kwargs)
+        number = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+        output = self._run_step("train", super().training_step, args, kwargs, number)
         self._weight = None
         if self._loss_weights is not None and self.lightning_module.automatic_optimization:
             own = returned_weight(output)
@@ -318,21 +318,27 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step on this rank's rows."""
-        with self._step("val", args):
-            return super().validation_step(*args, **kwargs)
+        return self._run_step("val", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step on this rank's rows."""
-        with self._step("test", args):
-            return super().test_step(*args, **kwargs)
+        return self._run_step("test", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step on this rank's rows, and return the rows of all ranks."""
-        with self._step("predict", args):
-            predicted = super().predict_step(*args, **kwargs)
+        predicted = self._run_step("predict", super().predict_step, args, kwargs)
         return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
+
+    def _run_step(
+        self, split: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any], number: int | None = None
+    ) -> Any:
+        if self._lazy:
+            with self._step(split, args, number):
+                self.initialize_lazy(step, *args, **kwargs)
+        with self._step(split, args, number):
+            return step(*args, **kwargs)
 
     @contextmanager
     def _step(self, split: str, args: tuple[Any, ...], number: int | None = None) -> Iterator[None]:

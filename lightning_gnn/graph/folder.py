@@ -186,7 +186,10 @@ def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
     labels = y.masked_fill(y.isnan(), -1.0)
     if bool((bad := (labels != labels.trunc()) | labels.isinf()).any()):
         node = int(bad.nonzero()[0])
-        raise ValueError(f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …")
+        raise ValueError(
+            f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …; "
+            "for other numbers give task=regression (in Python, labels='numbers')"
+        )
     return labels.to(torch.int64)
 
 

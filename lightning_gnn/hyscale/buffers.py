@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torch.nn.parameter import is_lazy
 
 _SMALL = 1 << 18
 """Numbers in a buffer up to which it is compared with what it was. Larger ones are looked at where torch says that they
@@ -38,6 +37,8 @@ class SharedBuffers:
         """Take the buffers to be the same on all ranks now."""
         known, self._before = self._before, {}
         for name, buffer in self._module.named_buffers():
+            if is_lazy(buffer):
+                continue
             last = known.get(name)
             if last is not None and last[0] is buffer and last[1] == buffer._version:
                 self._before[name] = last
@@ -165,38 +166,3 @@ def _differs(now: Tensor, before: Tensor) -> Tensor:
 
 def _rows(buffer: Tensor) -> Tensor:
     return buffer.flatten(1) if buffer.dim() > 1 else buffer.reshape(-1, 1)
-
-
-@contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
-    """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards.
-
-    Args:
-        module: Its step makes the same calls as those of other ranks, or a metric would miss where all synchronise.
-    """
-    buffers = [
-        (part._buffers, name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
-    counts = [(metric._update_count, metric._computed) for metric in metrics]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for owner, name, buffer, before in buffers:
-                owner[name] = buffer.resize_(before.shape).copy_(before)
-        for metric, state, (count, computed) in zip(metrics, states, counts, strict=True):
-            for name, value in state.items():
-                if isinstance(value, list):  # of what was added, nothing but the shape: ranks with an empty list hang
-                    value += [item[:0] for item in getattr(metric, name)[len(value) :] if item.dim()]
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
-
-
-def _copied(state: Any) -> Any:
-    """Return a state of a metric as it is now: a list of what is never changed, or what is written to."""
-    return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

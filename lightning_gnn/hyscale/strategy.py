@@ -21,11 +21,12 @@ from pytorch_lightning.strategies import DDPStrategy, Strategy
 from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.buffers import SharedBuffers, uncounted
+from lightning_gnn.hyscale.buffers import SharedBuffers
 from lightning_gnn.hyscale.checks import check_precision, check_training, input_dtype, overrides_transfer
 from lightning_gnn.hyscale.first_mapping import (
     begin_sampling,
@@ -71,6 +72,7 @@ from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import GradientMean
 from lightning_gnn.runtime.heartbeat import fails_alone
+from lightning_gnn.runtime.lazy_modules import uncounted
 from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.ranks import WatchedRanks
@@ -422,16 +424,17 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         """Make parameters and buffers those of rank 0."""
         assert self.lightning_module is not None
         assert self._group is not None
-        self._group.copy_from_first([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
+        held = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        self._group.copy_from_first([tensor for tensor in held if not is_lazy(tensor)])
 
     def _trained(self) -> list[Tensor]:
-        """Return all parameters: the module's, and what the optimizers have from elsewhere."""
+        """Return all parameters that have a size: the module's, and what the optimizers have from elsewhere."""
         assert self.lightning_module is not None
         found = {id(parameter): parameter for parameter in self.lightning_module.parameters()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 found.update({id(parameter): parameter for parameter in group["params"]})
-        return list(found.values())
+        return [parameter for parameter in found.values() if not is_lazy(parameter)]
 
     def _agree(self) -> None:
         """Make parameters and states of optimizers those of rank 0."""
@@ -740,6 +743,11 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
+        if self.initialize_lazy(super().training_step, *args, **kwargs):
+            assert self._buffers is not None
+            self._buffers.note()
+            self._parameters = self._trained()
+            self._known = set(map(id, self._parameters))
         self._counts, self._weight = self._share.seeds > 0, None
         with self._step("training_step"), self._clock.working():
             output = super().training_step(*args, **kwargs)
@@ -959,6 +967,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def _evaluated(self, name: str, step: Any, args: Any, kwargs: Any) -> Any:
         if self._alone or self._log is None:
             return step(*args, **kwargs)
+        self.initialize_lazy(step, *args, **kwargs)
         with self._step(name):
             output = step(*args, **kwargs)
         self._tell(name)

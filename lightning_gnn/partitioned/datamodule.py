@@ -73,7 +73,7 @@ class _OnParts(MiniBatchDataModule):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
         for name, (without, why) in _ELSEWHERE.items():
-            if kwargs.get(name, without) != without:
+            if name in kwargs and kwargs[name] != without:
                 raise ValueError(
                     f"{name}={kwargs[name]!r} does not go with a partitioned graph: it {why}; leave it out"
                 )
@@ -102,7 +102,8 @@ class _OnParts(MiniBatchDataModule):
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
         kwargs.update(check_features=False, share_memory=False, num_workers=num_workers)
-        super().__init__(data, *args, seed=seed, **self._with_splits(args, kwargs))  # type: ignore[misc]
+        kwargs = self._with_splits(args, kwargs)
+        super().__init__(data, *args, seed=seed, **kwargs)  # type: ignore[misc]
         self.tables = self._tables(time_attr if whole else None)
 
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -408,9 +409,9 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         for place, stage in enumerate(SPLITS):  # each has its times behind it
             found = self.partition.split(stage)
-            if found is not None and len(given) <= 2 * place:
+            if found is not None and len(given) <= 2 * place and kwargs.get(f"input_{stage}_nodes") is None:
                 name, mask = found
-                kwargs.setdefault(f"input_{stage}_nodes", mask if name is None else (name, mask))
+                kwargs[f"input_{stage}_nodes"] = mask if name is None else (name, mask)
         return kwargs
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
@@ -20,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, fails_alone, meet
+from lightning_gnn.runtime.lazy_modules import initialize, uninitialized
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.notebook import NotebookLauncher
 
@@ -37,6 +41,12 @@ def _leave(process: int) -> None:
     """
     if os.getpid() == process and dist.is_initialized() and not WatchedRanks.any_failed:
         dist.destroy_process_group()
+
+
+def _can_run_again() -> bool:
+    """Say whether this program is a file or a module, which other processes can run too."""
+    program = sys.modules["__main__"]
+    return program.__spec__ is not None or Path(getattr(program, "__file__", "")).is_file()
 
 
 class WatchedRanks(ParallelStrategy, ABC):
@@ -66,7 +76,7 @@ class WatchedRanks(ParallelStrategy, ABC):
         self.sync_gradients = True
         """Whether gradients are reduced over the ranks; not while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
-        self._failed = False
+        self._failed = self._lazy = False
 
     @override
     def _configure_launcher(self) -> None:
@@ -82,6 +92,11 @@ class WatchedRanks(ParallelStrategy, ABC):
             )
         elif _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
             self._launcher = NotebookLauncher(self)
+        elif not (self.cluster_environment.creates_processes_externally or _can_run_again()):
+            raise ValueError(
+                f"{self.num_processes} processes cannot be started from python -c, standard input or a pipe, which "
+                "they would have to run again: save the program as a file, or start it in a notebook"
+            )
         else:
             super()._configure_launcher()
 
@@ -110,6 +125,30 @@ class WatchedRanks(ParallelStrategy, ABC):
             store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", default)  # type: ignore[attr-defined]
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
             self._heartbeats.start()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Leave lazy modules out of what is made equal on all ranks, until :meth:`initialize_lazy`."""
+        module: Any = self.lightning_module
+        kept, lazy = getattr(module, "_ddp_params_and_buffers_to_ignore", []), list(uninitialized(module))
+        module._ddp_params_and_buffers_to_ignore, self._lazy = [*kept, *lazy], bool(lazy)
+        super().setup(trainer)
+        module._ddp_params_and_buffers_to_ignore = kept
+
+    def initialize_lazy(self, step: Callable[..., object], *args: Any, **kwargs: Any) -> bool:
+        """Initialize lazy modules with the first mini-batch, as a plain Trainer does, equally on all ranks.
+
+        Args:
+            step: The module's, which is called only where there are such modules.
+            *args: Of the step.
+            **kwargs: Of the step.
+
+        Returns:
+            Whether there were any.
+        """
+        lazy, self._lazy = self._lazy, False
+        assert self.lightning_module is not None
+        return lazy and initialize(self.lightning_module, lambda: step(*args, **kwargs))
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -69,6 +69,7 @@ class MiniBatchDataModule(ResumableDataModule):
     """What the loaders go over: ``"node"`` or ``"link"``."""
     _first_layer: FirstLayer | None = None
     _disk: OnDisk | None = None
+    _size_before: int | None = None
 
     def __init__(
         self,
@@ -382,12 +383,14 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        return {"seed": self.seed, "precompute": self.precompute, **super().state_dict()}
+        own = {"seed": self.seed, "precompute": self.precompute, "batch_size": self.batch_size}
+        return {**own, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
         super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
+        self._size_before = state_dict.get("batch_size")
         if (before := state_dict.get("precompute")) != self.precompute:
             rank_zero_warn(
                 f"the checkpoint was trained with precompute={before!r}, but this run has precompute="
@@ -404,6 +407,14 @@ class MiniBatchDataModule(ResumableDataModule):
             self._begun = progress.total.ready
         if first and progress.total.ready != self._begun:
             return 0  # a pass of the user's own; the Trainer's alone skips batches when it is resumed
+        goes_on = 0 < first < self.trainer.num_training_batches
+        if goes_on and self._size_before not in (None, self.batch_size):
+            rank_zero_warn(
+                f"the checkpoint lies in the middle of an epoch of batch_size={self._size_before}, but this run has "
+                f"batch_size={self.batch_size}: the epoch goes on after {first} mini-batches of the new size, so that "
+                "some seeds are trained on twice or not at all in it"
+            )
+        self._size_before = None
         self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
         self.draw_order(first)
         return first

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
 from torch_geometric.typing import EdgeType
+from typing_extensions import Unpack
 
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
@@ -21,6 +22,7 @@ from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
 from lightning_gnn.sampling.neighbor import Fanouts
+from lightning_gnn.sampling.options import LoaderOptions
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
 _MOST_WEIGHTS = 1 << 24
@@ -142,10 +144,10 @@ class LinkDataModule(MiniBatchDataModule):
         store: str | Path | Mapping[str, str | Path] | None = None,
         verify_store: bool = False,
         eval_loader_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LoaderOptions],
     ) -> None:
-        kwargs = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, share_memory)
+        options = {"num_workers": num_workers, **kwargs}
+        super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
         if exclude_seed_edges:
             self._sampling["exclude_seed_edges"] = exclude_seed_edges
         disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}

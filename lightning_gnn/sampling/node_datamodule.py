@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import NodeType
+from typing_extensions import Unpack
 
 from lightning_gnn.graph.checks import check_labels, check_nodes
 from lightning_gnn.nn.full_batch import mask_of
@@ -20,6 +21,7 @@ from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import Fanouts
+from lightning_gnn.sampling.options import LoaderOptions
 
 
 class NeighborDataModule(MiniBatchDataModule):
@@ -124,10 +126,10 @@ class NeighborDataModule(MiniBatchDataModule):
         store: str | Path | Mapping[str, str | Path] | None = None,
         verify_store: bool = False,
         eval_loader_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LoaderOptions],
     ) -> None:
-        kwargs = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, kwargs, eval_loader_kwargs, inference, share_memory)
+        options = {"num_workers": num_workers, **kwargs}
+        super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
         disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
         self._take_graph(
             data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute, disk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader
@@ -48,6 +48,29 @@ SAMPLING = (
     "batch_dependency",
 )
 """Options of the sampler that DataModules hand on to it, beside those that are arguments of their own."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The keywords that DataModules hand on to their sampler and loaders, for tools that read signatures."""
+
+    sampler: Any
+    shuffle: bool | None
+    drop_last: bool
+    batch_sampler: Any
+    prefetch_factor: int | None
+    pin_memory: bool
+    transform: Callable[[Any], Any] | None
+    transform_sampler_output: Callable[[Any], Any] | None
+    thread_safe: bool
+    sparse_grad: bool
+    subgraph_type: str
+    time_attr: str | None
+    temporal_strategy: str
+    time_window: float | None
+    weight_attr: str | None
+    layer_dependency: bool
+    batch_dependency: int
+
 
 _LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 _SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend", *SAMPLING, "exclude_seed_edges")

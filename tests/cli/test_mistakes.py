@@ -1,9 +1,11 @@
 """What users mistype: one line that names the value and what to do, exit code 2, and nothing is loaded or left."""
 
 import re
+import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_gnn.cli import main as cli
@@ -48,6 +50,18 @@ BUILT = {
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0 must be at least 1",
     "trainer.strategy=hyscal": "trainer.strategy=hyscal is unknown (did you mean hyscale?)",
     "+trainer.max_epoch=3": "trainer: Trainer does not take max_epoch=3 (did you mean max_epochs?); leave it out",
+    "+trainer.logger=true": "trainer.logger=true has no effect, the command sets it: choose logger=OPTION, or add one "
+    "with +logger.NAME._target_=CLASS",
+    "+trainer.default_root_dir=x": "trainer.default_root_dir='x' has no effect, the command sets it: give output_dir=",
+    "+trainer.callbacks=[{_target_:lightning_gnn.callbacks.Throughput,epoch:3}]": "trainer.callbacks[0]: Throughput "
+    "does not take epoch=3",
+    "+trainer.enable_checkpointing=false +trainer.callbacks._target_=pytorch_lightning.callbacks.ModelCheckpoint": (
+        "trainer: Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks"
+    ),
+    "+task.model={}": "task.model={} has no effect, the command sets it: choose model=OPTION",
+    "+task.num_classes=99": "task.num_classes=99 has no effect, the command sets it: they are counted in the labels",
+    "+datamodule.data=x": "datamodule.data='x' has no effect, the command sets it: choose data=OPTION",
+    "task=link +datamodule.input_val_edges=[[0],[1]]": "has no effect, the command sets it: task.split decides",
     "seed=-1": "seed=-1 must be a whole number from 0 to 4294967295",
     "seed=18446744073709551616": "seed=18446744073709551616 must be a whole number from 0 to 4294967295",
     "seed=1.5": "seed=1.5 must be a whole number",
@@ -159,3 +173,31 @@ def test_the_edges_of_a_graph_in_csc_order_are_counted(tmp_path, capfd):
     assert "600 nodes, 4,000 edges" in capfd.readouterr().out
     assert plan(tmp_path / "plan", *given, "strategy=hyscale", base=base) == 0
     assert "600 nodes, 4,000 edges" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["--config-dir DIR predict K", "predict K --config-dir DIR", "K predict -cd DIR"])
+def test_a_command_and_its_options_may_come_in_any_order(tmp_path, monkeypatch, capfd, order):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("_target_: lightning_gnn.nn.GraphSAGE\nwidth: 4\n")
+    given = order.replace("DIR", str(tmp_path)).replace("K", "model=mine --cfg job seed=3").split()
+    monkeypatch.setattr("sys.argv", ["lgnn", *given])
+    cli.main()
+    shown = capfd.readouterr().out
+    assert all(line in shown.splitlines() for line in ("mode: predict", "seed: 3", "  width: 4"))
+    assert sys.argv == ["lgnn", "mode=predict", *(item for item in given if item != "predict")]
+
+
+def test_a_saved_run_is_rebuilt_with_configurations_from_elsewhere(tmp_path, capfd):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text(
+        "_target_: lightning_gnn.nn.GraphSAGE\nhidden_channels: 5\nnum_layers: 2\nin_channels: null\n"
+        "out_channels: null\n"
+    )
+    found = [f"--config-dir={tmp_path}"]
+    assert lgnn(tmp_path / "run", *found, "model=mine", "trainer.max_epochs=1", base=[*NODE[:5], *NODE[6:]]) == 0
+    saved = f"ckpt_path={tmp_path}/run/checkpoints/best.ckpt"
+    assert lgnn(tmp_path / "out", *found, "predict", saved, "seed=1", base=[]) == 0
+    assert "rebuilt from the configuration saved in" in capfd.readouterr().out
+    assert np.load(tmp_path / "out/predictions.npy").shape == (600, 3)
+    assert lgnn(tmp_path / "again", "--config-dir=nowhere", "predict", saved, base=[]) == 2
+    assert "error: --config-dir nowhere: there is no such folder" in capfd.readouterr().err

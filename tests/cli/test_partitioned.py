@@ -46,25 +46,33 @@ def test_exact_inference_in_parts(parts, tmp_path):
     assert scores(tmp_path / "parts") == pytest.approx(scores(tmp_path / "whole"), rel=1e-6)
 
 
-def test_links_train_as_on_the_whole_graph(tmp_path, capfd):
+RATINGS = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_links_train_as_on_the_whole_graph(tmp_path, capfd, typed):
     split = ["task=link", "task.split.num_train=400", "task.split.num_val=60", "task.split.num_test=60"]
+    drawn = ["data=ratings_synthetic", *RATINGS] if typed else GRAPH
     parts, sampled = tmp_path / "cut", [item for item in SAMPLED if not item.startswith("datamodule=")]
-    assert partition_command.main([*GRAPH, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
+    assert partition_command.main([*drawn, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
     split.append("task.lr=0.01")  # which follows from the data set where nothing is said
-    assert lgnn(tmp_path / "whole", *split, base=[*GRAPH, *sampled]) == 0
-    of_parts = ["datamodule=partitioned_link", f"datamodule.root={parts}"]
+    split += ["model=hetero_sage", "model.hidden_channels=8"] * typed
+    assert lgnn(tmp_path / "whole", *split, base=[*drawn, *sampled]) == 0
+    of_parts = [*["data=partitioned"] * typed, "datamodule=partitioned_link", f"datamodule.root={parts}"]
     assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0
     weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
     assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
+    if typed:
+        return
     capfd.readouterr()
     assert lgnn(tmp_path / "nodes", *of_parts, base=sampled) == 2
     assert "use one with labels, or task=link" in capfd.readouterr().err
 
 
 def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
-    drawn = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
+    drawn = RATINGS
     split = ["task=recommend", "task.split.num_val=0.01"]
     sampled = [
         "model.hidden_channels=8", "model.num_layers=2", "datamodule.num_neighbors=[3,3]", "datamodule.batch_size=64",

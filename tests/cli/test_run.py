@@ -9,9 +9,11 @@ import pytest
 import torch
 from filelock import FileLock
 from hydra import compose, initialize_config_module
+from pytorch_lightning.callbacks import EarlyStopping
 from torch_geometric.data import Data
 
-from lightning_gnn.cli.assemble import build_data, build_task, split_links
+from lightning_gnn.cli.assemble import build_data, build_task, build_trainer
+from lightning_gnn.cli.splits import split_links
 from lightning_gnn.graph import save_hetero_folder, write_rows
 from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.graph.synthetic_hetero import planted_papers
@@ -91,6 +93,27 @@ def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
     }  # the same edges with the same labels
     assert lgnn(tmp_path, "trainer.limit_test_batches=1", "datamodule.batch_size=20", base=LINK) == 0
     assert 0 < metrics_of(tmp_path)["test_auc"] <= 1
+
+
+def test_what_is_given_to_the_trainer_itself_counts_too(tmp_path, capfd):
+    more = ["+trainer.callbacks=[{_target_:pytorch_lightning.callbacks.EarlyStopping,monitor:val_accuracy}]"]
+    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+        given = [f"output_dir={tmp_path}", *NODE]
+        plain = build_trainer(compose("train", overrides=given))
+        added = build_trainer(compose("train", overrides=[*given, *more]))
+        off = ["+trainer.logger=false", "+trainer.enable_checkpointing=false"]
+        without = build_trainer(compose("train", overrides=[*given, *off]))
+    assert [type(item) for item in added.callbacks if not isinstance(item, EarlyStopping)] == [
+        type(item) for item in plain.callbacks
+    ]
+    assert [item.monitor for item in added.early_stopping_callbacks] == ["val_accuracy"]
+    assert (added.loggers, added.checkpoint_callbacks) != ([], [])
+    assert (without.loggers, without.checkpoint_callbacks) == ([], [])
+    assert lgnn(tmp_path / "monitor", *more) == 2
+    assert "error: Early stopping conditioned on metric `val_accuracy` which is not avail" in capfd.readouterr().err
+    assert lgnn(tmp_path / "off", *off) == 0
+    assert not {"logs", "checkpoints"} & {path.name for path in (tmp_path / "off").iterdir()}
+    assert metrics_of(tmp_path / "off")["test_acc"] >= 0
 
 
 def test_a_folder_is_written_by_one_run_at_a_time(tmp_path, capfd):

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gnn.hyscale.buffers import SharedBuffers, uncounted
+from lightning_gnn.hyscale.buffers import SharedBuffers
+from lightning_gnn.runtime.lazy_modules import uncounted
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 

@@ -1,6 +1,8 @@
 """What hybrid training cannot do is said before it begins, with what to do instead."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import pytorch_lightning as pl
@@ -253,3 +255,18 @@ def test_what_was_refused_leaves_nothing_behind_and_what_is_like_it_works(place,
     for _, weights in found:
         for name, value in state(module).items():
             torch.testing.assert_close(weights[place][name], value, rtol=1e-12, atol=1e-13)
+
+
+def test_a_program_that_cannot_be_run_again_is_refused_before_anything_starts():
+    program = """
+import pytorch_lightning as pl, lightning_gnn
+for strategy in (lightning_gnn.HyScaleStrategy(cpu_trainers=2), "ascend_hybrid"):
+    try:
+        pl.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+    except ValueError as error:
+        print(error)
+"""
+    said = "2 processes cannot be started from python -c, standard input or a pipe, which they would have to run again"
+    for given in (["-"], ["-c", program]):
+        ended = subprocess.run([sys.executable, *given], input=program, capture_output=True, text=True, check=True)
+        assert ended.stdout.count(said) == 2

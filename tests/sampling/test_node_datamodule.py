@@ -1,3 +1,6 @@
+import re
+import warnings
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -132,6 +135,21 @@ def test_a_resumed_run_keeps_its_seed(tmp_path):
     resumed = Model()
     trainer(callbacks=[saver]).fit(resumed, datamodule(), ckpt_path=tmp_path / "step=3.ckpt")
     assert resumed.history == whole.history[3:]
+
+
+def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = Model()
+    trainer(callbacks=[saver]).fit(whole, datamodule())
+    steps = len(whole.history) // 3
+    said = "in the middle of an epoch of batch_size=.*, but this run has batch_size=40: the epoch goes on after 2 mini"
+    for step, batch_size, warned in ((2, 40, True), (2, 32, False), (steps, 40, False)):
+        resumed = datamodule(batch_size=batch_size)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer().fit(Model(), resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert any(re.search(said, str(warning.message)) for warning in found) == warned, step
+        assert any("in the middle of an epoch" in str(warning.message) for warning in found) == warned, step
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
 from lightning_gnn.nn.type_modules import TypeLinear
 
 Channels = int | Mapping[NodeType, int]
+BACK = (
+    "add reverse edges (lgnn convert … undirected=true, or PyG's ToUndirected), or choose RGCN or HGT, which keep the "
+    "types that no edges reach"
+)
+"""What to do about a type of nodes without edges to it."""
 
 
 class _HeteroGNN(nn.Module):
@@ -80,7 +85,9 @@ class _HeteroGNN(nn.Module):
         for layer in range(num_layers):
             read = [kind for kind in self.edge_types if kind[0] in alive and kind[2] in alive]
             if not read:
-                raise ValueError(f"no edge type is left for layer {layer + 1}: none comes from a type that is reached")
+                raise ValueError(
+                    f"no edge type is left for layer {layer + 1}: none comes from a type that edges reach; {BACK}"
+                )
             channels = out_channels if layer == num_layers - 1 else hidden_channels
             self.convs.append(self._conv(width, channels, read, last=layer == num_layers - 1, **layer_options))
             self.layers.append(read)
