@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.collective.arrivals import Arrivals
+from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
@@ -242,7 +244,9 @@ class DeviceRoutes:
         """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
         slot, ring = source.slot, self.ring
         if slot is None or ring is None:
-            batch = source.prepared.batch if self.device.type == "cpu" else source.prepared.batch.to(self.device)
+            batch = source.prepared.batch
+            if self.device.type != "cpu":
+                batch = moved(batch, lambda batch: batch.to(self.device))
             return DeviceBatch(replace(source.prepared, batch=batch))
         # A batch of PyG changes in place, and this one is still needed if the device has no room.
         batch = copy.copy(source.prepared.batch)
@@ -285,7 +289,8 @@ class DeviceRoutes:
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":
             return batch.apply(lambda tensor: tensor.clone() if slot.may_own(tensor) else tensor)
-        return batch.apply(lambda tensor: tensor.to(self.device, non_blocking=non_blocking))
+        there = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
+        return moved(batch, lambda batch: batch.apply(there))
 
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self.device)

@@ -15,6 +15,27 @@ from torch import Tensor
 _Array = npt.NDArray[Any]
 
 
+def as_times(time: Any, name: str) -> Tensor:
+    """Return times that the user gave as a tensor.
+
+    Args:
+        time: Tensor, array or sequence of numbers.
+        name: For messages.
+
+    Raises:
+        TypeError: They are dates, or no numbers at all.
+    """
+    if isinstance(time, Tensor):
+        return time
+    array = np.asarray(time)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(
+            f"{name} must be numbers, those of nodes, edges, seeds and time_window in one unit, but are {array.dtype}: "
+            "torch.from_numpy(np.asarray(times, 'datetime64[s]').astype('int64')) gives dates in seconds"
+        )
+    return torch.as_tensor(array)
+
+
 def ordered_times(time: object, name: str, floating: bool) -> Tensor:
     """Return times as int64 in the same order; floating ones as the integers in whose order their bits are.
 
@@ -28,7 +49,7 @@ def ordered_times(time: object, name: str, floating: bool) -> Tensor:
         ValueError: It does not have one dimension, or holds NaN.
     """
     if not isinstance(time, Tensor) or time.dtype == torch.bool or time.is_complex():
-        kind = time.dtype if isinstance(time, Tensor) else type(time).__name__
+        kind = as_times(time, name).dtype if isinstance(time, Tensor | np.ndarray) else type(time).__name__
         raise TypeError(f"{name} must be an integer or floating tensor, but are {kind}")
     if time.dim() != 1:
         raise ValueError(f"{name} must have one dimension, but have the shape {list(time.shape)}")
@@ -79,9 +100,9 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
 
 def check_window(window: object) -> None:
     """Raise a ValueError unless this is a number above 0, or None."""
-    number = isinstance(window, Real) and not isinstance(window, bool)
+    number = isinstance(window, Real) and not isinstance(window, bool | np.timedelta64)
     if window is not None and not (number and float(window) > 0):  # type: ignore[arg-type]
-        raise ValueError(f"time_window must be a number above 0, but is {window!r}")
+        raise ValueError(f"time_window must be a number above 0, in the unit of the times, but is {window!r}")
 
 
 def _whole(time: Tensor) -> Tensor:

@@ -64,13 +64,6 @@ def overrides_transfer(module: pl.LightningModule) -> bool:
     )
 
 
-def input_dtype(precision: Precision) -> torch.dtype | None:
-    """Return what floating inputs must be converted to; Lightning leaves batches of PyG out."""
-    if isinstance(precision, DoublePrecision):
-        return torch.float64
-    return precision._desired_input_dtype if isinstance(precision, HalfPrecision) else None
-
-
 def check_precision(precision: Precision, trainers: Trainers) -> None:
     """Refuse a precision that one of the devices does not have.
 

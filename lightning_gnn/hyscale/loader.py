@@ -18,8 +18,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.transfer import Transfer, converted
+from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline, Step
+from lightning_gnn.runtime.precision import converted
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.loader import PreparationTimes, Prepared, Slice, Task, ThreadedNodeLoader
 from lightning_gnn.sampling.look_ahead import LookAhead

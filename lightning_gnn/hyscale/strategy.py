@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.buffers import SharedBuffers
-from lightning_gnn.hyscale.checks import check_precision, check_training, input_dtype, overrides_transfer
+from lightning_gnn.hyscale.checks import check_precision, check_training, overrides_transfer
 from lightning_gnn.hyscale.first_mapping import (
     begin_sampling,
     find_sampling,
@@ -66,7 +66,7 @@ from lightning_gnn.hyscale.options import (
 from lightning_gnn.hyscale.random_streams import OwnStream
 from lightning_gnn.hyscale.rank_group import RankGroup
 from lightning_gnn.hyscale.shared_log import SharedLog
-from lightning_gnn.hyscale.transfer import Transfer, converted
+from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import match_device
@@ -75,6 +75,7 @@ from lightning_gnn.runtime.heartbeat import fails_alone
 from lightning_gnn.runtime.lazy_modules import uncounted
 from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
 from lightning_gnn.runtime.messages import closest, keywords_of
+from lightning_gnn.runtime.precision import convert_batches, input_dtype
 from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
@@ -400,6 +401,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
         assert self.lightning_module is not None
+        convert_batches(trainer)  # of any loader
         if self._alone:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
@@ -662,10 +664,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         if self._group is not None:
             found = self._group.objects(found)[self.global_rank - self.local_rank]
         return found  # type: ignore[no-any-return]
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return super().batch_to_device(converted(batch, input_dtype(self.precision_plugin)), device, dataloader_idx)
 
     # -- training
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import used_on, works
 
 TRANSFER_DTYPES = (None, "float16", "int8")
@@ -80,7 +81,7 @@ class Transfer:
             if self._packs(store):
                 packed[place] = PackedRows.pack(store[_FEATURES], str(self.dtype))
                 store[_FEATURES] = packed[place].values
-        batch = self._move(batch)
+        batch = moved(batch, self._move)
         for place, rows in packed.items():
             store = batch.stores[place]
             scales = None if rows.scales is None else rows.scales.to(self.device)
@@ -116,15 +117,3 @@ class Transfer:
 
 def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.is_cpu and not tensor.is_pinned() else tensor
-
-
-def converted(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return a batch of PyG with floating attributes of another dtype, which Lightning's precision plugins leave out.
-
-    Args:
-        batch: Anything; only batches of PyG are changed.
-        dtype: None changes nothing.
-    """
-    if dtype is None or not isinstance(batch, BaseData):
-        return batch
-    return batch.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

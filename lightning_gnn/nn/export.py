@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +22,15 @@ if TYPE_CHECKING:  # which takes a second to import
 
 _NUM_NODES, _NUM_EDGES = 5, 7
 """Of the graph that the program is made on; others have any numbers of both."""
+_REFUSED = {
+    "data-dependent": "a program's course must not depend on values of tensors",
+    "Constraints violated": "it would fit this number of nodes or edges alone",
+}
+"""What torch.export says, and what that means here."""
+_INSTEAD = (
+    "; use another layer, such as aggr='mean', 'sum', 'max', 'std' or 'softmax', or serve the module itself from its "
+    "checkpoint"
+)
 
 
 def export_program(
@@ -66,12 +79,46 @@ def export_program(
     if edge_weight:
         shapes["edge_weight"] = {0: num_edges}
         given.append(torch.ones(_NUM_EDGES))
+    running: list[tuple[str, nn.Module]] = []
+    for path, layer in plain.model.named_modules():
+        layer.register_forward_pre_hook(lambda layer, _, path=path: running.append((path, layer)))
+        layer.register_forward_hook(lambda *_: (running.pop(), None)[1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _without_traces():
             return export(plain, tuple(given), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # of many kinds
-        name, reason = type(plain.model).__name__, str(error).strip().partition("\n")[0]
+        name, reason = type(plain.model).__name__, _reason(error, running)
         raise ValueError(f"{name} cannot be exported for {num_features} features: {reason}") from error
+
+
+def _reason(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
+    """Say in short why an export has failed, in which layer, and what to do.
+
+    Args:
+        error: What was raised.
+        running: The layers that were running, with their names, the innermost last.
+    """
+    text, fix = textwrap.shorten(str(error).strip().partition("\n")[0], 200), ""
+    for sign, reason in _REFUSED.items():
+        if sign in text:
+            text, fix = reason, _INSTEAD
+    path, layer = running[-1] if running else ("", None)
+    return f"{text}{f', in {type(layer).__name__} ({path})' if path else ''}{fix}"
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keep from the user what torch.export prints and logs when it fails: the whole graph as far as it was traced."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "export._trace")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def export_onnx(
@@ -106,6 +153,9 @@ def export_onnx(
             external_data=False,
             verbose=verbose,
         )
+    except Exception as error:  # of many kinds
+        name = type(getattr(model, "model", model)).__name__
+        raise ValueError(f"{name} cannot be written as ONNX: {_reason(error, [])}") from error
     finally:
         logger.setLevel(level)
     return Path(path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import MeanMetric, Metric
@@ -21,8 +22,10 @@ from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import Elsewhere
 from lightning_gnn.nn.models import num_layers, trims_exactly
+from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
 from lightning_gnn.nn.sparse_gradients import with_values
 from lightning_gnn.nn.split_optimizer import SplitOptimizer
+from lightning_gnn.runtime.precision import convert_batches
 
 _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
@@ -79,7 +82,8 @@ class GNNModule(pl.LightningModule):
         """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
-        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
+        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows: the edges are looked at,
+        on a device those only that are not known to be as they were sampled. In evaluation, a whole
         graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
         any, replaces the aggregation of the first layer. A warning tells, once, where mini-batches have another number
         of hops than the model has layers. Features of 16 bits are widened for a model of float32, except under
@@ -116,26 +120,20 @@ class GNNModule(pl.LightningModule):
         whole = isinstance(batch.edge_index, CompressedGraph | Elsewhere)
         if whole and batch.get("inference") is not None and not self.training:
             shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
-            rows: Tensor = batch.inference.run(self.model, x, batch.edge_index, **shown, **extra)
+            with self._explained({"x": batch.x}):
+                rows: Tensor = batch.inference.run(self.model, x, batch.edge_index, **shown, **extra)
             return rows
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
-        try:
+        with self._explained({"x": batch.x}):
             out: Tensor = self.model(x, batch.edge_index, **extra)
-        except RuntimeError as error:
-            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-            if "dtype" not in str(error) or batch.x.dtype in weights or len(weights) != 1:
-                raise
-            (wanted,) = weights
-            raise TypeError(
-                f"x is {batch.x.dtype}, but the model's weights are {wanted}: use x.to({wanted})"
-            ) from error
         return out
 
     def _forward_types(self, batch: HeteroData) -> Any:
         """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
         if (inference := getattr(batch, "inference", None)) is not None and not self.training:
-            rows: dict[str, Tensor] = inference.run_types(self.model, self.embeddings, self._stop_if_told)
+            with self._explained({f"x of {name!r}": x for name, x in batch.collect("x", True).items()}):
+                rows: dict[str, Tensor] = inference.run_types(self.model, self.embeddings, self._stop_if_told)
             return rows
         found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
         if featureless := [name for name in batch.node_types if name not in found]:
@@ -143,20 +141,40 @@ class GNNModule(pl.LightningModule):
                 f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
                 f"{type(self).__name__}(…, embeddings=TypeEmbeddings(data, 64))"
             )
+        trims = self._forward_arguments.issuperset(_COUNTS_BY_TYPE) and in_sampled_order(
+            batch, {name: found[name].size(0) for name in batch.node_types}
+        )
         extra = {
             name: values
-            for name in ("edge_weight_dict", "edge_attr_dict", *(_COUNTS_BY_TYPE if _counts_hold(batch) else ()))
+            for name in ("edge_weight_dict", "edge_attr_dict", *(_COUNTS_BY_TYPE if trims else ()))
             if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
         }
         self._compare_hops(batch)
         self._tell_unfused(batch)
         x_dict = {name: self._widened(found[name]) for name in batch.node_types}
-        out = self.model(x_dict, batch.edge_index_dict, **extra)
+        with self._explained({f"x of {name!r}": x for name, x in x_dict.items()}):
+            out = self.model(x_dict, batch.edge_index_dict, **extra)
         if not isinstance(out, Mapping):
             raise TypeError(
                 f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
             )
         return out
+
+    @contextmanager
+    def _explained(self, features: Mapping[str, Tensor]) -> Iterator[None]:
+        """Say which features are of another dtype than the weights, where torch has refused to multiply them."""
+        try:
+            yield
+        except (RuntimeError, TypeError) as error:
+            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+            others = [(name, x.dtype) for name, x in features.items() if x.dtype not in weights]
+            if "type" not in str(error) or not others or len(weights) != 1:
+                raise
+            (name, dtype), (wanted,) = others[0], weights
+            fix = " or Trainer(precision='64-true')" if dtype == torch.float64 else ""
+            raise TypeError(
+                f"{name} is {dtype}, but the model's weights are {wanted}: use x.to({wanted}){fix}"
+            ) from error
 
     def _widened(self, x: Tensor) -> Tensor:
         """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
@@ -224,15 +242,29 @@ class GNNModule(pl.LightningModule):
         if any(getattr(callback, "signal", None) is not None for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise KeyboardInterrupt
 
+    def setup(self, stage: str) -> None:
+        """Let the trainer convert batches of PyG to its precision, as it converts tensors."""
+        convert_batches(self.trainer)
+
+    def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
+        """Move a batch, and note that its edges are as they were sampled, which a device would have to be asked.
+
+        To override the hook itself would hide the user's own, or make Lightning warn of that.
+        """
+        call = partial(super()._call_batch_hook, hook_name)
+        owners = (self, getattr(self._trainer, "datamodule", None))
+        if hook_name != "transfer_batch_to_device" or any(is_overridden(hook_name, owner) for owner in owners):
+            return call(*args)
+        return moved(args[0], lambda batch: call(batch, *args[1:]))
+
     def _trims(self, batch: Data) -> bool:
         if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:
             return False
         if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
             return False
-        if not _counts_hold(batch):
-            return False
         hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
-        return trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
+        exact = trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
+        return exact and in_sampled_order(batch, {None: batch.x.size(0)})
 
     def configure_optimizers(self) -> Any:
         """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.
@@ -295,29 +327,6 @@ class GNNModule(pl.LightningModule):
         mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
-
-
-def _counts_hold(batch: Data | HeteroData) -> bool:
-    """Say whether the edges are those that were sampled: a transform may have added, dropped or moved some since.
-
-    Where they would have to be waited for, on a device, their number alone tells.
-    """
-    for store in batch.edge_stores:
-        edges, counts = store.get("edge_index"), store.get("num_sampled_edges")
-        if counts is None or not isinstance(edges, Tensor):
-            continue
-        counts = [int(count) for count in counts]
-        if sum(counts) != edges.size(1):
-            return False
-        nodes = (batch[store._key[2]] if isinstance(batch, HeteroData) else store).get("num_sampled_nodes")
-        if not edges.is_cpu or nodes is None:
-            continue
-        # What is sampled in a hop leads to nodes that were found before it.
-        found = accumulate(int(count) for count in nodes)
-        for hop, num_targets in zip(torch.split(edges[1], counts), found, strict=False):
-            if hop.numel() and int(hop.max()) >= num_targets:
-                return False
-    return True
 
 
 def _num_hops(batch: Data | HeteroData) -> int | None:

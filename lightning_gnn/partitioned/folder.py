@@ -184,7 +184,11 @@ def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[An
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 value = torch.from_numpy(value)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
-                raise TypeError(f"{where} has a row per {kind}, but is {type(value).__name__}: only arrays are split")
+                of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+                raise TypeError(
+                    f"{where} has a row per {kind}, but is {type(value).__name__}{of}: only arrays of numbers are "
+                    "split, and dates become integers by astype('datetime64[s]').astype('int64')"
+                )
             if value.requires_grad:
                 raise TypeError(f"{where} is trained, but rows of parts are read alone; make it part of the model")
             if data.__cat_dim__(key, value, store) != 0:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
+from lightning_gnn.nn.sampled_edges import remember
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.persistent.ahead import Ahead
 from lightning_gnn.persistent.exchange import Exchange
@@ -54,7 +55,10 @@ class _OnDevice:
     def _join(self, out: SamplerOutput | HeteroSamplerOutput) -> tuple[Any, dict[tuple[Any, str], Tensor]]:
         with self.exchange.together() if self.exchange is not None and self._shares_rows else nullcontext():
             batch, left = super()._join(out)  # type: ignore[misc]
-        return apply_now(batch, self._sent), left
+        batch = apply_now(batch, self._sent)
+        if self.samples_alone:  # type: ignore[attr-defined]
+            remember(batch)
+        return batch, left
 
     def _sent(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
 from lightning_gnn.runtime.heartbeat import fails_alone
+from lightning_gnn.runtime.precision import convert_batches
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 _HALF = (1 << 32) - 1
@@ -47,10 +48,11 @@ class ResumableDataModule(pl.LightningDataModule):
     """Whether the ranks of one machine use one copy of :meth:`large_arrays`."""
 
     def setup(self, stage: str) -> None:
-        """Let the trainer write checkpoints that a crash cannot damage, and the ranks of a machine share memory."""
+        """Let the trainer convert batches to its precision and write files that a crash cannot damage; share memory."""
         self._begun = None
         if self.trainer is not None:
             use_safe_files(self.trainer)
+            convert_batches(self.trainer)
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.share_memory and grouped and self._world_size > 1:
             share_equal_arrays(self.large_arrays())

@@ -19,6 +19,7 @@ from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.disk_features import DiskFeatures
+from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
@@ -219,7 +220,7 @@ class MiniBatchDataModule(ResumableDataModule):
             raise ValueError(f"{name} is given, but edges have no times: give time_attr")
         if count is None:
             raise ValueError(f"{name} is given without the {what} that it is of")
-        time = torch.as_tensor(time)
+        time = as_times(time, name)
         if time.shape != (count,):
             raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {count} {what}")
         return time

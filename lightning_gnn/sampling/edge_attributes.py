@@ -10,6 +10,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 
 Graph = CSCGraph | HeteroCSCGraph
@@ -34,7 +35,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     if name is None:
         return graph, None
     if isinstance(data, Data) and isinstance(graph, CSCGraph):
-        time = _attribute(data, name).cpu()
+        time = as_times(_attribute(data, name), f"data.{name}").cpu()
         if data.is_node_attr(name):
             return graph.with_source_time(time), time
         if data.is_edge_attr(name) or time.numel() == graph.num_edges:
@@ -44,10 +45,16 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
         raise ValueError(f"time_attr={name!r} needs the graph as Data or HeteroData, which have attributes")
     of_nodes = {store._key: store[name] for store in data.node_stores if name in store}
     of_edges = {store._key: store[name] for store in data.edge_stores if name in store}
-    if bool(of_nodes) == bool(of_edges):
-        both = "both nodes and edges have" if of_nodes else "no node type and no edge type has"
-        raise ValueError(f"{both} times called {name!r}: give those of nodes, or those of edges")
-    given = {key: torch.as_tensor(time).cpu() for key, time in {**of_nodes, **of_edges}.items()}
+    if not of_nodes and not of_edges:
+        raise ValueError(f"no node type and no edge type has times called {name!r}: give those of nodes, or of edges")
+    if of_nodes and of_edges:
+        node, edge = repr(next(iter(of_nodes))), repr(next(iter(of_edges)))
+        raise ValueError(
+            f"nodes of {node} and edges of {edge} have times called {name!r}: rename what is not to be sampled by, as "
+            f"data[{node}].node_{name} = data[{node}].pop({name!r}) or data[{edge}].edge_{name} = "
+            f"data[{edge}].pop({name!r})"
+        )
+    given = {key: as_times(time, f"{name!r} of {key}").cpu() for key, time in {**of_nodes, **of_edges}.items()}
     of_nodes = {key: given[key] for key in of_nodes}
     floating = any(time.is_floating_point() for time in given.values())
 
@@ -81,7 +88,7 @@ def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
     if graph.is_temporal:
         raise ValueError(f"there is no weighted temporal sampling: leave out weight_attr={name!r}, or time_attr")
     if isinstance(data, Data) and isinstance(graph, CSCGraph):
-        return graph.with_weight(_attribute(data, name))
+        return graph.with_weight(torch.as_tensor(_attribute(data, name)))
     if not isinstance(data, HeteroData) or not isinstance(graph, HeteroCSCGraph):
         raise ValueError(f"weight_attr={name!r} needs the graph as Data or HeteroData, which have attributes")
     given = {store._key: store[name] for store in data.edge_stores if name in store}
@@ -97,8 +104,8 @@ def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
     return graph.map_relations(weighted)
 
 
-def _attribute(data: Data, name: str) -> Tensor:
+def _attribute(data: Data, name: str) -> Any:
     value = data.get(name)
     if value is None:
         raise ValueError(f"data has no attribute {name!r}; it has {', '.join(sorted(data.keys()))}")
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+    return value

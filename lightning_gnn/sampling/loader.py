@@ -28,6 +28,7 @@ from torch_geometric.typing import TensorFrame
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.disk_features import Announced, DiskFeatures
+from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
 from lightning_gnn.ops.hashing import key_of_part
@@ -155,6 +156,9 @@ class _ThreadedLoader:
     ) -> None:
         kind = "node" if isinstance(self, NodeLoader) else "link"
         kwargs = checked_options(kwargs, kind, keywords_of(type(self)))
+        for name in ("input_time", "edge_label_time"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = as_times(kwargs[name], name)
         if isinstance(args[0] if args else kwargs.get("data"), Data):
             for name in ("input_nodes", "edge_label_index"):
                 refuse_type(kwargs.get(name), name, "node" if name == "input_nodes" else "edge")
@@ -249,11 +253,17 @@ class _ThreadedLoader:
         return type(self).filter_fn is _ThreadedLoader.filter_fn
 
     @property
+    def samples_alone(self) -> bool:
+        """Whether a subgraph is as a sampler of this package has made it."""
+        sampler = self._graph_sampler
+        ours = isinstance(sampler, NeighborSampler) and type(sampler).__module__.startswith("lightning_gnn.")
+        return ours and self.transform_sampler_output is None
+
+    @property
     def defers_edges(self) -> bool:
         """Whether ``e_id`` is looked up when it is read: nobody else comes between our sampler and our features."""
         sampler = self._graph_sampler
-        ours = isinstance(sampler, NeighborSampler) and type(sampler).__module__.startswith("lightning_gnn.")
-        if not ours or self.transform_sampler_output is not None or not self._joins_features:
+        if not self.samples_alone or not self._joins_features:
             return False
         return sampler.subgraph_type == SubgraphType.directional and not sampler.exclude_seed_edges
 

@@ -80,7 +80,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         time_attr: Attribute with the times of nodes or of edges. A seed then sees no edge, and no source, that is later
             than its own time; it has a tree of its own.
         temporal_strategy: ``"uniform"``: pick among the edges that are early enough; ``"last"``: take the newest.
-        time_window: For how long before its time edges count for a seed; by default for ever.
+        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
+            t]``, without its begin; by default all until t.
         weight_attr: Attribute with the weights of edges, in proportion to which they are picked; edges of the weight 0
             never are.
         sampler: ``"uniform"``, or ``"labor"``: targets share their sources, so that mini-batches have fewer nodes.
@@ -148,7 +149,6 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
         self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
         self.exclude_seed_edges = exclude_seed_edges
-        check_window(time_window)
         if time_window is not None and not self.is_temporal:
             raise ValueError("time_window needs times: give time_attr")
         check_reverse(exclude_seed_edges, self.graph.edge_types if isinstance(self.graph, HeteroCSCGraph) else None)
@@ -161,6 +161,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             TypeError: A flag that is no boolean.
             ValueError: Options that exclude each other.
         """
+        check_window(self.time_window)
         check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True, as with times, has no induced subgraphs: use subgraph_type='directional'")

@@ -33,8 +33,9 @@ from lightning_gnn.hyscale.loader import (
     split_seeds,
     whole_loader,
 )
-from lightning_gnn.hyscale.transfer import PackedRows, Transfer, converted
+from lightning_gnn.hyscale.transfer import PackedRows, Transfer
 from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.runtime.precision import converted
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch

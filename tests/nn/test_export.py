@@ -128,6 +128,16 @@ def test_a_model_of_other_layers():
             torch.testing.assert_close(called(x, edge_index), layer(x, edge_index), atol=1e-5, rtol=1e-5)
 
 
+def test_what_onnx_refuses_is_said_in_short(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no such operator\n" + "graph " * 1000)
+
+    monkeypatch.setattr("lightning_gnn.nn.export.check_onnx", lambda: None)
+    monkeypatch.setattr("torch.onnx.export", refuse)
+    with pytest.raises(ValueError, match=r"GraphSAGE cannot be written as ONNX: no such operator$"):
+        export_onnx(GraphSAGE(4, 8, 2, 3), 4, tmp_path / "model.onnx")
+
+
 def test_onnx_names_the_package_that_is_missing(tmp_path):
     if importlib.util.find_spec("onnxscript") is not None:
         pytest.skip("onnxscript is installed")
@@ -147,3 +157,44 @@ def test_onnx_returns_what_the_model_returns(name, tmp_path):
         (rows,) = runs.run(None, {"x": x.numpy(), "edge_index": edge_index.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(rows), model(x, edge_index), atol=1e-5, rtol=1e-5)
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x, edge_index):
+        return x if x.sum() > 0 else -x
+
+
+class Fixed(torch.nn.Module):
+    def forward(self, x, edge_index):
+        return x.view(5, 4)
+
+
+class Failing(torch.nn.Module):
+    def forward(self, x, edge_index):
+        raise RuntimeError("word " * 1000)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: GraphSAGE(4, 8, 2, 3, aggr="lstm"), r"in LSTMAggregation \(convs.0.aggr_module\); use .*aggr='mean'"),
+        (lambda: GraphSAGE(4, 8, 2, 3, aggr="median"), "it would fit this number of nodes or edges alone; use"),
+        (Branching, "must not depend on values of tensors; use another layer"),
+        (lambda: torch.nn.ModuleList([Branching()]), "ModuleList"),
+        (Fixed, "it would fit this number of nodes or edges alone; use"),
+        (Failing, r"word word \[...\]$"),
+    ],
+)
+def test_what_torch_refuses_is_said_in_short_and_without_the_graph(model, reason, capfd):
+    with pytest.raises(ValueError, match=reason) as raised:
+        export_program(model(), num_features=4)
+    said = capfd.readouterr()
+    assert len(str(raised.value)) < 400
+    assert said.out + said.err == ""
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum", "max", "std", "softmax"])
+def test_the_aggregations_that_are_proposed_can_be_exported(aggr):
+    model = GraphSAGE(4, 8, 2, 3, aggr=aggr).eval()
+    x, edge_index = torch.randn(9, 4), torch.randint(9, (2, 30))
+    torch.testing.assert_close(export_program(model, 4).module()(x, edge_index), model(x, edge_index))

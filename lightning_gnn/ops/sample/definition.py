@@ -97,7 +97,8 @@ def sample_neighbors(
         first_tree: Position of ``seeds[0]`` in the whole mini-batch, where ``seeds`` are a consecutive part of one; the
             trees are then those of the whole. Without effect unless ``disjoint``.
         seed_time: Times of the seeds, ``[batch_size]``, if edges have times.
-        time_window: For how long before its time edges count for a seed; by default for ever.
+        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
+            t]``, without its begin; by default all until t.
         temporal_strategy: ``"uniform"``: pick among the edges that count; ``"last"``: take the newest of them.
         labor: Sample by variates of the sources.
         backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or

@@ -75,7 +75,8 @@ def sample_hetero_neighbors(
         disjoint: One tree per seed; always where edges have times.
         first_tree: Position of the first seed in the whole mini-batch.
         seed_time: Times of the seeds by type, if edges of any type have times.
-        time_window: For how long before its time edges count for a seed; by default for ever.
+        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
+            t]``, without its begin; by default all until t.
         temporal_strategy: ``"uniform"`` or ``"last"``.
         labor: Sample by variates of the sources, which all edge types from one node type share.
         backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default the one for the device.

@@ -1,0 +1,262 @@
+"""A Trainer's precision reaches the features of batches of PyG, as it reaches tensors."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch_geometric.data import HeteroData
+from torch_geometric.data.data import BaseData
+from torch_geometric.loader import NeighborLoader
+
+from lightning_gnn import LinkDataModule, NeighborDataModule
+from lightning_gnn.nn import (
+    GAT,
+    GCN,
+    GIN,
+    HGT,
+    RGAT,
+    RGCN,
+    GraphSAGE,
+    HeteroGraphSAGE,
+    LinkPredictor,
+    NodeClassifier,
+    NodeRegressor,
+)
+from lightning_gnn.pyg import enable_pyg_sampling
+from lightning_gnn.runtime.precision import convert_batches, converted
+from tests.faults.chains import DATA, DATA_MODULES
+
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+WIDTH = DATA.num_features
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+MODELS = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
+TYPED_MODELS = {"RGCN": RGCN, "HeteroGraphSAGE": HeteroGraphSAGE, "RGAT": RGAT, "HGT": HGT}
+SIZES = {"num_neighbors": [3, 2], "batch_size": 10, "seed": 3}
+
+
+def typed_graph():
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(40, 6), torch.randn(30, 6)
+    data["a"].y, data["a"].train_mask = torch.randint(3, (40,)), torch.arange(40) < 30
+    data["a", "to", "b"].edge_index = torch.stack([torch.randint(40, (90,)), torch.randint(30, (90,))])
+    data["b", "from", "a"].edge_index = data["a", "to", "b"].edge_index.flip(0)
+    return data
+
+
+def trainer(precision, **options):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(max_epochs=1, precision=precision, accelerator="cpu", **quiet, **options)
+
+
+class ByHand(pl.LightningModule):
+    """Computes what a module computes, on batches that it converts itself."""
+
+    def __init__(self, module, dtype):
+        super().__init__()
+        self.inner = module.to(dtype)
+        self.inner.log = lambda *args, **kwargs: None
+        self.dtype_of_inputs = dtype
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return converted(batch, self.dtype_of_inputs)
+
+    def training_step(self, batch, batch_idx):
+        return self.inner.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return self.inner.configure_optimizers()
+
+
+def assert_trains_as_by_hand(make_module, make_data, precision):
+    found = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        module, data = make_module(), make_data()
+        if by_hand:
+            trainer("32-true", limit_val_batches=0).fit(ByHand(module, DTYPES[precision]), data)
+        else:
+            trainer(precision).fit(module, data)
+        found.append([value.detach() for value in module.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype == DTYPES[precision]
+        tolerance = 1e-12 if one.dtype == torch.float64 else 2e-2
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"), [*((model, "64-true") for model in MODELS), ("GCN", "bf16-true"), ("GIN", "16-true")]
+)
+@pytest.mark.parametrize("data", DATA_MODULES)
+def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
+    def make():
+        built = MODELS[model](WIDTH, 8, 2, 4)
+        return (
+            LinkPredictor(built, optimizer=SGD)
+            if "link" in data
+            else NodeClassifier(built, num_classes=4, optimizer=SGD)
+        )
+
+    assert_trains_as_by_hand(make, DATA_MODULES[data], precision)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("model", TYPED_MODELS)
+def test_models_of_heterogeneous_graphs_train_as_by_hand(model, precision):
+    torch.manual_seed(0)
+    data = typed_graph()
+
+    def make():
+        return NodeClassifier(
+            TYPED_MODELS[model](data.metadata(), 6, 8, 2, 4), num_classes=4, optimizer=SGD, target="a"
+        )
+
+    assert_trains_as_by_hand(make, lambda: NeighborDataModule(data, "a", **SIZES), precision)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("strategy", ["auto", "hyscale", "ascend_hybrid"])
+def test_each_strategy_converts(strategy, precision):
+    if strategy == "hyscale" and precision == "16-true":
+        pytest.skip("refused: CPUs do not train in it")
+    seen = []
+
+    class Module(NodeClassifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch.x.dtype)
+            return super().training_step(batch, batch_idx)
+
+    data = DATA_MODULES["full" if strategy == "ascend_hybrid" else "neighbor"]()
+    trainer(precision, strategy=strategy, devices=1).fit(
+        Module(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD), data
+    )
+    assert {*seen} == {DTYPES[precision]}
+
+
+def test_floating_labels_are_converted_and_integers_are_not():
+    seen = []
+
+    class Module(NodeRegressor):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    data = copy.copy(DATA)
+    data.y = torch.randn(data.num_nodes)
+    module = Module(GraphSAGE(WIDTH, 8, 2, 1))
+    trainer("64-true").fit(module, NeighborDataModule(data, **SIZES))
+    for batch in seen:
+        assert batch.x.dtype == batch.y.dtype == batch.edge_weight.dtype == torch.float64
+        assert batch.n_id.dtype == batch.edge_index.dtype == batch.e_id.dtype == torch.int64
+        assert torch.equal(batch.x, data.x[batch.n_id].double())
+        assert batch.train_mask.dtype == torch.bool
+
+
+class Own(pl.LightningModule):
+    """A module of the user's own, which gets several batches at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(WIDTH, 3)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        batches = [batch] if isinstance(batch, BaseData) else [*batch.values()]
+        self.seen += [each.x.dtype for each in batches]
+        return sum(self.lin(each.x).square().mean() for each in batches)
+
+    validation_step = predict_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("data", DATA_MODULES)
+def test_modules_of_the_users_own_get_converted_batches(data, precision):
+    module, made = Own(), DATA_MODULES[data]()
+    run = trainer(precision)
+    run.fit(module, made)
+    if "link" not in data and "own sampler" not in data:
+        run.predict(module, made)
+    assert {*module.seen} == {DTYPES[precision]}
+
+
+def test_batches_in_collections_are_converted():
+    class Both(NeighborDataModule):
+        def train_dataloader(self):
+            return {"one": super().train_dataloader(), "other": super().train_dataloader()}
+
+    module = Own()
+    trainer("64-true").fit(module, Both(DATA, **SIZES))
+    assert {*module.seen} == {torch.float64}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_loaders_of_pyg_are_converted_for_our_modules(precision):
+    with enable_pyg_sampling():
+        module = NodeClassifier(GraphSAGE(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
+        trainer(precision).fit(module, NeighborLoader(DATA, [3, 2], batch_size=10))
+    assert {value.dtype for value in module.parameters()} == {DTYPES[precision]}
+
+
+@pytest.mark.parametrize("inference", ["sampled", "full"])
+def test_features_of_64_bits_train_in_64_bits(inference):
+    data = copy.copy(DATA)
+    data.x = data.x.double()
+    module = NodeClassifier(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
+    made = NeighborDataModule(data, inference=inference, **SIZES)
+    trainer("64-true").fit(module, made)
+    assert {value.dtype for value in module.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_features_of_64_bits_in_32_bits_are_refused_with_what_to_do(typed):
+    torch.manual_seed(0)
+    data = typed_graph() if typed else copy.copy(DATA)
+    for store in data.node_stores:
+        store.x = store.x.double()
+    model = RGCN(data.metadata(), 6, 8, 2, 4) if typed else GCN(WIDTH, 8, 2, 4)
+    module = NodeClassifier(model, num_classes=4, optimizer=SGD, target="a" if typed else None)
+    made = NeighborDataModule(data, "a" if typed else None, **SIZES)
+    with pytest.raises(TypeError, match=r"x.* is torch.float64, .*use x.to\(torch.float32\) or .*precision='64-true'"):
+        trainer("32-true").fit(module, made)
+
+
+def test_the_full_graph_is_converted_once_and_stays_what_it_was():
+    made, seen = DATA_MODULES["full"](), []
+
+    class Module(NodeClassifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer("bf16-true")
+    run.fit_loop.max_epochs = 3
+    run.fit(Module(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD), made)
+    assert len({id(batch) for batch in seen}) == 1
+    assert made.data.x.dtype == torch.float32
+    assert torch.equal(made.data.x, DATA.x)
+
+
+def test_a_trainer_that_converts_can_be_pickled():
+    run = trainer("64-true")
+    convert_batches(run)
+    convert_batches(run)
+    plugin = pickle.loads(pickle.dumps(run.precision_plugin))
+    assert plugin.convert_input({"a": DATA})["a"].x.dtype == torch.float64
+    assert DATA.x.dtype == torch.float32
+
+
+def test_a_trainer_of_32_bits_is_left_alone():
+    run = trainer("32-true")
+    convert_batches(run)
+    assert "convert_input" not in vars(run.precision_plugin)
+
+
+def test_edges_are_not_looked_up_to_be_converted():
+    batch = next(iter(LinkDataModule(DATA, DATA.edge_index[:, :40], **SIZES).train_dataloader()))
+    kinds = [type(store) for store in batch.stores]
+    assert [type(store) for store in converted(batch, torch.float64).stores] == kinds
