@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,16 @@ _SETTINGS = """settings:
   random_features=0        draw so many features where there are none
   random_labels=0          draw labels of so many classes, and splits, where there are no labels
   rows=false               true: features as x.rows, for training with datamodule.memory=; or float16, bfloat16, int8
-Files are .csv, .tsv, .txt (also .gz and .zst), .parquet, .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands
-for several. source= may also be a matrix of SciPy (.npz), a folder with indptr.npy and indices.npy (a row holds the
-targets of a source), WebGraph's .graph-txt (also .gz), or a folder of OGB as ogbn_arxiv, with its nodes and split. What
-an interrupted conversion has done is found again by the next one. Train on it with
+Files are text (.csv, .tsv, .txt, .edges, .edgelist, .cites, .content, .dat, .data; also .gz and .zst), .parquet,
+.arrow, or .npy of edges; a pattern as 'part-*.parquet' stands for several. The command prints how it reads a text.
+source= may also be a matrix of SciPy (.npz) or Matrix Market (.mtx), a folder with indptr.npy and indices.npy (a row
+holds the targets of a source), WebGraph's .graph-txt (also .gz), or a folder of OGB as ogbn_arxiv, with its nodes and
+split. Triples of head, relation and tail become a type of edges for each relation. What an interrupted conversion has
+done is found again by the next one. Train on it with
   lgnn data=custom data.root=FOLDER"""
+
+_SHOWN = 40
+"""Types whose counts are printed."""
 
 
 @dataclass
@@ -76,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"error: {error}", "red")
         return 2
-    for name, count in counts.items():
+    for name, count in islice(counts.items(), _SHOWN):
         print(f"{count:>15,}  {name}")
+    if len(counts) > _SHOWN:
+        print(f"{'…':>15}  and {len(counts) - _SHOWN} more")
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
     train = f"lgnn {_task(Path(chosen.out))}data=custom data.root={chosen.out}"
     train += " datamodule.memory=8GB" if chosen.rows else ""

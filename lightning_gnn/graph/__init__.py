@@ -7,7 +7,7 @@ and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what
 ``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
 ``graph/hetero_folder.py`` (graphs on disk), ``graph/topology_files.py`` (their topologies), ``graph/tables.py`` (a
 database as a graph), ``graph/convert.py`` (tables in files that are larger than memory, by way of
-``graph/table_files.py``), ``graph/disk_features.py`` (features that stay on disk),
+``graph/table_files.py`` and ``graph/text_files.py``), ``graph/disk_features.py`` (features that stay on disk),
 ``graph/list_reads.py`` (topologies that do).
 """
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,32 @@ import numpy as np
 import torch
 
 from lightning_gnn.graph.arrays import load_array, save_arrays, write_blocks
+from lightning_gnn.graph.column_names import MASKS, OF_NODES, SPLITS, edge_columns, is_end, is_id
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.graph.folder import class_numbers, load_folder
-from lightning_gnn.graph.hetero_folder import BETWEEN, EDGES, NODES
+from lightning_gnn.graph.hetero_folder import BETWEEN, TYPES, type_folders
 from lightning_gnn.graph.published_files import Published, published, read_ids, unpack
 from lightning_gnn.graph.row_file import ROW_DTYPES, RowFile, write_rows
 from lightning_gnn.graph.synthetic_labels import Labels
-from lightning_gnn.graph.table_files import Columns, TableFiles, listed, quoted, text
+from lightning_gnn.graph.table_files import Columns, TableFiles, listed, matching, quoted, text
+from lightning_gnn.graph.text_files import check_content
 from lightning_gnn.graph.topology_files import TOPOLOGY
+from lightning_gnn.runtime.files import write_whole
 
-SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""What a column ``split`` may say."""
 _ALONE, _BETWEEN_ALONE = "node", ("node", "to", "node")
-_ENDS = (("source", "target"), ("src", "dst"))
-_MASKS = tuple(f"{split}_mask" for split in SPLITS)
-_KNOWN = ("id", "label", "split", "time", *_MASKS, *(end for pair in _ENDS for end in pair))
-"""Columns that are known by their names, in whatever case."""
+_ENDS = "source", "target"
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _NUMBERS = (*_INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
 _SHOWN = 12
 """Names of features that are told."""
 _BLOCK = 1 << 22
 """Numbers that are written at a time, at least a row of them."""
+_MOST_RELATIONS = 20_000
+"""Relations of triples; more are likely another column."""
+_CODES_FROM, _MOST_CODES, _NUMBERS_TO = 1 << 16, 1000, 1 << 24
+"""From which number on labels may be codes, how many codes there may be, and up to which number labels may be else."""
+_TINY = 5
+"""Nodes below which each may have a class of its own."""
 _OF_DATABASE = 0.6
 """Share of the memory that the database gets; the rest is for what is on its way from there to the files."""
 Kind = tuple[str, str, str]
@@ -54,19 +59,25 @@ def convert_tables(
 ) -> dict[str, int]:
     """Convert tables of edges and of nodes to a folder for :func:`~lightning_gnn.graph.folder.load_folder`.
 
-    CSV (with a header or without, lines that begin with # left out, packed or not), Parquet, Arrow files, or ``.npy``
-    of edges; a pattern stands for several files. The tables pass through DuckDB, which keeps what does not fit into
-    memory on the disk; beside it, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
+    Text, Parquet, Arrow files, or ``.npy`` of edges; a pattern stands for several files. Of text (packed with gzip or
+    zstd or not), the encoding, the separator (tabs, commas, semicolons, bars, double colons, runs of blanks) and
+    whether the first row is a header are seen by its rows, and ``say`` is told: a header names known columns, stands
+    over numbers, or has texts that occur nowhere below. Lines that begin with ``#`` or ``%`` are comments at the top,
+    and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does not fit into memory on
+    the disk; beside it, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
 
     Without types, ``source`` may also be what graphs are published as: a sparse matrix whose entry ``[s, t]`` is an
-    edge from s to t (``.npz`` of SciPy in CSR or CSC, or a folder with ``indptr.npy`` and ``indices.npy``, rows being
-    sources), WebGraph's text ``.graph-txt``, or a folder of OGB with features, labels and split. Nodes are then called
-    by their numbers, and those without edges are kept.
+    edge from s to t (``.npz`` of SciPy in CSR, CSC or COO, ``.mtx`` of Matrix Market, or a folder with ``indptr.npy``
+    and ``indices.npy``, rows being sources), WebGraph's text ``.graph-txt``, or a folder of OGB with features, labels
+    and split. Nodes are then called by their numbers, and those without edges are kept. Triples of a head, a relation
+    and a tail (by these names, or three columns of text without names) become a graph with a type of edges for each
+    relation.
 
-    Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, or else the first two) are the ends, and
-    further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to, numbers or texts;
-    without such a column, it is the number of the row, from 0 on. ``label`` becomes ``y`` (texts: class numbers, in the
-    order of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too),
+    Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, ``from`` and ``to``, …, or else the first
+    two) are the ends, and further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to,
+    numbers or texts; else the one column such as ``node_id`` that holds the ids of all edges; else the number of the
+    row, from 0 on. ``label`` becomes ``y`` (texts, and few large numbers, which are codes: class numbers, in the order
+    of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too),
     ``time`` an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left
     out. These names may be in upper or lower case. Nodes without a table are those that edges refer to, in ascending
     order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
@@ -92,8 +103,9 @@ def convert_tables(
         FileNotFoundError: A file is missing.
         ModuleNotFoundError: DuckDB is missing, or for Arrow files pyarrow.
         OSError: The disk has no room for it.
-        ValueError: A file cannot be read, an id that is missing or twice there, an edge to no node, names of types
-            that do not fit each other, a name that no file can have, or ``rows`` that are none.
+        ValueError: A file cannot be read or holds no rows, as many classes as nodes, an id that is missing or twice
+            there, an edge to no node, names of types that do not fit each other, a name that no file can have, or
+            ``rows`` that are none.
     """
     if not isinstance(rows, bool) and rows not in ROW_DTYPES:
         raise ValueError(f"rows={rows!r} is unknown; use true, false, or one of {', '.join(ROW_DTYPES)}")
@@ -103,12 +115,15 @@ def convert_tables(
         left = f" ({folder}, which is left of its conversion, can go)" if folder.exists() else ""
         raise FileExistsError(f"{out} exists already{left}; remove it, or choose another folder")
     edges, tables, alone = _named(source, nodes)
+    for path in (*edges.values(), *tables.values()):
+        for file in matching(path):
+            check_content(file)
     form = published(edges[_BETWEEN_ALONE], folder / "unpacked") if alone else None
     of_edges = edges.values() if form is None else form.files
     files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
     drawn = random_features, random_labels
     given = [sorted((str(kind), str(path)) for kind, path in names.items()) for names in (edges, tables)]
-    of = [3, *given, undirected, *drawn, rows, files]
+    of = [4, *given, undirected, *drawn, rows, files]
     database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of, folder / "graph")
     if database.resumed:
         say("going on with what an earlier run has left")
@@ -144,8 +159,6 @@ def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, s
         kind = tuple(str(name).split(BETWEEN))
         if len(kind) != 3 or not all(kind):
             raise ValueError(f"{name!r} names no type of edges; write SOURCE{BETWEEN}RELATION{BETWEEN}TARGET")
-        if any("/" in part or "\\" in part or part.startswith(".") for part in kind):
-            raise ValueError(f"{name!r} cannot be the name of a folder; rename the type")
         edges[kind] = path
     types = {end for kind in edges for end in (kind[0], kind[2])}
     if unknown := sorted(set(nodes or {}) - types):
@@ -154,9 +167,7 @@ def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, s
 
 
 def _state(path: str | Path) -> list[Any]:
-    found = Path(path)
-    within = found.parent.glob(found.name) if any(symbol in found.name for symbol in "*?[") else [found]
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(within) if file.exists()]
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in matching(path)]
 
 
 class _Conversion:
@@ -175,7 +186,8 @@ class _Conversion:
         self.database, self.folder, self.edges, self.tables = database, folder, dict(edges), dict(tables)
         self.alone, self.form, self.say = alone, form, say
         self.types = sorted({end for kind in edges for end in (kind[0], kind[2])})
-        self.ends: dict[Kind, tuple[str, str]] = {}
+        self.names = {kind: _table("edges", BETWEEN.join(kind)) for kind in edges}  # of their tables
+        self.folders: dict[Any, Path] = {_ALONE: folder, _BETWEEN_ALONE: folder}
         self.has_numbers = False  # as labels
         self.rows: int | None = None  # of the nodes, where they are known by their numbers alone
 
@@ -185,14 +197,20 @@ class _Conversion:
             self._read_nodes(self.form)
         for name, path in self.tables.items():
             self.say(f"reading {path}")
-            self.database.read(f"nodes {name}", path)
+            self._read(_table("nodes", name), path, False, partial(self._name_nodes, name))
         for kind, path in self.edges.items():
             self.say(f"reading {path}")
             self._read_edges(kind, path)
-            self.ends[kind] = self._ends(kind)
+        if self.alone and "relation" in self.database.columns(self.names[_BETWEEN_ALONE]):
+            self._split_relations()
+        for name, path in self.tables.items():
+            if self.form is None or path != self.form.features:
+                self._choose_ids(name)
+        if not self.alone:
+            self._name_folders([made for kind in self.edges for made in self._directions(kind, undirected)])
         for name in self.types:
             self._number(name)
-        counts = {name: self.database.count(f"ids {name}") for name in self.types}
+        counts = {name: self.database.count(_table("ids", name)) for name in self.types}
         known = None if self.form is None else self.form.num_nodes
         if known is not None and counts[_ALONE] != known:
             raise ValueError(
@@ -208,13 +226,166 @@ class _Conversion:
                 edges[BETWEEN.join(made)] = self._write_edges(kind, made, parts, counts, undirected)
         return counts | edges
 
+    def _name_folders(self, kinds: list[Kind]) -> None:
+        folders, listed = type_folders(self.types, kinds)
+        self.folders = {kind: self.folder / name for kind, name in folders.items()}
+        if listed is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / TYPES, listed)
+
+    def _read(
+        self, table: str, path: str | Path, edges: bool, then: Callable[[], None], header: bool | None = None
+    ) -> None:
+        if (how := self.database.read(table, path, edges, header, then)) is not None:
+            self.say(how)
+
     def _read_edges(self, kind: Kind, path: str | Path) -> None:
+        table = self.names[kind]
         if self.form is None:
-            self.database.read(_of(kind), path)
+            self._read(table, path, True, partial(self._name_edges, kind))
         elif self.form.blocks is not None:
-            self.database.fill(_of(kind), self.form.blocks)
+            self.database.fill(table, self.form.blocks)
+            if not self.database.count(table):
+                raise ValueError(f"{path} holds no edges")
         elif self.form.edges is not None:
-            self.database.read(_of(kind), self.form.edges, header=False)
+            self._read(table, self.form.edges, True, partial(self._name_edges, kind), header=False)
+
+    def _name_edges(self, kind: Kind) -> None:
+        """Give known columns of edges their one name each; a relation has one only where it makes types."""
+        table, path = self.names[kind], self.edges[kind]
+        columns = self.database.columns(table)
+        found = edge_columns([*columns])
+        if found is None:
+            if len(columns) < 2 or any(is_end(name) for name in [*columns][2:]):
+                raise ValueError(
+                    f"{path} has the columns {', '.join(columns)}; edges need source and target, or src and dst"
+                )
+            found = [*columns][:2]
+            if next(iter(columns)).startswith("column0") and len(columns) == 3 and self._are_triples(kind, columns):
+                found = [[*columns][n] for n in (0, 2, 1)]
+        if len(found) > 2 and not self.alone:
+            found = found[:2]
+        self.database.rename(table, dict(zip(found, (*_ENDS, "relation"), strict=False)))
+
+    def _are_triples(self, kind: Kind, columns: Mapping[str, str]) -> bool:
+        """Say whether three columns without names are head, relation and tail, by which of them share values.
+
+        Raises:
+            ValueError: They may be, or not; or they are, but a type of edges is given.
+        """
+        (a, kind_a), (b, kind_b), (c, kind_c) = columns.items()
+        if kind_b != "VARCHAR" or (kind_a == "VARCHAR") != (kind_c == "VARCHAR") or kind_c in ("DOUBLE", "BOOLEAN"):
+            return False
+        table = quoted(self.names[kind])
+
+        def share(one: str, other: str) -> bool:
+            among = f"SELECT {quoted(other)}::VARCHAR FROM {table}"
+            return bool(self.database.query(f"SELECT 1 FROM {table} WHERE {quoted(one)}::VARCHAR IN ({among}) LIMIT 1"))
+
+        counts = ", ".join(f"count(DISTINCT {quoted(column)})" for column in (b, c))
+        middle, last = self.database.query(f"SELECT {counts} FROM {table}")[0]
+        if kind_c != "VARCHAR":
+            are = middle <= last and share(a, c)
+        elif not last or (share(a, b) and not share(a, c)):
+            are = False
+        else:
+            are = not share(a, b) and (share(a, c) or middle <= last)
+            if not are or (not self.alone and share(a, c)):
+                raise ValueError(
+                    f"{self.edges[kind]} has three columns of text without names: say which is which by a first line, "
+                    "head,relation,tail for triples without a type given, or source,target,kind"
+                )
+        return are and self.alone
+
+    def _split_relations(self) -> None:
+        """Make a type of edges of each relation of triples."""
+        whole, path = self.names.pop(_BETWEEN_ALONE), self.edges.pop(_BETWEEN_ALONE)
+        distinct = f"SELECT DISTINCT relation::VARCHAR FROM {quoted(whole)} ORDER BY 1"
+        relations = [relation for (relation,) in self.database.query(distinct)]
+        if None in relations or len(relations) > _MOST_RELATIONS:
+            what = "is missing in some row" if None in relations else f"has {len(relations):,} values, too many types"
+            raise ValueError(f"{path}: the relation {what}")
+        self.alone = False
+        self.say(f"triples of a head, a relation and a tail: {len(relations)} relations become types of edges")
+        ordered = _table("relations", "")
+        replaced = "SELECT * REPLACE (relation::VARCHAR AS relation)"
+        self.database.make(ordered, f"{replaced} FROM {quoted(whole)} ORDER BY relation, rowid")
+        for number, relation in enumerate(relations):
+            kind = _ALONE, relation, _ALONE
+            self.edges[kind], self.names[kind] = path, _table("relation", str(number))
+            rows = f"FROM {quoted(ordered)} WHERE relation = {text(relation)} ORDER BY rowid"
+            self.database.make(self.names[kind], f"SELECT * EXCLUDE relation {rows}")
+
+    def _name_nodes(self, name: str) -> None:
+        """Give known columns of nodes their one name each, and check that labels are classes."""
+        table, path = _table("nodes", name), self.tables[name]
+        columns = self.database.columns(table)
+        renamed = {column: column.lower() for column in columns if column.lower() in OF_NODES}
+        texts = [column for column, kind in columns.items() if kind == "VARCHAR"]
+        count = self.database.count(table)
+
+        def classes(column: str) -> int:
+            return int(self.database.query(f"SELECT count(DISTINCT {quoted(column)}) FROM {quoted(table)}")[0][0])
+
+        first, last = next(iter(columns)), [*columns][-1]
+        unnamed = first.startswith("column0") and len(columns) > 1
+        if unnamed and last in texts and {*texts} <= {first, last} and classes(last) < count:
+            self.say(f"the last column of {path}, of texts, is the label")
+            renamed[last] = "label"
+        label = next((column for column, known in renamed.items() if known == "label"), None)
+        number = classes(label) if label in texts else None
+        if number == 0:
+            del renamed[str(label)]
+        elif number == count >= (2 if label == "Label" else _TINY):  # Gephi writes names as Label
+            raise ValueError(
+                f"{path}: the column {label} has {count} classes for {count} nodes, so it holds names; rename or "
+                "remove it, and call what is to be predicted label"
+            )
+        self.database.rename(table, renamed)
+
+    def _choose_ids(self, name: str) -> None:
+        """Find the column of nodes that edges refer to, where it is not called id or others may be it."""
+        table, path = _table("nodes", name), self.tables[name]
+        columns = self.database.columns(table)
+        first = next(iter(columns))
+        others = [
+            column
+            for column, kind in columns.items()
+            if column not in OF_NODES
+            and kind in (*_INTEGERS, "VARCHAR")
+            and (
+                is_id(column)
+                or ("id" not in columns and (kind == "VARCHAR" or (column == first and first.startswith("column0"))))
+            )
+        ]
+        if "id" in columns and (not others or self._holds_ends(name, "id")):
+            return
+        found = [column for column in others if self._holds_ends(name, column)]
+        if len(found) == 1:
+            if "id" in columns:
+                self.database.query(f"ALTER TABLE {quoted(table)} DROP COLUMN id")
+                self.say(f"left out{self._called(name)}: id, to which edges do not refer")
+            self.say(f"the ids of nodes{self._called(name)} are in the column {found[0]} of {path}")
+            self.database.rename(table, {found[0]: "id"})
+        elif "id" not in columns:
+            why = f"{', '.join(found)} hold the ids of all edges" if found else "none holds the ids of all edges"
+            self.say(f"nodes{self._called(name)} are numbered by row, from 0 on; of the columns of {path}, {why}")
+
+    def _holds_ends(self, name: str, column: str) -> bool:
+        """Say whether a column of nodes holds each id once, and all that edges refer to."""
+        table, value = quoted(_table("nodes", name)), quoted(column)
+        twice = f"GROUP BY {value} HAVING count(*) > 1 OR {value} IS NULL"
+        if self.database.query(f"SELECT 1 FROM {table} {twice} LIMIT 1"):
+            return False
+        kind_of_ids = self.database.columns(_table("nodes", name))[column]
+        for kind in self.edges:
+            for end, of in zip(_ENDS, (kind[0], kind[2]), strict=True):
+                same = self.database.columns(self.names[kind])[end] == kind_of_ids
+                cast = "" if same else "::VARCHAR"
+                lost = f"{end} IS NOT NULL AND {end}{cast} NOT IN (SELECT {value}{cast} FROM {table})"
+                if of == name and self.database.query(f"SELECT 1 FROM {quoted(self.names[kind])} WHERE {lost} LIMIT 1"):
+                    return False
+        return True
 
     def _read_nodes(self, form: Published) -> None:
         """Make the table of nodes that a published form has, or write its arrays."""
@@ -253,8 +424,8 @@ class _Conversion:
                 chosen.append("s.split")
                 joined += f" LEFT JOIN ({' UNION ALL '.join(parts)}) s ON s.node = f.rowid"
             nodes = f"SELECT {', '.join(chosen)} FROM features f {joined} ORDER BY f.rowid"
-            self.database.make(f"nodes {_ALONE}", nodes)
-            if self.database.count(f"nodes {_ALONE}") != count:
+            self.database.make(_table("nodes", _ALONE), nodes)
+            if self.database.count(_table("nodes", _ALONE)) != count:
                 raise ValueError(f"{next(iter(form.splits.values())).parent} names a node twice")
             self.tables = {_ALONE: form.features}
         elif not form.arrays:
@@ -267,43 +438,26 @@ class _Conversion:
                 mask[ids] = True
                 save_arrays(self.folder, {f"{name}_mask": mask})
 
-    def _columns(self, table: str) -> dict[str, str]:
-        """Return the columns of a table, and their types; the database does not tell upper from lower case either."""
-        found = self.database.columns(table).items()
-        return {name.lower() if name.lower() in _KNOWN else name: kind for name, kind in found}
-
     def _called(self, name: str) -> str:
         return "" if self.alone else f" of {name}"
 
-    def _ends(self, kind: Kind) -> tuple[str, str]:
-        columns = list(self._columns(_of(kind)))
-        for pair in _ENDS:
-            if {*pair} <= {*columns}:
-                return pair
-        known = [name for pair in _ENDS for name in pair if name in columns]
-        if len(columns) < 2 or not {*known} <= {*columns[:2]}:
-            raise ValueError(
-                f"{self.edges[kind]} has the columns {', '.join(columns)}; edges need source and target, or src and dst"
-            )
-        return columns[0], columns[1]
-
     def _number(self, name: str) -> None:
         """Make the table of ids of a type, whose rows have the numbers of its nodes."""
-        table = f"ids {name}"
+        table = _table("ids", name)
         if name not in self.tables and self.rows is not None:
             self.database.make(table, f"SELECT range AS id, range AS number FROM range({self.rows})")
             return
         if name not in self.tables:
             ends = [
-                f"SELECT {quoted(end)} AS id FROM {quoted(_of(kind))}"
-                for kind, pair in self.ends.items()
-                for end, of in zip(pair, (kind[0], kind[2]), strict=True)
+                f"SELECT {quoted(end)} AS id FROM {quoted(self.names[kind])}"
+                for kind in self.edges
+                for end, of in zip(_ENDS, (kind[0], kind[2]), strict=True)
                 if of == name
             ]
             some = f"SELECT DISTINCT id FROM ({' UNION ALL '.join(ends)}) WHERE id IS NOT NULL ORDER BY id"
             self.database.make(table, f"SELECT id, row_number() OVER () - 1 AS number FROM ({some})")
             return
-        source = f"nodes {name}"
+        source = _table("nodes", name)
         if self._by_row(name):
             self.database.make(table, f"SELECT rowid AS id, rowid AS number FROM {quoted(source)}")
             return
@@ -322,17 +476,17 @@ class _Conversion:
         """Say whether nodes are called by the number of their row."""
         if name not in self.tables:
             return self.rows is not None
-        return "id" not in self._columns(f"nodes {name}")
+        return "id" not in self.database.columns(_table("nodes", name))
 
     def _write_nodes(self, name: str, count: int, random_features: int, random_labels: int) -> None:
-        folder = self.folder if self.alone else self.folder / NODES / name
+        folder = self.folders[name]
         folder.mkdir(parents=True, exist_ok=True)
-        table, columns = f"nodes {name}", {}
+        table, columns = _table("nodes", name), {}
         if name in self.tables:
-            columns = self._columns(table)
+            columns = self.database.columns(table)
         elif self.rows is None:
             self._write_ids(name, folder, count)
-        features = [column for column in columns if column not in ("id", "label", "split", "time", *_MASKS)]
+        features = [column for column in columns if column not in ("id", "label", "split", "time", *MASKS)]
         widths = {column: self._width(name, column, columns[column]) for column in features}
         if left_out := [column for column in features if not widths[column]]:
             self.say(f"left out{self._called(name)}, as they are no numbers: {', '.join(left_out)}")
@@ -346,7 +500,7 @@ class _Conversion:
             _draw_labels(folder, count, random_labels)
         if "split" in columns:
             self._write_splits(table, folder, count, name)
-        for mask in _MASKS:
+        for mask in MASKS:
             if mask in columns:
                 self._write_mask(table, folder, count, mask, f"coalesce({mask}::BOOLEAN, false)")
         if "time" in columns and self.alone:
@@ -374,7 +528,7 @@ class _Conversion:
             return 1
         if length != "]":
             return int(length[:-1])
-        table = quoted(f"nodes {name}")
+        table = quoted(_table("nodes", name))
         found = self.database.query(f"SELECT DISTINCT len({quoted(column)}) FROM {table} LIMIT 2")
         if len(found) != 1 or not found[0][0]:
             raise ValueError(
@@ -417,19 +571,40 @@ class _Conversion:
         self.has_numbers |= not whole
         if (folder / "y.npy").exists():
             return
-        value = "label"
-        if kind == "VARCHAR":
+        value, names = "label", None
+        if kind.partition("(")[0] not in (*_NUMBERS, "VARCHAR"):
+            raise ValueError(f"{self.tables[name]}: label is {kind}; labels are numbers or texts")
+        if kind == "VARCHAR" or (kind in _INTEGERS and self._are_codes(table, name)):
             rows = self.database.query(
                 f"SELECT DISTINCT label FROM {quoted(table)} WHERE label IS NOT NULL ORDER BY label"
             )
-            names = [row[0] for row in rows]
+            names = [str(row[0]) for row in rows]
             (folder / "classes.json").write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
-            value = f"list_position([{', '.join(map(text, names))}], label) - 1"
-        elif kind.partition("(")[0] not in _NUMBERS:
-            raise ValueError(f"{self.tables[name]}: label is {kind}; labels are numbers or texts")
+            value = f"list_position([{', '.join(map(text, names))}], label::VARCHAR) - 1"
+        if whole:
+            distinct = self.database.query(f"SELECT count(DISTINCT label) FROM {quoted(table)}")[0][0]
+            listed_there = "" if names is None else ", listed in classes.json"
+            self.say(f"labels{self._called(name)} are {distinct} classes{listed_there}")
         chosen = {"y": f"coalesce(({value})::{'BIGINT' if whole else 'FLOAT'}, {-1 if whole else text('NaN')})"}
         blocks = (block["y"] for block in self.database.blocks(table, chosen, _BLOCK))
         write_blocks(folder / "y.npy", np.int64 if whole else np.float32, (count,), blocks)
+
+    def _are_codes(self, table: str, name: str) -> bool:
+        """Say whether whole numbers as labels are codes, of which few values are large and stand there repeatedly.
+
+        Raises:
+            ValueError: They are neither codes nor class numbers.
+        """
+        facts = "coalesce(max(label), 0), count(label), count(DISTINCT label)"
+        largest, count, distinct = self.database.query(f"SELECT {facts} FROM {quoted(table)}")[0]
+        if largest >= _CODES_FROM and distinct <= _MOST_CODES and 2 * distinct <= count:
+            return True
+        if largest >= _NUMBERS_TO:
+            raise ValueError(
+                f"{self.tables[name]}: label goes up to {largest:,} and has {distinct:,} values for {count:,} nodes, "
+                "so it is no class; write classes as texts, and numbers to be predicted with decimals, as 1.0"
+            )
+        return False
 
     def _write_splits(self, table: str, folder: Path, count: int, name: str) -> None:
         known = [word for words in SPLITS.values() for word in words]
@@ -447,7 +622,7 @@ class _Conversion:
             write_blocks(path, np.bool_, (count,), blocks)
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
-        table = f"ids {name}"
+        table = _table("ids", name)
         if self.database.columns(table)["id"] not in _INTEGERS[:-2]:  # int64 has no room for the last two
             ids = quoted(table)
             self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {text(folder / 'id.parquet')}")
@@ -467,10 +642,10 @@ class _Conversion:
         self, kind: Kind, made: Kind, parts: list[bool], counts: Mapping[str, int], undirected: bool
     ) -> int:
         """Write a type of edges in CSC order: sorted by target, those of one target as they stand in the file."""
-        folder = self.folder if self.alone else self.folder / EDGES / BETWEEN.join(made)
+        folder = self.folders[made]
         folder.mkdir(parents=True, exist_ok=True)
-        columns = self.database.columns(_of(kind))
-        extras = [column for column in columns if column not in self.ends[kind]]
+        columns = self.database.columns(self.names[kind])
+        extras = [column for column in columns if column not in _ENDS]
         kept = {} if self.alone else {name: columns[name] for name in extras if self._is_attribute(columns[name])}
         if left_out := [name for name in extras if name not in kept]:
             why = "for which a folder without types has no place; name the types" if self.alone else "no numbers"
@@ -480,7 +655,7 @@ class _Conversion:
         if kept and undirected and kind[0] == kind[2]:
             raise ValueError(f"undirected keeps each edge once, but {BETWEEN.join(kind)} has {', '.join(kept)} by edge")
         numbered = self._numbered(kind, kept)
-        table = f"sorted {BETWEEN.join(made)}"
+        table = _table("sorted", BETWEEN.join(made))
         with_extras = f", {listed(list(kept))}" if kept else ""
         ways = [
             f"SELECT {'t' if turned else 's'} AS s, {'s' if turned else 't'} AS t, edge{with_extras} "
@@ -511,28 +686,28 @@ class _Conversion:
 
     def _numbered(self, kind: Kind, kept: Mapping[str, str]) -> str:
         """Make the table of edges between numbers of nodes; return its name."""
-        name, (source, target) = f"numbered {BETWEEN.join(kind)}", self.ends[kind]
+        name, (source, target) = _table("numbered", BETWEEN.join(kind)), _ENDS
         numbers, joined, within = [], "", ["true"]
         ends = (("a", source, kind[0]), ("b", target, kind[2]))
         for alias, end, of in ends:
             cast = self._compared(kind, end, of)
             if self._by_row(of):
                 numbers.append(f"e.{quoted(end)}::BIGINT")
-                within.append(f"e.{quoted(end)}{cast} BETWEEN 0 AND {self.database.count(f'ids {of}') - 1}")
+                within.append(f"e.{quoted(end)}{cast} BETWEEN 0 AND {self.database.count(_table('ids', of)) - 1}")
             else:
                 numbers.append(f"{alias}.number")
-                joined += f" JOIN {quoted(f'ids {of}')} {alias} ON {alias}.id{cast} = e.{quoted(end)}{cast}"
+                joined += f" JOIN {quoted(_table('ids', of))} {alias} ON {alias}.id{cast} = e.{quoted(end)}{cast}"
         with_extras = "".join(f", e.{quoted(column)}" for column in kept)
-        edges = quoted(_of(kind))
+        edges = quoted(self.names[kind])
         self.database.make(
             name,
             f"SELECT {numbers[0]} AS s, {numbers[1]} AS t, e.rowid AS edge{with_extras} FROM {edges} e {joined} "
             f"WHERE {' AND '.join(within)}",
         )
-        if self.database.count(name) < self.database.count(_of(kind)):
+        if self.database.count(name) < self.database.count(self.names[kind]):
             for _, end, of in ends:
                 cast = self._compared(kind, end, of)
-                among = f"SELECT id{cast} FROM {quoted(f'ids {of}')}"
+                among = f"SELECT id{cast} FROM {quoted(_table('ids', of))}"
                 lost = (
                     f"SELECT {quoted(end)}, rowid FROM {edges} WHERE {quoted(end)} IS NULL OR "
                     f"{quoted(end)}{cast} NOT IN ({among}) LIMIT 1"
@@ -548,8 +723,8 @@ class _Conversion:
         Raises:
             ValueError: One is no number of a row.
         """
-        table = _of(kind)
-        found = self._columns(table)[end], self.database.columns(f"ids {of}")["id"]
+        table = self.names[kind]
+        found = self.database.columns(table)[end], self.database.columns(_table("ids", of))["id"]
         if found[0] == found[1] or (all(name.partition("(")[0] in _NUMBERS for name in found) and not self._by_row(of)):
             return ""
         if not self._by_row(of):
@@ -574,8 +749,9 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.with_suffix(".rows").exists()
 
 
-def _of(kind: Kind) -> str:
-    return f"edges {BETWEEN.join(kind)}"
+def _table(what: str, name: str) -> str:
+    """Return the name of a table for a type; the database does not tell upper from lower case, but types do."""
+    return f"{what} {name.encode().hex()}"
 
 
 def _count(indptr: np.ndarray, block: Columns) -> None:

@@ -152,6 +152,21 @@ def _kinds(name: str, types: Sequence[NodeType]) -> list[EdgeType]:
     return found
 
 
+def type_folders(
+    nodes: Sequence[NodeType], edges: Sequence[EdgeType]
+) -> tuple[dict[NodeType | EdgeType, str], str | None]:
+    """Return the folder of each type, and what ``types.json`` must hold, None where folders have the types' names.
+
+    Args:
+        nodes: The node types.
+        edges: The edge types, between these.
+    """
+    if _are_read_back(nodes, edges):
+        return _named(nodes, edges), None
+    types = {NODES: [*nodes], EDGES: [*edges]}
+    return {kind: f"{of}/{at}" for of, kinds in types.items() for at, kind in enumerate(kinds)}, json.dumps(types)
+
+
 def _named(nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> dict[NodeType | EdgeType, str]:
     """Return the folder of each type, called by its name."""
     return {**{name: f"{NODES}/{name}" for name in nodes}, **{kind: f"{EDGES}/{BETWEEN.join(kind)}" for kind in edges}}
@@ -193,11 +208,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     nodes, edges = data.node_types, data.edge_types
     if unknown := [kind for kind in edges if kind[0] not in nodes or kind[2] not in nodes]:
         raise ValueError(f"data has edges of {unknown[0]}, but the types of nodes are {nodes}")
-    folder_of, are_named = _named(nodes, edges), _are_read_back(nodes, edges)
-    if not are_named:
-        folder_of = {
-            kind: f"{of}/{at}" for of, types in ((NODES, nodes), (EDGES, edges)) for at, kind in enumerate(types)
-        }
+    folder_of, listed = type_folders(nodes, edges)
     folders: dict[str, dict[str, Tensor | None]] = {}
     texts: dict[str, str] = {}
     for store in (*data.node_stores, *data.edge_stores):
@@ -225,8 +236,8 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
         save_arrays(root / folder, arrays)
     for path, text in texts.items():
         write_whole(root / path, text)
-    if not are_named:
-        write_whole(root / TYPES, json.dumps({NODES: nodes, EDGES: edges}))
+    if listed is not None:
+        write_whole(root / TYPES, listed)
     return root
 
 

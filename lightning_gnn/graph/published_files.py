@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.io
+import scipy.sparse
 
 from lightning_gnn.graph.arrays import load_array, new_file
 from lightning_gnn.graph.table_files import Columns
@@ -23,6 +25,7 @@ _BLOCK = 1 << 22
 _TEXT = 1 << 25
 """Characters of lines that are read at a time."""
 _WEBGRAPH = (".graph-txt", ".graph-txt.gz")
+_MATRIX_MARKET = (".mtx", ".mtx.gz")
 _SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
@@ -54,8 +57,9 @@ class Published:
 def published(path: str | Path, scratch: Path) -> Published | None:
     """Return what lies at a path if it is a published form, None if it is a table.
 
-    - A folder with ``indptr.npy`` and ``indices.npy``, or an ``.npz`` file of ``scipy.sparse.save_npz`` (CSR or CSC):
-      an adjacency matrix, whose entry ``[s, t]`` is an edge from s to t. Values are left out.
+    - A folder with ``indptr.npy`` and ``indices.npy``, an ``.npz`` file of ``scipy.sparse.save_npz`` (CSR, CSC or COO),
+      or a file ``*.mtx`` of Matrix Market, packed or not, which is read into memory: an adjacency matrix, whose entry
+      ``[s, t]`` is an edge from s to t. Values are left out.
     - A file ``*.graph-txt``, packed or not: WebGraph's ``ASCIIGraph``, the number of nodes and then a line of
       successors for each node.
     - A folder of OGB, or the ``raw`` in it: ``edge.csv.gz``, and where they are there ``node-feat.csv.gz``,
@@ -81,6 +85,8 @@ def published(path: str | Path, scratch: Path) -> Published | None:
         return _scipy(path, scratch)
     if path.name.endswith(_WEBGRAPH):
         return _webgraph(path)
+    if path.name.endswith(_MATRIX_MARKET):
+        return _matrix_market(path)
     return None
 
 
@@ -147,19 +153,45 @@ def _matrix(files: list[Path], indptr: Any, indices: Any, by_target: bool = Fals
 
 def _scipy(path: Path, scratch: Path) -> Published:
     with explained(path), np.load(path) as archive:
-        if not {"indptr", "indices", "format", "shape"} <= {*archive.files}:
+        if not {"format", "shape"} <= {*archive.files}:
             raise ValueError(f"{path} is no sparse matrix of SciPy: it holds {', '.join(archive.files)}")
         kind, shape = archive["format"].item(), archive["shape"].tolist()
     kind = kind.decode() if isinstance(kind, bytes) else str(kind)
-    if kind not in ("csr", "csc"):
-        raise ValueError(f"{path} is a matrix in {kind}; save it in csr or csc")
-    if shape[0] != shape[1]:
-        raise ValueError(f"{path} has the shape {shape}; a graph without types is a square matrix")
+    if kind not in ("csr", "csc", "coo"):
+        raise ValueError(f"{path} is a matrix in {kind}; save it in csr, csc or coo")
+    names = ("row", "col") if kind == "coo" else ("indptr", "indices")
     scratch.mkdir(parents=True, exist_ok=True)
-    for name in ("indptr", "indices"):
+    for name in names:
         unpack(path, name, scratch / f"{name}.npy")
-    indptr, indices = (load_array(scratch / f"{name}.npy").numpy() for name in ("indptr", "indices"))
-    return _matrix([path], indptr, indices, by_target=kind == "csc")
+    first, second = (load_array(scratch / f"{name}.npy").numpy() for name in names)
+    num_nodes = _square(path, shape)
+    if kind == "coo":
+        return _entries(path, num_nodes, first, second)
+    return _matrix([path], first, second, by_target=kind == "csc")
+
+
+def _matrix_market(path: Path) -> Published:
+    try:
+        matrix = scipy.io.mmread(path)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is no matrix of Matrix Market: {error}") from None
+    matrix = scipy.sparse.coo_array(matrix)
+    return _entries(path, _square(path, matrix.shape), matrix.row, matrix.col)
+
+
+def _square(path: Path, shape: Sequence[int]) -> int:
+    if len(shape) != 2 or shape[0] != shape[1]:
+        raise ValueError(f"{path} has the shape {list(shape)}; a graph without types is a square matrix")
+    return int(shape[0])
+
+
+def _entries(path: Path, num_nodes: int, rows: npt.NDArray[Any], columns: npt.NDArray[Any]) -> Published:
+    def blocks() -> Iterator[Columns]:
+        for start in range(0, len(rows), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            yield {"source": rows[block].astype(np.int64), "target": columns[block].astype(np.int64)}
+
+    return Published([path], num_nodes, blocks=blocks)
 
 
 def _webgraph(path: Path) -> Published:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,13 +15,14 @@ from typing import Any
 import numpy.typing as npt
 
 from lightning_gnn.graph.arrays import load_array
+from lightning_gnn.graph.text_files import Layout, is_gzip, look, rewrite, shortened
 from lightning_gnn.runtime.files import write_whole
 
 Columns = dict[str, npt.NDArray[Any]]
-_CSV, _PARQUET, _ARROW = (".csv", ".tsv", ".txt", ".edges"), (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
+TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")
+"""Endings of text files."""
+_PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _PACKED = (".gz", ".zst")
-_OTHERWISE = "CSV Error"
-"""What the database says where a row of a CSV file does not look like the first ones."""
 _MISSING = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
@@ -44,6 +48,7 @@ class TableFiles:
         if memory < 100 << 20:
             raise ValueError(f"memory is {memory} bytes; give at least 100 MB")
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self.error: type[Exception] = duckdb.Error
         path, note = folder / "tables.duckdb", folder / "of.json"
         told = json.dumps(of, default=str)
@@ -94,40 +99,138 @@ class TableFiles:
         """Say whether there is such a table."""
         return bool(self.query(f"SELECT 1 FROM duckdb_tables() WHERE table_name = {text(name)}"))
 
-    def read(self, name: str, path: str | Path, header: bool | None = None) -> None:
+    def read(
+        self,
+        name: str,
+        path: str | Path,
+        edges: bool = False,
+        header: bool | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> str | None:
         """Make a table of a file, or of all files of a pattern, whose rows keep their order.
 
         Args:
             name: The table.
             path: The file, or a pattern.
-            header: Whether CSV has one; None: the database looks.
+            edges: Whether it holds edges; then a list without a header may have comments anywhere.
+            header: Whether text has one; None: its rows show it.
+            then: Called once the table is there, before it is kept.
+
+        Returns:
+            How a text is laid out; None: it is none, or an earlier run has made the table.
 
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: Its ending is none that is known, or it cannot be read.
         """
         if self.has(name):
-            return
-        create = f"CREATE TABLE {quoted(name)} AS SELECT * FROM "
-        try:
-            try:
-                with self._whole():
-                    self.query(create + (scan := self._scan(path, header)))
-                    if scan.startswith("read_csv") and self._has_quotes(name):
-                        raise ValueError(_OTHERWISE)
-            except ValueError as error:
-                if _OTHERWISE not in str(error):
-                    raise
-                # What the first rows look like does not hold for all: now all are looked at, which takes longer.
-                self.query(create + self._scan(path, header, ", sample_size = -1"))
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
+            return None
+        files = matching(path)
+        ending, line = _ending(files[0]), ""
 
-    def _has_quotes(self, name: str) -> bool:
-        """Say whether a text begins with a quote, as where none is among the first rows of a CSV file."""
-        texts = [column for column, kind in self.columns(name).items() if kind == "VARCHAR"]
-        found = " OR ".join(f"starts_with({quoted(column)}, '\"')" for column in texts)
-        return bool(texts) and bool(self.query(f"SELECT 1 FROM {quoted(name)} WHERE {found} LIMIT 1"))
+        def checked() -> None:
+            if not self.count(name):
+                raise ValueError(f"{path} holds no {'edges' if edges else 'nodes'}{line}")
+            try:
+                then()
+            except ValueError as error:
+                raise ValueError(f"{error}{line}") from None
+
+        if ending not in TEXT:
+            try:
+                self._create(name, self._scan(path, ending), checked)
+            except _UnlikeError as error:
+                raise ValueError(f"{path} cannot be read: {error}") from None
+            return None
+        with _undamaged(path):
+            layouts = [look(file, self._unpacked(file), edges, header) for file in files]
+        first = layouts[0]
+        line = f"; its first line is {shortened(first.line)!r}"
+        if header is None:
+            header = first.header
+            if header is None and len(files) > 1:
+                header = all(layout.first == first.first for layout in layouts)
+        if header is None:
+
+            def unless_header() -> None:
+                if not self._is_below(name, first.first):
+                    raise _HeaderError
+                checked()
+
+            try:
+                return first.describe(False) + self._create_of_text(name, layouts, False, edges, unless_header)
+            except _HeaderError:
+                header = True
+        return first.describe(header) + self._create_of_text(name, layouts, header, edges, checked)
+
+    def _create_of_text(
+        self, name: str, layouts: Sequence[Layout], header: bool, edges: bool, then: Callable[[], None]
+    ) -> str:
+        """Make a table as the first rows look, else as all look, else of a copy; return how, where not as described."""
+        first, error = layouts[0], ""
+        same = all(
+            layout.plain
+            and (layout.separator, layout.width, layout.quotes, layout.skip)
+            == (first.separator, first.width, first.quotes, first.skip)
+            and (layout.first == first.first or not header)
+            for layout in layouts
+        )
+        files = [layout.file for layout in layouts]
+        named = f"names = [{', '.join(map(text, first.names))}], " if first.names and not header else ""
+        for sample in ("", ", sample_size = -1") if same else ():
+            quote, escape = map(text, first.quotes)
+            scan = (
+                f"read_csv([{', '.join(map(text, files))}], delim = {text(first.separator)}, quote = {quote}, "
+                f"escape = {escape}, header = {header}, skip = {first.skip}, comment = '', {named}"
+                f"compression = {text('gzip' if is_gzip(first.file) else 'none')}{sample})"
+            )
+            try:
+                self._create(name, scan, then, within=edges and not header)
+                return ""
+            except _UnlikeError as unlike:
+                error = str(unlike)
+        copy = self.folder / "rows.csv"
+        with _undamaged(first.path):
+            how = rewrite(layouts, header, edges, copy)
+        scan = f"read_csv({text(copy)}, delim = ',', quote = '\"', escape = '\"', header = {header}, comment = '', "
+        try:
+            self._create(name, f"{scan}{named}sample_size = -1)", then)
+        except _UnlikeError as unlike:
+            raise ValueError(f"{first.path} cannot be read: {shortened(error or str(unlike))}") from None
+        copy.unlink()
+        return how
+
+    def _create(self, name: str, scan: str, then: Callable[[], None], within: bool = False) -> None:
+        """Make a table; if comments may stand within, texts that look like them are not what was expected."""
+        with self._whole():
+            try:
+                self.query(f"CREATE TABLE {quoted(name)} AS SELECT * FROM {scan}")
+            except ValueError as error:
+                raise _UnlikeError(str(error)) from None
+            if within:
+                column, kind = next(iter(self.columns(name).items()))
+                found = f"SELECT 1 FROM {quoted(name)} WHERE ltrim({quoted(column)})[1] IN ('#', '%') LIMIT 1"
+                if kind == "VARCHAR" and self.query(found):
+                    raise _UnlikeError("comments")
+            then()
+
+    def _is_below(self, name: str, cells: Sequence[str]) -> bool:
+        """Say whether some text of the first row of a table stands in another row."""
+        among = ", ".join(map(text, cells))
+        found = " OR ".join(f"{quoted(column)}::VARCHAR IN ({among})" for column in self.columns(name))
+        first = self.query(f"SELECT min(rowid) FROM {quoted(name)}")[0][0]  # not 0 before the table is kept
+        return bool(self.query(f"SELECT 1 FROM {quoted(name)} WHERE ({found}) AND rowid > {first} LIMIT 1"))
+
+    def _unpacked(self, path: Path) -> Path:
+        """Return where the text of a file is; of one that is packed with zstd, in a copy."""
+        if path.suffix.lower() != ".zst":
+            return path
+        copy = self.folder / f"{path.name}.unpacked"
+        lines = f"read_csv({text(path)}, columns = {{'line': 'VARCHAR'}}, auto_detect = false, header = false, "
+        none = "delim = '\x01', quote = '', escape = ''"
+        options = "(FORMAT csv, HEADER false, DELIMITER '\x01', QUOTE '', ESCAPE '')"
+        self.query(f"COPY (SELECT * FROM {lines}{none}, comment = '')) TO {text(copy)} {options}")
+        return copy
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -155,6 +258,15 @@ class TableFiles:
                 self.connection.register("block", block)
                 self.query(f"INSERT INTO {quoted(name)} SELECT source, target FROM block")
 
+    def rename(self, name: str, columns: Mapping[str, str]) -> None:
+        """Give columns of a table other names; another column of such a name makes way."""
+        for old, new in columns.items():
+            others = {column.lower() for column in self.columns(name) if column != old}
+            if new in others:
+                self.query(f"ALTER TABLE {quoted(name)} RENAME COLUMN {quoted(new)} TO {quoted(new + '_')}")
+            if new != old:
+                self.query(f"ALTER TABLE {quoted(name)} RENAME COLUMN {quoted(old)} TO {quoted(new)}")
+
     def columns(self, name: str) -> dict[str, str]:
         """Return the columns of a table, and their types."""
         return {row[0]: row[1] for row in self.query(f"DESCRIBE {quoted(name)}")}
@@ -179,14 +291,7 @@ class TableFiles:
                 block = self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
             yield block
 
-    def _scan(self, path: str | Path, header: bool | None, how: str = "") -> str:
-        suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-        ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
-        if not any(symbol in str(path) for symbol in "*?[") and not Path(path).exists():
-            raise FileNotFoundError(f"{path} does not exist")
-        if ending in _CSV:
-            known = "" if header is None else f", header = {header}"
-            return f"read_csv({text(path)}, comment = '#'{known}{how})"
+    def _scan(self, path: str | Path, ending: str) -> str:
         if ending in _PARQUET:
             return f"read_parquet({text(path)})"
         if ending in _ARROW:
@@ -203,8 +308,44 @@ class TableFiles:
             source, target = array if array.shape[0] == 2 else array.T
             self.connection.register("scanned", {"source": source, "target": target})
             return "scanned"
-        known = ", ".join((*_CSV, *_PARQUET, *_ARROW, ".npy"))
+        known = ", ".join((*TEXT, *_PARQUET, *_ARROW, ".npy"))
         raise ValueError(f"{path}: what is in it? Endings that are known: {known}, and those of text with .gz or .zst")
+
+
+class _UnlikeError(ValueError):
+    """The rows of a file are not what its first ones look like."""
+
+
+class _HeaderError(Exception):
+    """The first row of a table is its header."""
+
+
+def matching(path: str | Path) -> list[Path]:
+    """Return a file, or those of a pattern, in order.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if Path(path).exists():
+        return [Path(path)]
+    if not (files := sorted(map(Path, glob.glob(str(path), recursive=True)))):
+        raise FileNotFoundError(f"{path} does not exist")
+    return files
+
+
+@contextmanager
+def _undamaged(path: str | Path) -> Iterator[None]:
+    """Say which packed file is damaged."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}; download it again") from None
+
+
+def _ending(path: Path) -> str:
+    """Return what a file's name says of what is in it, without how it is packed."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
 
 
 def text(value: Any) -> str:

@@ -343,17 +343,22 @@ def test_columns_that_cannot_be(tmp_path, source, nodes, error):
             '(0, 0, 1)) t(source, target, "a/b")',
             r"'a/b' cannot be the name of an attribute; rename the col",
         ),
-        (
-            "a__to__../a",
-            "(0, 0)) t(source, target)",
-            r"'a__to__\.\./a' cannot be the name of a folder; rename the type",
-        ),
     ],
 )
 def test_names_that_cannot_be(tmp_path, kind, columns, error):
     edges = stored(tmp_path / "edges.parquet", columns)
     with pytest.raises(ValueError, match=error):
         convert_tables({kind: edges}, tmp_path / "graph")
+
+
+def test_names_that_are_no_folders_are_read_back(tmp_path):
+    edges = stored(tmp_path / "edges.parquet", "(0, 1), (2, 1)) t(source, target)")
+    kinds = ["../a__to__../a", "../a__.to__b"]
+    convert_tables(dict.fromkeys(kinds, edges), tmp_path / "out" / "graph")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"graph"}
+    data = load_folder(tmp_path / "out" / "graph")
+    assert data.node_types == ["../a", "b"]
+    assert data.edge_types == [tuple(kind.split("__")) for kind in kinds]
 
 
 def test_mistakes_of_the_call(tmp_path, tables):

@@ -4,6 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
+import scipy.io
 import scipy.sparse
 import torch
 from hypothesis import given, settings
@@ -34,7 +35,10 @@ def write(folder, form, edges, num_nodes):
         np.save(folder / "indptr.npy", matrix.indptr)
         np.save(folder / "indices.npy", matrix.indices)
         return folder
-    if form in ("csr", "csc"):
+    if form == "mtx":
+        scipy.io.mmwrite(folder / "graph.mtx", matrix)
+        return folder / "graph.mtx"
+    if form in ("csr", "csc", "coo"):
         scipy.sparse.save_npz(folder / "graph.npz", matrix.asformat(form))
         return folder / "graph.npz"
     if form == "webgraph":
@@ -57,7 +61,7 @@ def same_topology(graph, edges, num_nodes):
     st.integers(1, 8).flatmap(
         lambda n: st.tuples(st.just(n), st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), min_size=1))
     ),
-    st.sampled_from(["folder", "csr", "csc", "webgraph", "webgraph.gz"]),
+    st.sampled_from(["folder", "csr", "csc", "coo", "mtx", "webgraph", "webgraph.gz"]),
     st.integers(1, 4),
 )
 def test_matrices_and_webgraph(tmp_path_factory, drawn, form, block):
@@ -225,9 +229,15 @@ def test_damaged_files_are_named(tmp_path):
     np.savez(tmp_path / "other.npz", a=np.ones(3))
     with pytest.raises(ValueError, match=r"other\.npz is no sparse matrix of SciPy: it holds a"):
         convert_tables(tmp_path / "other.npz", tmp_path / "out")
-    scipy.sparse.save_npz(tmp_path / "coo.npz", scipy.sparse.coo_matrix(np.eye(3)))
-    with pytest.raises(ValueError, match=r"coo\.npz is no sparse matrix of SciPy: it holds row, col"):
-        convert_tables(tmp_path / "coo.npz", tmp_path / "out")
+    scipy.sparse.save_npz(tmp_path / "dia.npz", scipy.sparse.dia_matrix(np.eye(3)))
+    with pytest.raises(ValueError, match=r"dia\.npz is a matrix in dia; save it in csr, csc or coo"):
+        convert_tables(tmp_path / "dia.npz", tmp_path / "out")
+    (tmp_path / "cut.mtx").write_text("%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n")
+    with pytest.raises(ValueError, match=r"cut\.mtx is no matrix of Matrix Market: "):
+        convert_tables(tmp_path / "cut.mtx", tmp_path / "out")
+    scipy.sparse.save_npz(tmp_path / "empty.npz", scipy.sparse.coo_matrix((3, 3)))
+    with pytest.raises(ValueError, match=r"empty\.npz holds no edges"):
+        convert_tables(tmp_path / "empty.npz", tmp_path / "out")
     for indptr, error in (([0, 2, 1, 5], "indptr falls at row 1"), ([0, 2, 3, 4], "to the number of edges, 5")):
         np.save(tmp_path / "indptr.npy", np.array(indptr))
         np.save(tmp_path / "indices.npy", np.arange(5) % 3)

@@ -1,0 +1,295 @@
+"""Text files as people have them become the graph that a plain table of the same rows becomes."""
+
+import csv
+import gzip
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.cli import convert_command
+from lightning_gnn.graph import convert_tables
+from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.graph.hetero_folder import node_folder
+
+duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
+
+DRAWN = {"random_features": 1}
+LONG = 30_000
+"""Rows, more than DuckDB guesses from."""
+
+
+def ids(folder):
+    """Return the ids of nodes in the order of their numbers, as texts."""
+    if (folder / "id.npy").exists():
+        return [str(i) for i in np.load(folder / "id.npy")]
+    found = duckdb.sql(f"SELECT id::VARCHAR FROM '{folder}/id.parquet' ORDER BY number").fetchall()
+    return [row[0] for row in found]
+
+
+def pairs(graph, names):
+    """Return the edges of a topology as pairs of names, sorted."""
+    targets = torch.arange(graph.num_nodes).repeat_interleave(graph.indptr.diff()).tolist()
+    return sorted((names[s], names[t]) for s, t in zip(graph.indices.tolist(), targets, strict=True))
+
+
+def convert(folder, name, content, nodes=None, kind=None, **options):
+    """Convert a text of edges, and one of nodes; return the folder and what was said."""
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    tables = None
+    if nodes is not None:
+        (folder / "nodes.csv").write_text(nodes)
+        tables = folder / "nodes.csv"
+    told = []
+    source = {kind: folder / name} if kind else folder / name
+    convert_tables(source, folder / "out", tables, say=told.append, **(options if nodes else DRAWN | options))
+    return folder / "out", told
+
+
+def edges_of(folder, name, content, **options):
+    out, told = convert(folder, name, content, **options)
+    return pairs(load_folder(out).graph, ids(out)), told
+
+
+# Texts without what would be read as a number, and what a CSV file cannot hold unquoted by every reader.
+WORDS = st.text("abcXYZ#%é/.:-' ", min_size=1, max_size=6).map(lambda word: f"w{word.strip()}")
+SEPARATORS = [",", "\t", ";", "|", "::", " "]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=8),
+    st.sampled_from(SEPARATORS),
+    st.sampled_from(["\n", "\r\n", "\r\r\n", "\r"]),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1"]),
+    st.booleans(),
+    st.lists(st.sampled_from(["# a comment", "% 3 4", "", "#"]), max_size=2),
+    st.sampled_from(["csv", "tsv", "txt", "edges", "edgelist", "cites", "dat", "data", "txt.gz"]),
+)
+def test_rows_are_the_same_in_every_layout(tmp_path_factory, rows, between, newline, encoding, header, above, ending):
+    folder = tmp_path_factory.mktemp("text")
+    rows = [(a, b.replace(" ", "_")) for a, b in [*rows, (rows[0][0], rows[0][0]), (rows[0][1], rows[0][1])]]
+    if between in ("::", "|", ";") or between == " ":  # no words that hold the separator
+        rows = [tuple(word.replace("::", ".").replace(" ", "_").replace(":", ".") for word in row) for row in rows]
+    lines = [*above, *([f"source{between}target"] if header else []), *(between.join(row) for row in rows)]
+    content = newline.join([*lines, ""]).encode(encoding)
+    content = gzip.compress(content) if ending.endswith("gz") else content
+    found, told = edges_of(folder, f"edges.{ending}", content)
+    assert found == sorted(tuple(word.strip() for word in row) for row in rows)
+    assert any(("is the header" if header else "no header") in line for line in told)
+
+
+def test_a_number_sign_within_rows_is_data(tmp_path):
+    edges = "source,target\n0,1\n1,2\n2,3\n"
+    for case, colors in enumerate((["C", "C#", "F#", "C#"], ["#f00", "#0f0", "%a", "#f00"])):
+        nodes = "label,id,title,f\n" + "".join(f'{c},{n},"Love #{n}, 100%",1.5\n' for n, c in enumerate(colors))
+        (tmp_path / str(case)).mkdir()
+        out, _ = convert(tmp_path / str(case), "edges.csv", edges, nodes)
+        names = json.loads((out / "classes.json").read_text())
+        assert [names[n] for n in np.load(out / "y.npy")] == colors
+        assert load_folder(out).x.tolist() == [[1.5]] * 4
+
+
+def test_a_number_sign_within_ids_is_data(tmp_path):
+    content = "# by hand\nsource,target\n#a,http://x.org/y#1\n#b,http://x.org/y#2\n%c,#a\n"
+    found, _ = edges_of(tmp_path, "edges.csv", content)
+    assert found == sorted([("#a", "http://x.org/y#1"), ("#b", "http://x.org/y#2"), ("%c", "#a")])
+
+
+@pytest.mark.parametrize("row", ["5 6", "x  y", "x y "])
+def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
+    begin = "a b\nb a\n" if row.startswith("x") else "0 1\n1 0\n"
+    found, _ = edges_of(tmp_path, "edges.txt", begin * (LONG // 2) + "# a comment\n% 7 8\n" + row + "\n")
+    assert len(found) == LONG + 1
+    assert tuple(row.split()) in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_header"),
+    [
+        (["a b", "b c", "c a"], False),
+        (["10.0.0.1 10.0.0.2", "10.0.0.3 10.0.0.4"], False),
+        (["u1 c#1", "u2 c#2", "u3 c#3"], False),
+        (["http://a#x http://b#y", "http://c#x http://d#y"], False),
+        (["2001:db8::1 2001:db8::2", "2001:db8::3 2001:db8::4"], False),
+        (["p1 p2", *["3 4"] * 9, "p1 p2"], False),
+        (["follower followee", "ann bob", "bob cy"], True),
+        (["ann bob", *["x y"] * LONG, "bob x"], False),
+        (["who whom", *["x y"] * LONG], True),
+        (["Source Target", "source target", "b c"], True),
+        (["FromNodeId ToNodeId", "a b"], True),
+        (["paper cited", "1 2", "2 3"], True),
+    ],
+)
+def test_a_header_names_columns_or_occurs_nowhere_below(tmp_path, rows, is_header):
+    found, told = edges_of(tmp_path, "edges.tsv", "\n".join(rows).replace(" ", "\t"))
+    assert found == sorted(tuple(row.split()) for row in rows[is_header:])
+    assert any(("first row is the header" if is_header else "no header") in line for line in told)
+
+
+def test_a_comment_may_name_the_columns(tmp_path):
+    content = "# weight target source\n0.5 1 2\n0.25 2 3\n"
+    out, told = convert(tmp_path, "edges.txt", content, kind="a__to__a")
+    found = load_folder(out)["a", "to", "a"]
+    assert found.weight.tolist() == [0.5, 0.25]
+    assert found.graph.indices.tolist() == [1, 2]
+    assert any("named by a comment" in line for line in told)
+
+
+def test_parts_with_and_without_a_header_are_one_table(tmp_path):
+    (tmp_path / "part-1.txt").write_text("# one\nfollower followee\nann bob\n")
+    (tmp_path / "part-2.txt").write_text("# two\n# more\nfollower followee\nbob  cy\n")
+    convert_tables(tmp_path / "part-*.txt", tmp_path / "out", **DRAWN)
+    assert pairs(load_folder(tmp_path / "out").graph, ids(tmp_path / "out")) == [("ann", "bob"), ("bob", "cy")]
+
+
+def test_text_packed_with_zstd_is_looked_at_too(tmp_path):
+    rows = "SELECT * FROM (VALUES ('#a', 'b'), ('b', '#c')) t(source, target)"
+    duckdb.sql(f"COPY ({rows}) TO '{tmp_path}/edges.csv.zst'")
+    convert_tables(tmp_path / "edges.csv.zst", tmp_path / "out", **DRAWN)
+    assert pairs(load_folder(tmp_path / "out").graph, ids(tmp_path / "out")) == [("#a", "b"), ("b", "#c")]
+
+
+RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: name.strip("_") == name.strip() != "")
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), RELATIONS, st.integers(0, 5)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triples, named):
+    folder = tmp_path_factory.mktemp("triples")
+    triples = [(f"/m/{s}", f"r{relation}r", f"/m/{t}") for s, relation, t in triples]
+    if not named:  # heads and tails share some
+        triples.append((triples[0][2], triples[0][1], triples[0][0]))
+    buffer = io.StringIO()
+    csv.writer(buffer, delimiter="\t").writerows([*([("head", "relation", "tail")] * named), *triples])
+    out, _ = convert(folder, "train.txt", buffer.getvalue())
+    found, names = load_folder(out), ids(node_folder(out, "node"))
+    assert names == sorted({end for s, _, t in triples for end in (s, t)})
+    expected = {}
+    for s, relation, t in triples:
+        expected.setdefault(relation, []).append((s, t))
+    assert {kind: pairs(found[kind].graph, names) for kind in found.edge_types} == {
+        ("node", relation, "node"): sorted(edges) for relation, edges in expected.items()
+    }
+
+
+def test_three_columns_of_text_that_may_be_no_triples(tmp_path):
+    with pytest.raises(ValueError, match=r"three columns of text .* a first line, head,relation,tail"):
+        convert(tmp_path, "edges.txt", "u1 i1 click\nu2 i2 click\nu1 i3 buy\n")
+    with pytest.raises(ValueError, match=r"three columns of text .*; its first line is 'a knows b'"):
+        convert(tmp_path, "edges.txt", "a knows b\nb likes c\n", kind="x__r__x")
+    found, told = edges_of(tmp_path, "edges.txt", "a b friend\nb c friend\nc a foe\n")
+    assert found == [("a", "b"), ("b", "c"), ("c", "a")]
+    assert any("left out of the edges" in line and "column2" in line for line in told)
+
+
+@pytest.mark.parametrize("names", ["Source,Target,Weight", "SRC,DST,Weight", ":START_ID,:END_ID,Weight"])
+@pytest.mark.parametrize("kind", [None, "u__t__u"])
+def test_names_of_columns_are_known_in_any_case_with_and_without_types(tmp_path, names, kind):
+    out, _ = convert(tmp_path, "edges.csv", f"{names}\n1,2,5\n2,3,1\n", kind=kind)
+    folder = out / "edges/u__t__u" if kind else out
+    expected = {"indptr", "indices", "Weight"} if kind else {"indptr", "indices", "x", "id"}
+    assert {path.stem for path in folder.glob("*.npy")} == expected
+
+
+def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
+    edges = "Source,Target\n1,2\n2,3\n"
+    with pytest.raises(ValueError, match=r"the column Label has 3 classes for 3 nodes, so it holds names"):
+        convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,Ann,3\n2,Bob,4\n3,Cy,5\n")
+    many = "".join(f"{n},name {n},1\n" for n in range(1, 9))
+    with pytest.raises(ValueError, match=r"the column label has 8 classes for 8 nodes"):
+        convert(tmp_path, "edges.csv", edges, f"id,label,age\n{many}")
+    _, told = convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,red,3\n2,blue,4\n3,red,5\n")
+    assert any("labels" in line and "2 classes" in line for line in told)
+    (tmp_path / "without").mkdir()
+    out, _ = convert(tmp_path / "without", "edges.csv", edges, "Id,Label,age\n1,,3\n2,,4\n3,,5\n")
+    assert not (out / "y.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "x", "said"),
+    [
+        ("node_id,f\n2,10\n0,20\n1,30\n", [[10], [20], [30]], "in the column node_id"),
+        ("f,nodeId\n10,2\n20,0\n30,1\n", [[10], [20], [30]], "in the column nodeId"),
+        ("id,new_id,f\n77,2,10\n88,0,20\n99,1,30\n", [[10], [20], [30]], "in the column new_id"),
+        ("2,10\n0,20\n1,30\n", [[10], [20], [30]], "in the column column0"),
+        ("f,rank\n10,2\n20,0\n30,1\n", [[10, 2], [20, 0], [30, 1]], "numbered by row"),
+        ("page_id,f\n77,10\n88,20\n99,30\n", [[77, 10], [88, 20], [99, 30]], "numbered by row"),
+        ("a_id,b_id\n2,1\n0,2\n1,0\n", [[2, 1], [0, 2], [1, 0]], "a_id, b_id hold the ids of all edges"),
+    ],
+)
+def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
+    out, told = convert(tmp_path, "edges.csv", "source,target\n0,1\n1,2\n", nodes)
+    found = load_folder(out)
+    assert found.x.tolist() == x
+    numbers = ["2", "0", "1"] if "by row" not in said and "hold" not in said else ["0", "1", "2"]
+    assert pairs(found.graph, numbers) == [("0", "1"), ("1", "2")]
+    assert any(said in line for line in told)
+
+
+def test_texts_as_ids_need_no_name(tmp_path):
+    out, _ = convert(tmp_path, "edges.csv", "source,target\nann,bob\nbob,cy\n", "who,f\ncy,1\nann,2\nbob,3\n")
+    assert pairs(load_folder(out).graph, ["cy", "ann", "bob"]) == [("ann", "bob"), ("bob", "cy")]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("source,target\n", r"holds no edges; its first line is 'source,target'"),
+        ("hello world\n", r"holds no edges; its first line is 'hello world'"),
+        ("hello\n", r"edges\.csv holds no edges; its first line is 'hello'"),
+        ("# a\n# b\n", r"holds no rows; its first line is '# a'"),
+        ("", r"holds no rows; its first line is ''"),
+        ("\n<!DOCTYPE html>\n<html><body>a,b</body>\n", r"is a web page.*'<!DOCTYPE html>'"),
+        ("{\"a\": [1, 2]}", r"is JSON"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n", r"is a Git LFS pointer.*git lfs pull"),
+        (b"PK\x03\x04\x00\x00\x01\x02", r"holds no text: it begins with b'PK"),
+        ("source,target\n1,2\n3,4,5\n", r"edges\.csv: line 3 has 3 fields, but most have 2.*: '3,4,5'"),
+        ("# x\nsource,target\n" + "1,2\n" * LONG + "3\n", r"line 30003 has 1 fields, but most have 2.*: '3'"),
+        ('a,b\n1,"A, b"\n2,"Great" Perf, x\n3,"C, d"\n', r"line 3: .*expected after.*: '2,\"Great\" Perf, x'"),
+        (gzip.compress(b"0 1\n" * 999)[:-20], r"cannot be read: .*; download it again"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_refused_with_the_line(tmp_path, content, error):
+    with pytest.raises(ValueError, match=error) as caught:
+        convert(tmp_path, "edges.csv", content)
+    assert len(str(caught.value)) < 400
+    assert not (tmp_path / "out").exists()
+
+
+def test_nodes_without_rows_and_pointers_of_git_lfs_are_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"nodes\.csv holds no nodes; its first line is 'id,f'"):
+        convert(tmp_path, "edges.csv", "source,target\n0,1\n", "id,f\n")
+    for ending in ("npz", "npy", "parquet"):
+        (tmp_path / f"graph.{ending}").write_text("version https://git-lfs.github.com/spec/v1\n")
+        assert convert_command.main([f"source={tmp_path}/graph.{ending}", f"out={tmp_path}/out"]) == 2
+        assert "is a Git LFS pointer" in capsys.readouterr().err
+
+
+def test_codes_are_classes_by_their_values(tmp_path):
+    edges, codes = "source,target\n0,1\n1,2\n2,3\n", [2_500_000_001, 2_500_000_000]
+    rows = "".join(f"{n},1,{codes[n % 2]}\n" for n in range(4))
+    out, told = convert(tmp_path, "edges.csv", edges, f"id,f,label\n{rows}4,1,\n")
+    assert np.load(out / "y.npy").tolist() == [1, 0, 1, 0, -1]
+    assert json.loads((out / "classes.json").read_text()) == ["2500000000", "2500000001"]
+    assert any("2 classes" in line for line in told)
+    rows = "".join(f"{n},1,{codes[0] + n}\n" for n in range(4))
+    (tmp_path / "refused").mkdir()
+    with pytest.raises(ValueError, match=r"label goes up to 2,500,000,004 and has 4 values for 4 nodes"):
+        convert(tmp_path / "refused", "edges.csv", edges, f"id,f,label\n{rows}")
+
+
+def test_the_command_prints_how_a_text_is_read(tmp_path, capsys):
+    (tmp_path / "edges.txt").write_bytes("# x\nJosé  Ann\nAnn José\n".encode("latin-1"))
+    assert convert_command.main([f"source={tmp_path}/edges.txt", f"out={tmp_path}/out", "random_features=1"]) == 0
+    shown = capsys.readouterr().err
+    assert (
+        "edges.txt: 2 columns separated by blanks, no header, 1 lines of comments before it, read as latin-1" in shown
+    )
