@@ -167,20 +167,12 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
     if "labels" in node and node.labels is None:
         node.labels = {"node": "classes", "multilabel": "several"}.get(cfg.task.name, "numbers")
     data: Data | HeteroData = build(node, "data")
-    features = [(store._key, store.get("x")) for store in data.node_stores]
-    for name, x in features:
-        if x is None and (name is None or cfg.task.get("embeddings") is None):
+    for store in data.node_stores:
+        name = store._key
+        if store.get("x") is None and (name is None or cfg.task.get("embeddings") is None):
             of = "" if name is None else f" of {name!r}"
             fix = "" if name is None else "; task.embeddings=64 trains some"
             raise ValueError(f"data: the graph has no node features x{of}, which the models need{fix}")
-    precision = str(cfg.trainer.get("precision"))
-    wanted = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}.get(precision)
-    for _, x in features:
-        if wanted is not None and x is not None and wanted != str(x.dtype).rpartition(".")[2]:
-            raise ValueError(
-                f"trainer.precision={precision} makes the weights {wanted}, but features stay {x.dtype}; use 32-true, "
-                "16-mixed or bf16-mixed"
-            )
     return data
 
 
@@ -486,7 +478,13 @@ def _count_classes(data: Any) -> int:
             f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}; for several labels per "
             "node use task=multilabel, for numbers task=regression"
         )
-    return int(y.max()) + 1
+    count = int(y.max()) + 1
+    if count > max(_CLASSES, y.numel()):
+        raise ValueError(
+            f"data: y holds {count - 1}, but classes are numbered from 0, and a model has an output for each: number "
+            "them, y = torch.unique(y, return_inverse=True)[1], or use task=regression"
+        )
+    return count
 
 
 def _count_labels(data: Any) -> int:
@@ -516,6 +514,8 @@ def _labels(data: Any) -> torch.Tensor:
     return y
 
 
+_CLASSES = 1 << 16
+"""Classes from which on there are hardly more than nodes."""
 _OUTPUTS = {"node": _count_classes, "multilabel": _count_labels, "regression": _count_numbers}
 """How many outputs a model needs, by the task and the labels."""
 TASKS = {

@@ -8,9 +8,9 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.cli.assemble import split_in_time
+from lightning_gnn.cli.assemble import _count_classes, split_in_time
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -127,3 +127,9 @@ def test_ranking_among_many_takes_no_more_memory_than_training():
     evaluated = datamodule.eval_loader_kwargs
     trees = datamodule.batch_size * (2 + datamodule.neg_sampling.amount)
     assert evaluated.batch_size * (2 + evaluated.neg_sampling.amount) <= trees
+
+
+def test_codes_are_not_counted_as_classes():
+    assert _count_classes(Data(y=torch.tensor([0, 3, -1]))) == 4
+    with pytest.raises(ValueError, match=r"y holds 2500000000, but classes are numbered from 0"):
+        _count_classes(Data(y=torch.tensor([2_500_000_000, 1])))

@@ -42,7 +42,6 @@ BUILT = {
     "trainer.max_epochs=abc": "trainer.max_epochs='abc' must be a whole number or null",
     "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 must be a whole number or null",
     "trainer.devices=-2": "trainer.devices=-2 must be a whole number of at least 1 with accelerator=cpu",
-    "trainer.precision=64-true": "trainer.precision=64-true makes the weights float64, but features stay torch.float32",
     "callbacks.best.dirpath=FILE/x": "callbacks.best.dirpath=FILE/x cannot be used: FILE is a file; give another",
     "strategy=hyscale trainer.strategy.drm=FILE/x": "trainer: drm='FILE/x' is no file; give a log that decision_log=",
     "ckpt_path=5": "ckpt_path=5 must be the path of a file",

@@ -282,7 +282,8 @@ def test_full_graph(tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choice", ["model=gat", "logger=none", "callbacks=none", "trainer=fast_dev", "experiment=smoke"]
+    "choice",
+    ["model=gat", "logger=none", "callbacks=none", "trainer=fast_dev", "experiment=smoke", "trainer.precision=64-true"],
 )
 def test_choices(tmp_path, choice):
     assert lgnn(tmp_path, choice) == 0
