@@ -1,23 +1,18 @@
 """Topology and features dealt out to the GPUs of a node, beside copies on each and the host's memory.
 
 A process for each GPU makes mini-batches of its own seeds, all at the same time; what counts is the slowest of them.
-Rows are read where they lie if the GPUs map each other's memory, and sent by an all-to-all if not: where they do, the
-all-to-all is measured as well.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,7 +27,6 @@ PLACES = {
     "both dealt out": {"topology": "shard", "features": "shard"},
     "all pinned": {"topology": "pinned", "features": "pinned"},
 }
-SENT = "both dealt out, sent"
 LIMIT_S = 600
 
 
@@ -74,15 +68,14 @@ def _rank(rank: int, folder: str, ranks: int, kind: str, sizes: dict[str, Any], 
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     first = First(device, **sizes)
     figures: dict[str, Any] = {}
-    for name, places in contestants(kind).items():
-        with _sending(name == SENT):
-            seen = _everywhere(partial(_loader, first, ranks, places | options))
-            values: list[float] = []
-            for turn in range(first.runs + 1):  # the first round compiles and warms up
-                if isinstance(seen, str):
-                    break
-                took = _everywhere(partial(first._iterate, lambda loader=seen: loader, turn))
-                seen, values = (took, values) if isinstance(took, str) else (seen, [*values, _most(took)])
+    for name, places in PLACES.items():
+        seen = _everywhere(partial(_loader, first, ranks, places | options))
+        values: list[float] = []
+        for turn in range(first.runs + 1):  # the first round compiles and warms up
+            if isinstance(seen, str):
+                break
+            took = _everywhere(partial(first._iterate, lambda loader=seen: loader, turn))
+            seen, values = (took, values) if isinstance(took, str) else (seen, [*values, _most(took)])
         if isinstance(seen, str):
             figures[name] = {"failed": seen}
         else:
@@ -93,11 +86,6 @@ def _rank(rank: int, folder: str, ranks: int, kind: str, sizes: dict[str, Any], 
         Path(folder, "found.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def contestants(kind: str) -> dict[str, dict[str, str]]:
-    """Return where topology and features lie, by name; the all-to-all is another contestant where GPUs may read."""
-    return {**PLACES, SENT: PLACES["both dealt out"]} if kind == "cuda" else PLACES
 
 
 def _loader(first: First, ranks: int, options: dict[str, Any]) -> Any:
@@ -127,13 +115,3 @@ def _most(value: float) -> float:
     values: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return max(values)
-
-
-@contextmanager
-def _sending(sent: bool) -> Iterator[None]:
-    """Let nobody read another GPU's memory, so that rows are sent."""
-    if not sent:
-        yield
-        return
-    with patch.object(sys.modules["lightning_gnn.persistent.shards"], "reads_peers", lambda *_: False):
-        yield

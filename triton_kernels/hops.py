@@ -91,11 +91,6 @@ EDGE_BITS = tl.constexpr(36)
 MOST_EDGES = tl.constexpr((1 << 36) - 1)  # more never fit; what needs so many needs at least as many
 WINDOW = tl.constexpr(32)  # tiles that are looked at together
 
-# Instead of a number of shards, where no kernel reads those of others: the phase EXPAND runs in two launches, and the
-# host fetches the sources between them.
-PICKED = tl.constexpr(-1)  # it picks in-edges
-FETCHED = tl.constexpr(0)  # it bids for their sources
-
 
 @triton.jit
 def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
@@ -251,8 +246,6 @@ def expand_rows(
     low, high = level_rows(sizes, level, pid, programs)
     # First the picks, a row to each thread: R rows at a time hide one another's loads of `indptr`.
     t = low
-    if SHARDS == FETCHED:
-        t = high
     while t < high:
         i = t + tl.arange(0, R)
         on = i < high
@@ -277,8 +270,6 @@ def expand_rows(
     # gathers of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
     t = tl.load(rowptr + low)
     end = tl.load(rowptr + high)
-    if SHARDS == PICKED:
-        end = t
     while t < end:
         pos = t + tl.arange(0, T)
         on = pos < end
@@ -296,10 +287,7 @@ def expand_rows(
         if CACHED:
             begin = tl.load(indptr + v, mask=on, other=0)
             copied = tl.load(offset + v, mask=on, other=-1)
-        if SHARDS == FETCHED:
-            u = tl.load(hot + pos, mask=on, other=0) + before
-        else:
-            u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
         tree = pos
         if DISJOINT:
             tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
@@ -401,12 +389,8 @@ def expand_flat(
         copied = e
         if CACHED:
             copied = tl.load(offset + v, mask=on, other=-1)
-        if SHARDS != PICKED:
-            if SHARDS == FETCHED:
-                u = tl.load(hot + pos, mask=on, other=0) + before
-            else:
-                u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
-            bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
+        u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
+        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
         t += T
 
 
@@ -516,7 +500,7 @@ def level_phase(
     indices: Array,  # int32 or int64 [num_edges], on the device or in pinned host memory
     offset: Array,  # int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
     hot: Array,  # as indices [hot edges], copies of hot adjacency lists; read if CACHED. If there are several SHARDS,
-    # int64 [SHARDS], where each of them lies; if FETCHED, int32 [capacity], sources of edge positions
+    # int64 [SHARDS], where each of them lies
     seeds: Array,  # int32 or int64 [num_seeds]
     control: Array,  # int64 [CONTROL_SIZE], places above
     state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: a word each
@@ -543,7 +527,7 @@ def level_phase(
     K: tl.constexpr,  # largest fanout that is picked in registers
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
-    SHARDS: tl.constexpr = 1,  # in how many parts indices lies; or PICKED or FETCHED
+    SHARDS: tl.constexpr = 1,  # in how many parts indices lies
     SHIFT: tl.constexpr = 0,  # of several, the logarithm of the entries that each gets in turn
 ) -> None:
     """Run one phase of one level. What it reads, the phase before has written: a grid barrier must lie between."""

@@ -235,8 +235,6 @@ class TritonNeighborSampler(DeviceSampler):
 
     MODES: tuple[str, ...] = MODES
     QUEUE_MODES: tuple[str, ...] = ("persistent",)
-    BULK: Any = None
-    """How it samples several mini-batches together, if not as ``sample_bulk.Bulk``."""
 
     def __init__(
         self,

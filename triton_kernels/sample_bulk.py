@@ -91,8 +91,11 @@ def joined(
     sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
 ) -> Bulk:
     """Return mini-batches as what ``sampler.begin`` launches; arguments as for sample_bulk."""
-    kind: type[Bulk] = sampler.BULK or Bulk
-    return kind.of(sampler, seeds, fanouts, keys, replace)
+    fanouts = [int(fanout) for fanout in fanouts]
+    check_hops(fanouts)
+    starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
+    together = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
+    return Bulk(sampler, together, fanouts, 0, replace, False, 0, len(seeds), keys, starts)
 
 
 @dataclass(eq=False)
@@ -106,22 +109,6 @@ class Bulk(Batch):  # type: ignore[misc]
 
     keys: Sequence[int] = ()
     starts: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        sampler: TritonNeighborSampler,
-        seeds: Sequence[Tensor],
-        fanouts: Sequence[int],
-        keys: Sequence[int],
-        replace: bool,
-    ) -> Bulk:
-        """Join mini-batches."""
-        fanouts = [int(fanout) for fanout in fanouts]
-        check_hops(fanouts)
-        starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
-        together = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
-        return cls(sampler, together, fanouts, 0, replace, False, 0, len(seeds), keys, starts)
 
     def describe(self, words: Any) -> None:
         """Add the size of the graph, and the keys and seeds of each."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import pytorch_lightning as pl
@@ -83,8 +83,6 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         >>> str(datamodule.plan).splitlines()[0].split(',')[0]
         'collective batching: the CPU prepares about 33% of the mini-batches'
     """
-
-    in_step: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -23,8 +23,7 @@ class Ahead:
     training for a mini-batch on the device alone. So that the host does not run ahead for as long as memory lasts, it
     waits for the step ``depth`` before the last.
 
-    What a sampler cannot begin without waiting is prepared when it is asked for, on the same stream: one mini-batch, or
-    some that are sampled together, of which one at a time is gathered.
+    What a sampler cannot begin without waiting is prepared when it is asked for, on the same stream.
 
     Args:
         loader: Begins mini-batches, and ends them.
@@ -74,10 +73,6 @@ class Ahead:
         made.left = {name: used_on(ids, consumer) for name, ids in made.left.items()}
         return made
 
-    def sample_together(self, bulk: int) -> None:
-        """Have mini-batches that are prepared when they are asked for sampled so many at a time."""
-        self._bulk = bulk
-
     def close(self) -> None:
         """Drop what is under way."""
         self._tasks, self._begun = iter(()), None
@@ -89,7 +84,7 @@ class Ahead:
         if not self._sampled:
             if not (tasks := list(islice(self._tasks, self._bulk))):
                 return None
-            if not self._begins and self._bulk == 1:
+            if not self._begins:
                 return self._prepare(tasks[0])
             self._sampled.extend(self._loader.end(self._loader.begin(tasks)))
         return self._sampled.popleft()()
@@ -105,7 +100,7 @@ class Ahead:
         """
         while True:
             try:
-                while self._begins and self._sampled and len(self._ready) < self._depth:
+                while self._sampled and len(self._ready) < self._depth:
                     self._put(self._sampled.popleft()())
                 if self._begun is not None and (self._begun.is_ready() or (waits and not self._ready)):
                     begun, self._begun = self._begun, None

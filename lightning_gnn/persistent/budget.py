@@ -1,8 +1,8 @@
 """One plan for the memory of a device: topology, features, caches of hot rows and lists, mini-batches.
 
 All of them compete for the same bytes. What is read from host memory costs the bytes that cross the bus, as counted in
-mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a node a table may be on
-each of them, dealt out to them, or in host memory. What of a table is on disk is read into host memory first.
+mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a machine a table may be
+on each of them, dealt out to them, or in host memory. What of a table is on disk is read into host memory first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gnn.runtime.byte_sizes import shown
 FOR_THE_MODEL = 0.25
 """Of the device's memory, how much is left to the model and its activations."""
 LINK = 0.1
-"""What a byte from another GPU of the node costs, of one from host memory: NVLink brings nine to twelve times as
+"""What a byte from another GPU of the machine costs, of one from host memory: NVLink brings nine to twelve times as
 much as the PCIe beside it (450 and 50 GB/s, 300 and 25)."""
 _NONE = torch.empty(0, dtype=torch.int64)
 
@@ -38,7 +38,7 @@ class Part:
         pinned_bytes: What of it is on the device all the same where it lies in host memory.
         hot: What of it may be cached where it lies in host memory; None: nothing.
         kept: Entries of ``hot`` that are cached there anyway, int64 ``[n]``, and no others; in ``pinned_bytes``.
-        shard_bytes: What of it each GPU of the node has where it is dealt out to them; None: it cannot be.
+        shard_bytes: What of it each GPU of the machine has where it is dealt out to them; None: it cannot be.
         gpus: How many these are.
         host_bytes: What it takes of host memory where it does not lie on a device.
         disk_bytes: What of it lies on disk then; 0: it is in host memory as a whole.

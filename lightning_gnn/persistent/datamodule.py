@@ -20,9 +20,9 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         topology: ``"device"``, ``"shard"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"``.
             Topology, features, caches and mini-batches share three quarters of the device's free memory by one plan
             (:attr:`placement`), which is said when the first loader is made; the rest is the model's. ``"shard"`` deals
-            the edges of a graph of one type, without times and weights, out to the GPUs of a node, one per process of
-            the run, which read them from each other; where they cannot, the processes send them, in step, those of a
-            bulk together. ``"auto"`` takes it only where they can.
+            the edges of a graph of one type, without times and weights, out to the GPUs of a machine, one per process
+            of the run, which read each other's memory. Where they cannot, ``"shard"`` is refused, and ``"auto"``
+            places as for one GPU.
         features: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"`` for the features, of any graph; other attributes
             of nodes and edges always lie on the device. With ``memory=``, ``"pinned"`` leaves ``x`` on disk, and so
             does ``"auto"`` where it has no room on the device; caches are then in front of the disk.
@@ -44,15 +44,14 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         device: Where to sample; by default the trainer's device, or the current GPU.
         device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
             :meth:`plan_placement` needs no GPU.
-        gpus: GPUs of the node that :meth:`plan_placement` plans for; a run has one for each of its processes there.
+        gpus: GPUs of the machine that :meth:`plan_placement` plans for; a run has one for each of its processes there.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
         ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
-            the device; when the first loader is made, more wanted on the device than it has, or another number of
-            ``gpus``.
-        RuntimeError: Page-locked memory was refused, when the first loader is made; or processes that send each other
-            rows do not go through the same loaders.
+            the device; when the first loader is made, more wanted on the device than it has, another number of
+            ``gpus``, or ``"shard"`` among GPUs that do not read each other's memory.
+        RuntimeError: Page-locked memory was refused, when the first loader is made.
 
     Examples:
         >>> import torch

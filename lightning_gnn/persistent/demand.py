@@ -54,7 +54,7 @@ class Demand:
         held: Mini-batches, with their features, on the device at a time.
         bulk: Mini-batches that are sampled in one launch, at most.
         queue: Whether a task queue samples.
-        gpus: Of the node, to which tables may be dealt out.
+        gpus: Of the machine, to which tables may be dealt out.
     """
 
     sampler: NeighborSampler
@@ -100,9 +100,7 @@ class Demand:
                     break
             # What it serves of mini-batches that it has not seen is what it will serve.
             plan = self._plan(memory, seen)
-            if (
-                self.gpus > 1
-            ):  # caches look better to what they are made by than to the rest; what is dealt out does not
+            if self.gpus > 1:  # caches look better to what they are made by than to the rest; shards do not
                 without = self._plan(memory, seen, 0)
                 if (dealt := without.rate(self.parts(more))) > rate:
                     plan, rate = without, dealt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +15,6 @@ from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from lightning_gnn.nn.sampled_edges import remember
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.persistent.ahead import Ahead
-from lightning_gnn.persistent.exchange import Exchange
-from lightning_gnn.persistent.in_step import InStep
-from lightning_gnn.persistent.shards import ExchangedShards
 from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
@@ -48,13 +44,12 @@ class Begun:
 class _OnDevice:
     """Mixed into a loader: no tensor of a mini-batch is left for Lightning's transfer, which would wait."""
 
-    device: torch.device
-    exchange: Exchange | None = None
-    """By which rows come from other processes."""
+    def __init__(self, *args: Any, device: torch.device, prefetch: int = 2, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.device, self.prefetch = device, prefetch
 
     def _join(self, out: SamplerOutput | HeteroSamplerOutput) -> tuple[Any, dict[tuple[Any, str], Tensor]]:
-        with self.exchange.together() if self.exchange is not None and self._shares_rows else nullcontext():
-            batch, left = super()._join(out)  # type: ignore[misc]
+        batch, left = super()._join(out)  # type: ignore[misc]
         batch = apply_now(batch, self._sent)
         if self.samples_alone:  # type: ignore[attr-defined]
             remember(batch)
@@ -70,49 +65,17 @@ class _OnDevice:
         """Whether it can begin with a mini-batch and wait for it later."""
         return False
 
-    @property
-    def samples_together(self) -> bool:
-        """Whether it can sample several mini-batches in step with other processes, which wait for each other."""
-        return False
-
-    @property
-    def bulk_size(self) -> int:
-        """How many mini-batches are to be sampled together."""
-        return 1
-
-    @property
-    def _shares_rows(self) -> bool:
-        tables = self.tables.values()  # type: ignore[attr-defined]
-        return any(isinstance(getattr(table, "shards", None), ExchangedShards) for table in tables)
-
-    def pipeline(self, epoch: int, first: int) -> Ahead | InStep | ReadInTurn:
+    def pipeline(self, epoch: int, first: int) -> Ahead | ReadInTurn:
         """Return an iterator over the mini-batches of an epoch that are left.
 
-        Where rows lie on disk, mini-batches are sampled one by one, far ahead, and wait in the host's memory; ranks
-        that send each other rows keep to their step instead.
-
-        Raises:
-            TypeError: Ranks send each other rows, but the seeds come from a sampler that does not tell how many.
+        Where rows lie on disk, mini-batches are sampled one by one, far ahead, and wait in the host's memory.
         """
-        depth: int = self.prefetch  # type: ignore[attr-defined]
-        if self.exchange is None:
-            tasks, after = self.tasks(epoch, first), self._tasks_after(epoch)  # type: ignore[attr-defined]
-            look_ahead = self.look_ahead(tasks, first, after)  # type: ignore[attr-defined]
-            if look_ahead is not None:
-                return ReadInTurn(look_ahead, Ahead(self, look_ahead, depth, look_ahead.prepare))
-        where = self.device if self.can_begin or self.samples_together else None
-        ahead = Ahead(self, self.tasks(epoch, first, where), depth)  # type: ignore[attr-defined]
-        if self.exchange is None:
-            return ahead
-        seeds = self.batch_sampler  # type: ignore[attr-defined]
-        if not hasattr(seeds, "__len__"):
-            raise TypeError(
-                f"{type(seeds).__name__} has no __len__, but ranks that send each other rows must know how many "
-                "mini-batches each has; give it one, or take topology and features 'pinned'"
-            )
-        length, bulk = max(0, len(seeds) - first), self.bulk_size if self.samples_together else 1
-        sampling = int(self._graph_sampler.num_exchanges)  # type: ignore[attr-defined]
-        return InStep(ahead, self.exchange, length, bulk, sampling, int(self._shares_rows))
+        tasks, after = self.tasks(epoch, first), self._tasks_after(epoch)  # type: ignore[attr-defined]
+        look_ahead = self.look_ahead(tasks, first, after)  # type: ignore[attr-defined]
+        if look_ahead is not None:
+            return ReadInTurn(look_ahead, Ahead(self, look_ahead, self.prefetch, look_ahead.prepare))
+        where = self.device if self.can_begin else None
+        return Ahead(self, self.tasks(epoch, first, where), self.prefetch)  # type: ignore[attr-defined]
 
 
 class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
@@ -125,42 +88,23 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
             turn with training.
         bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow
             (``PersistentNeighborSampler.bulk_size``); features are gathered for one at a time, when it is its turn.
-        exchange: By which tables' rows come from other processes, where they do: then mini-batches are made when they
-            are asked for, and those that are sampled together share each hop's exchange.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedNodeLoader` takes.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        device: torch.device,
-        prefetch: int = 2,
-        bulk: int = 8,
-        exchange: Exchange | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, bulk: int = 8, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.device, self.prefetch, self.bulk, self.exchange = device, prefetch, bulk, exchange
+        self.bulk = bulk
         self._there: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def can_begin(self) -> bool:
         """Whether it can begin with a mini-batch and wait for it later."""
-        return self.exchange is None and self._is_plain
-
-    @property
-    def samples_together(self) -> bool:
-        """Whether it can sample several mini-batches in step with other processes, which wait for each other."""
-        return self.exchange is not None and self._is_plain
-
-    @property
-    def _is_plain(self) -> bool:
         return not self.in_training_thread and self.node_sampler.can_begin and self.input_data.time is None
 
     @property
     def bulk_size(self) -> int:
         """How many mini-batches :meth:`begin` is to be given at a time."""
-        return int(self.node_sampler.bulk_size(self.bulk, getattr(self.batch_sampler, "batch_size", None)))
+        return int(self.node_sampler.bulk_size(self.bulk))
 
     def begin(self, tasks: Sequence[Task], share: float = 1.0) -> Begun:
         """Launch the sampling of mini-batches on the current stream; nobody waits.
@@ -211,12 +155,5 @@ class DeviceLinkLoader(_OnDevice, ThreadedLinkLoader):
         *args: The graph, and a sampler on the GPU.
         device: The GPU.
         prefetch: Not 0: they are prepared on a stream of their own, beside what has been queued for training.
-        exchange: As for :class:`DeviceNodeLoader`.
         **kwargs: What :class:`~lightning_gnn.sampling.ThreadedLinkLoader` takes.
     """
-
-    def __init__(
-        self, *args: Any, device: torch.device, prefetch: int = 2, exchange: Exchange | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.device, self.prefetch, self.exchange = device, prefetch, exchange

@@ -19,10 +19,9 @@ from lightning_gnn.persistent.access_counts import Reads, count_reads
 from lightning_gnn.persistent.budget import Placed, Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
 from lightning_gnn.persistent.disk_rows import HotDiskRows, hot_rows, rows_on
-from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
-from lightning_gnn.persistent.shards import Node, ShardedTable, meet_on_node
+from lightning_gnn.persistent.shards import LocalMachine, ShardedTable, meet_on_machine
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.messages import true_or_false, whole_number
@@ -43,8 +42,6 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     on_cpu: ClassVar[str]
     """The class that samples the same mini-batches on the CPU."""
-    in_step: ClassVar[bool] = True
-    """Whether all ranks make their mini-batches in step, so that they can send each other rows."""
 
     def __init__(
         self,
@@ -103,7 +100,6 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._placed_data = self.data
         self._tables: dict[Any, FeatureTable | ShardedTable | HotDiskRows] = {}
         self._samplers: dict[str, Any] = {}
-        self._node: Node | None = None
         if topology == "shard":
             check_dealt(self.graph_sampler, self.eval_graph_sampler)
 
@@ -131,7 +127,6 @@ class PlacedOnGPU(MiniBatchDataModule):
             **{**self._from_disk(stage), "tables": self._tables},
             device=device,
             prefetch=self.prefetch,
-            exchange=self._exchange,
             **({"bulk": self._bulk} if self.kind == "node" else {}),
             # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
@@ -170,7 +165,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
         return available_bytes(device) or 0
 
-    def _meet(self, device: torch.device | None) -> Node | None:
+    def _meet(self, device: torch.device | None) -> LocalMachine | None:
         """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
 
         Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
@@ -179,35 +174,27 @@ class PlacedOnGPU(MiniBatchDataModule):
             device: This rank's GPU.
 
         Raises:
-            ValueError: ``gpus`` is another number.
+            ValueError: ``gpus`` is another number, or tables are to be sharded among GPUs that cannot read each other.
         """
-        asked = "shard" in (self.topology, self.features)
-        node = None
+        places = {"topology": self.topology, "features": self.features}
+        sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
+        machine = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            if not asked and "auto" not in (self.topology, self.features):
+            if not sharded and "auto" not in places.values():
                 return None
-            node = meet_on_node(device)
+            machine = meet_on_machine(device)
         if device is None:
             return None
-        size = 1 if node is None else node.size
+        size = 1 if machine is None else machine.size
         if self._gpus not in (None, size):
-            raise ValueError(f"gpus={self._gpus}, but the run has {size} on this node: leave it out, or start as many")
-        in_step = self.in_step and getattr(self.trainer and self.trainer.strategy, "strategy_name", None) != "hyscale"
-        if node is None or size == 1:
-            return None
-        if asked and not node.peers and not in_step:
             raise ValueError(
-                f"the GPUs of this node do not read each other's memory, and the ranks of {type(self).__name__} do not "
-                "make their mini-batches in step, so they cannot send each other rows; place topology and features "
-                "'auto', 'device' or 'pinned'"
+                f"gpus={self._gpus}, but the run has {size} on this machine: leave it out, or start as many"
             )
-        return node if asked or node.peers else None
-
-    @property
-    def _exchange(self) -> Exchange | None:
-        plan, node = self._placement, self._node
-        dealt = plan is not None and any(part.place == "shard" for part in plan.parts)
-        return node.exchange if dealt and node is not None else None
+        if machine is None or size == 1:
+            return None
+        if sharded and machine.obstacle:
+            raise ValueError(f"cannot use {', '.join(sharded)}: {machine.obstacle}; use 'auto', 'device' or 'pinned'")
+        return None if machine.obstacle else machine
 
     def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
         """Return what of the graph and of mini-batches wants to be on the device."""
@@ -258,14 +245,14 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to where they are read."""
-        self._node = node = self._meet(device)
-        demand = self._demand(1 if node is None else node.size, stage)
+        machine = self._meet(device)
+        demand = self._demand(1 if machine is None else machine.size, stage)
         memory = self._memory(device)
-        if node is None:
+        if machine is None:
             plan = demand.plan(memory, self._count_reads)
         else:  # all do the same, by the least memory that one of them has
-            memory = min(node.gather(memory))
-            plan = node.first(lambda: demand.plan(memory, self._count_reads))
+            memory = min(machine.gather(memory))
+            plan = machine.first(lambda: demand.plan(memory, self._count_reads))
         self._placement = plan
         self._bulk = plan.bulk
         rank_zero_info(f"persistent sampling: {plan}")
@@ -281,9 +268,9 @@ class PlacedOnGPU(MiniBatchDataModule):
             if plan[name].place == "device":
                 placed = table.to(device)
             elif plan[name].place == "shard":
-                assert node is not None
+                assert machine is not None
                 scales = None if table.scales is None else table.scales.to(device)
-                placed = ShardedTable(node.share(table.values), scales)
+                placed = ShardedTable(machine.share(table.values), scales)
             else:
                 read = pinned(table, table.num_nodes * table.row_bytes, device, name)
                 placed = read.cached(plan[name].nodes, device) if plan[name].nodes.numel() else read
@@ -299,7 +286,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             mode=self.mode,
             fetch_size=self.fetch_size,
             hot_nodes=topology.nodes if topology.nodes.numel() else None,
-            node=node,
+            machine=machine,
         )
         train.seed = self.seed
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})

@@ -22,15 +22,13 @@ from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import (
     begin_samples,
-    fetching_sampler,
     most_batches,
     runs_on,
     sample_bulk,
     triton_sampler,
 )
-from lightning_gnn.persistent.shards import LIST_SHIFT, Node, PeerShards, Shards
+from lightning_gnn.persistent.shards import LIST_SHIFT, LocalMachine, PeerShards
 from lightning_gnn.runtime.devices import sent
-from lightning_gnn.runtime.page_locked import page_locked
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
 MODES = ("fused", "persistent")
@@ -109,15 +107,15 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: str = "fused",
         fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
-        node: Node | None = None,
+        machine: LocalMachine | None = None,
     ) -> PersistentNeighborSampler:
         """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class.
 
-        With ``topology="shard"`` the edges are dealt out to the GPUs of a node, all of whose processes must call it.
+        With ``topology="shard"`` the edges are dealt out to the GPUs of ``machine``, all of whose processes call it.
         """
         other = cls.__new__(cls)
         other.__dict__.update(vars(sampler))
-        other._place(device, topology, mode, fetch_size, hot_nodes, node)
+        other._place(device, topology, mode, fetch_size, hot_nodes, machine)
         return other
 
     def _place(
@@ -127,11 +125,11 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: str,
         fetch_size: int,
         hot_nodes: Tensor | None,
-        node: Node | None = None,
+        machine: LocalMachine | None = None,
     ) -> None:
         """Copy the graph to where the GPU reads it."""
         check_place(topology, "topology")
-        if topology == "shard" and node is None:
+        if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
         if fetch_size < 1:
             raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
@@ -142,15 +140,14 @@ class PersistentNeighborSampler(NeighborSampler):
         if hot_nodes is not None and not plain:
             raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
         self._kernel: Any = None
-        self._edge_ids: Shards | None = None
-        self._in_step = False
+        self._edge_ids: PeerShards | None = None
         self.device = find_gpu(device)
         if self.device is None:
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
         self.backend = "triton"
-        if node is not None and topology == "shard":
-            self._share(node, mode, fetch_size)
+        if machine is not None and topology == "shard":
+            self._share(machine, mode, fetch_size)
             return
         self._topology = choose_place(topology, host.num_bytes, self.device, "the topology")
         self.graph = self._placed(host)
@@ -168,29 +165,17 @@ class PersistentNeighborSampler(NeighborSampler):
                 self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
             )
 
-    def _share(self, node: Node, mode: str, fetch_size: int) -> None:
-        """Deal out the edges to the GPUs of a node; offsets, which are read first, are on each."""
+    def _share(self, machine: LocalMachine, mode: str, fetch_size: int) -> None:
+        """Deal out the edges to the GPUs of a machine; offsets, which are read first, are on each."""
         host, self._topology = self.graph, "shard"
         assert self.device is not None
         check_dealt(self)
-        indptr, sources = host.indptr.to(self.device), node.share(host.indices.view(-1, 1), LIST_SHIFT)
+        indptr, sources = host.indptr.to(self.device), machine.share(host.indices.view(-1, 1), LIST_SHIFT)
         self.graph = self.whole_graph = changed(host, indptr=indptr)
-        if isinstance(sources, PeerShards):
-            if host.edge_ids is not None:
-                self._edge_ids = node.share(host.edge_ids.view(-1, 1), LIST_SHIFT)
-            local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
-            self._kernel = triton_sampler(indptr, local, self.device, **options)
-            return
-        if host.edge_ids is not None:  # looked up at any time, so nobody could answer
-            ids = host.edge_ids if self.device.type == "cpu" else page_locked(host.edge_ids)
-            self.graph = self.whole_graph = changed(self.graph, edge_ids=ids)
-
-        def fetch(edges: Tensor) -> Tensor:
-            found = torch.empty((edges.numel(), 1), dtype=host.indices.dtype, device=edges.device)
-            sources.take(edges, found)
-            return found.view(-1)
-
-        self._kernel, self._in_step = fetching_sampler(indptr, host.num_edges, fetch, self.device), True
+        if host.edge_ids is not None:
+            self._edge_ids = machine.share(host.edge_ids.view(-1, 1), LIST_SHIFT)
+        local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
+        self._kernel = triton_sampler(indptr, local, self.device, **options)
 
     def _placed(self, graph: Any) -> Any:
         """Return a copy of a graph where the GPU reads it."""
@@ -282,13 +267,8 @@ class PersistentNeighborSampler(NeighborSampler):
         """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
         return self._kernel is not None and not beyond_plain(self)
 
-    @property
-    def num_exchanges(self) -> int:
-        """How often a mini-batch, or those of one :meth:`begin`, need the other processes of the node."""
-        return len(self.num_neighbors) if self._in_step else 0
-
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
-        """Launch mini-batches on the current stream; what :meth:`end` takes. It waits for other processes alone.
+        """Launch mini-batches on the current stream; what :meth:`end` takes. It does not wait.
 
         Args:
             seeds: Of each, int64 ``[batch_size]``, on the device; not checked. At most as many
@@ -303,26 +283,20 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return mini-batches that have been begun, for use on the stream where that was."""
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
-    def bulk_size(self, wanted: int = 8, num_seeds: int | None = None) -> int:
+    def bulk_size(self, wanted: int = 8) -> int:
         """Return how many mini-batches :meth:`sample_many` had best be given at a time.
 
         One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
         disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
-        node of the graph, take an eighth of the free memory. Where processes send each other edges, memory is taken for
-        all that fanouts allow, so no more than that has room for.
+        node of the graph, take an eighth of the free memory.
 
         Args:
             wanted: At most so many.
-            num_seeds: Of each at most; None: not known, and one mini-batch is all that surely has room where processes
-                send each other edges.
         """
-        if self._kernel is None or self.disjoint or self.labor is not None:
-            return 1
-        if self.subgraph_type == SubgraphType.induced or (self._in_step and num_seeds is None):
+        induced = self.subgraph_type == SubgraphType.induced
+        if self._kernel is None or self.disjoint or self.labor is not None or induced:
             return 1
         most = min(wanted, most_batches(self._kernel))
-        if self._in_step:
-            most = min(most, self._kernel.most_together(num_seeds, self.num_neighbors, self.replace))
         if self._kernel.device.type == "cuda":
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
             most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))

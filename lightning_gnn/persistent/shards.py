@@ -1,7 +1,6 @@
-"""Tables whose rows are dealt out to the GPUs of a node: each holds a part, and reads the others' where they lie.
+"""Tables whose rows are dealt out to the GPUs of a machine: each holds a part, and reads the others' where they lie.
 
-Where GPUs map each other's memory (torch's symmetric memory), kernels read through a table of addresses. Elsewhere
-processes send each other rows (``exchange.py``).
+The GPUs map each other's memory (torch's symmetric memory), and kernels read through a table of addresses.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather.definition import check_index
 from lightning_gnn.ops.gather.triton import gather_from_shards
-from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.runtime.shared_arrays import which_machine
 
 T = TypeVar("T")
@@ -48,15 +45,6 @@ class Dealt:
         """Rows for which each has room."""
         blocks = -(-self.num_rows // (1 << self.shift))
         return -(-blocks // self.num_shards) << self.shift
-
-    def owner(self, rows: Tensor) -> Tensor:
-        """Return who has each of some rows, int64 ``[n]``."""
-        return (rows >> self.shift) % self.num_shards
-
-    def place(self, rows: Tensor) -> Tensor:
-        """Return where it lies there, int64 ``[n]``."""
-        block = torch.div(rows >> self.shift, self.num_shards, rounding_mode="floor")
-        return (block << self.shift) | (rows & ((1 << self.shift) - 1))
 
     def rows_of(self, shard: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a shard in order, int64, and the place of the first of them, some at a time."""
@@ -115,48 +103,8 @@ class PeerShards:
         gather_from_shards(self.local, self.addresses, self.num_rows, self.shift, index, out, scales)
 
 
-@dataclass(frozen=True, eq=False)
-class ExchangedShards:
-    """A table in the memories of several processes, which send each other rows.
-
-    Args:
-        dealt: Who has what.
-        local: The own part, ``[size, num_columns]``.
-        exchange: By which they do.
-        number: Of the table there.
-    """
-
-    dealt: Dealt
-    local: Tensor
-    exchange: Exchange
-    number: int
-
-    def take(self, index: Tensor, out: Tensor, scales: Tensor | None = None) -> None:
-        """Gather rows; arguments as for :meth:`PeerShards.take`. All processes must call it equally often.
-
-        Within :meth:`Exchange.together`, ``out`` is filled at the end of that.
-
-        Raises:
-            IndexError: A row outside the table.
-        """
-        if index.numel():
-            check_index(index, self.dealt.num_rows)  # another process would fail
-        index = index.to(torch.int64)
-        rows = out if scales is None else self.local.new_empty(out.shape)
-
-        def arrived() -> None:
-            if scales is not None:
-                own = torch.arange(index.numel(), device=index.device)
-                gather_rows(rows, own, out, scales=scales.index_select(0, index))
-
-        self.exchange.ask(self.number, self.dealt.owner(index), self.dealt.place(index), rows, arrived)
-
-
-Shards = PeerShards | ExchangedShards
-
-
 class ShardedTable:
-    """Node or edge features of which each GPU of a node holds a part; what loaders ask of a ``FeatureTable``.
+    """Node or edge features of which each GPU of a machine holds a part; what loaders ask of a ``FeatureTable``.
 
     Args:
         shards: The rows.
@@ -166,13 +114,13 @@ class ShardedTable:
     cache = None
     cache_rows = 0
 
-    def __init__(self, shards: Shards, scales: Tensor | None = None) -> None:
+    def __init__(self, shards: PeerShards, scales: Tensor | None = None) -> None:
         self.shards, self.scales = shards, scales
 
     @property
     def num_nodes(self) -> int:
         """Number of rows."""
-        return self.shards.dealt.num_rows
+        return self.shards.num_rows
 
     @property
     def num_features(self) -> int:
@@ -197,21 +145,21 @@ class ShardedTable:
         return f"{type(self).__name__}({list(self.shards.local.shape)} of {self.num_nodes} rows here)"
 
 
-class Node:
-    """The processes of a node that share tables, each with a GPU.
+class LocalMachine:
+    """The processes of a machine that share tables, each with a GPU.
 
     Args:
         group: These processes.
         device: Of this one.
-        peers: Whether the GPUs map each other's memory.
     """
 
-    def __init__(self, group: Any, device: torch.device, peers: bool) -> None:
-        self.group, self.device, self.peers = group, device, peers
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.exchange = None if peers else Exchange(group, device)
+        self.obstacle = ""
+        """Why no table can be dealt out to these GPUs; empty where one can."""
 
-    def share(self, table: Tensor, shift: int = ROW_SHIFT) -> Shards:
+    def share(self, table: Tensor, shift: int = ROW_SHIFT) -> PeerShards:
         """Deal out a table; all processes must call it for the same one.
 
         Args:
@@ -220,10 +168,6 @@ class Node:
         """
         dealt = Dealt(table.size(0), self.size, shift)
         shape = (max(dealt.size, 1), table.size(1))
-        if self.exchange is not None:
-            local = torch.empty(shape, dtype=table.dtype, device=self.device)
-            dealt.deal(table, self.rank, local)
-            return ExchangedShards(dealt, local, self.exchange, self.exchange.add(local))
         local, addresses, barrier, held = symmetric(shape, table.dtype, self.device, self.group)
         dealt.deal(table, self.rank, local)
         barrier()  # nobody reads what is not written yet
@@ -249,8 +193,8 @@ class Node:
         return made  # type: ignore[no-any-return]
 
 
-def meet_on_node(device: torch.device | None) -> Node | None:
-    """Group the ranks of each machine that have a GPU.
+def meet_on_machine(device: torch.device | None) -> LocalMachine | None:
+    """Group the ranks of each machine that have a GPU, and find out whether these read each other's memory.
 
     Collective: every rank of the run must call this.
 
@@ -259,7 +203,7 @@ def meet_on_node(device: torch.device | None) -> Node | None:
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     own = which_machine() or socket.gethostname()
-    index = device.index if device is not None and device.type == "cuda" else None
+    index = torch.cuda.device(device).idx if device is not None and device.type == "cuda" else None
     dist.all_gather_object(everyone, (own if device is not None else None, index))
     groups = {}
     for where, _ in everyone:  # every rank makes every group, in the same order
@@ -267,25 +211,35 @@ def meet_on_node(device: torch.device | None) -> Node | None:
             groups[where] = dist.new_group([rank for rank, (other, _) in enumerate(everyone) if other == where])
     if device is None:
         return None
-    devices = [index for where, index in everyone if where == own]
-    peers = None not in devices and len({*devices}) == len(devices) and reads_peers(device, devices)
-    apart = Node(groups[own], device, False)
-    if not all(apart.gather(peers)):
-        return apart
-    together = Node(groups[own], device, True)
-    if all(apart.gather(reads_right(together))):
-        return together
-    rank_zero_warn("the GPUs of this machine report peer access, but reads across them fail: no table is sharded")
-    return apart
+    machine = LocalMachine(groups[own], device)
+    if machine.size > 1:
+        found = find_obstacle(index, [other for where, other in everyone if where == own])
+        machine.obstacle = next(filter(None, machine.gather(found)), "")
+        if not machine.obstacle and not all(machine.gather(reads_right(machine))):
+            machine.obstacle = "the GPUs of this machine report peer access, but reads across them fail"
+            rank_zero_warn(f"{machine.obstacle}: no table is sharded")
+    return machine
 
 
-def reads_right(node: Node) -> bool:
+def find_obstacle(device: int | None, devices: Sequence[int | None]) -> str:
+    """Return why a GPU cannot map the memory of all GPUs of its machine, by their CUDA indices; empty if it can."""
+    numbers = [number for number in devices if number is not None]
+    if device is None or len(numbers) < len(devices):
+        return "the ranks of this machine sample on the CPU, by Triton's interpreter"
+    if len({*numbers}) < len(numbers) or max(numbers) >= torch.cuda.device_count():
+        return "ranks of this machine share a GPU, or do not see each other's: CUDA_VISIBLE_DEVICES must list all"
+    if all(torch.cuda.can_device_access_peer(device, other) for other in numbers if other != device):
+        return ""
+    return "the GPUs of this machine have no peer access, by NVLink or PCIe, to each other's memory"
+
+
+def reads_right(machine: LocalMachine) -> bool:
     """Tell whether a small table that is dealt out comes back as it was; all processes must call it."""
-    table = torch.arange(3 * node.size).view(-1, 1)
+    table = torch.arange(3 * machine.size).view(-1, 1)
     try:
-        shards = node.share(table)
-        found = torch.empty_like(table, device=node.device)
-        shards.take(table.view(-1).to(node.device), found)
+        shards = machine.share(table)
+        found = torch.empty_like(table, device=machine.device)
+        shards.take(table.view(-1).to(machine.device), found)
         return torch.equal(found.cpu(), table)
     except (RuntimeError, ValueError):
         return False
@@ -294,7 +248,7 @@ def reads_right(node: Node) -> bool:
 def symmetric(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Any
 ) -> tuple[Tensor, list[int], Any, Any]:
-    """Allocate as much on each GPU of a node, and map all of it on each.
+    """Allocate as much on each GPU of a machine, and map all of it on each.
 
     Args:
         shape: Of each part.
@@ -317,15 +271,3 @@ def symmetric(
         torch.accelerator.synchronize(device)
 
     return local, [part.data_ptr() for part in parts], barrier, handle
-
-
-def reads_peers(device: torch.device, devices: Sequence[int]) -> bool:
-    """Tell whether a GPU maps the memory of others of its node.
-
-    Args:
-        device: The GPU.
-        devices: The numbers of all, as this process sees them.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available() or max(devices) >= torch.cuda.device_count():
-        return False
-    return all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device.index)

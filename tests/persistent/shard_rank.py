@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule, shards
-from lightning_gnn.persistent.exchange import Exchange
 from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
 from tests.batching_data import small_data
 from tests.sampling.test_node_datamodule import Model
@@ -24,16 +23,13 @@ KINDS = {
     "topology": {"topology": "shard", "features": "pinned", "disjoint": True},
     "both": ALL,
     "bulk": {**ALL, "bulk": 4},
-    "bulk, in turn": {**ALL, "bulk": 4, "prefetch": 0},
-    "one by one": {**ALL, "bulk": 1},
-    "empty, bulk": {**ALL, "bulk": 2},
-    "empty, one by one": {**ALL, "bulk": 1},
-    "empty trees": {**ALL, "disjoint": True},
     "all neighbours": {**ALL, "num_neighbors": [-1], "prefetch": 0},
     "quantised": {**ALL, "quantize": True},
     "types": {"topology": "device", "features": "shard"},
     "links": ALL,
 }
+DEVICE_BYTES = 22_000
+"""Room for mini-batches alone."""
 
 
 def graph_of(kind, rank):
@@ -45,25 +41,9 @@ def graph_of(kind, rank):
         return graph
     graph = small_data(num_nodes=61, num_edges=300)
     graph.train_mask, graph.val_mask = torch.arange(61) // 7 == rank + 1, torch.arange(61) > 59 - 3 * rank
-    if "bulk" in kind or kind == "one by one":
+    if kind == "bulk":
         graph.train_mask = torch.arange(61) < 5 + 6 * rank  # 3 and 6 mini-batches
     return graph
-
-
-class SomeEmpty:
-    """A user's own batch sampler: some of its mini-batches are empty, other ones in each rank."""
-
-    batch_size = 2
-    POSITIONS = [[0, 1], [2], [], []], [[], [1], [2], [0], [], [3, 0]]
-
-    def __init__(self, rank):
-        self.positions = self.POSITIONS[rank]
-
-    def __len__(self):
-        return len(self.positions)
-
-    def __iter__(self):
-        return iter(self.positions)
 
 
 def join(rank, folder):
@@ -77,48 +57,12 @@ def datamodules(kind, rank, options):
     graph, options = graph_of(kind, rank), dict(options)
     common = {"batch_size": 2, "seed": 3, "num_neighbors": options.pop("num_neighbors", [3, 2])}
     common |= {name: options.pop(name) for name in ("disjoint",) if name in options}
-    if "empty" in kind:
-        common["batch_sampler"] = SomeEmpty(rank)
     if kind == "links":
         edges = {"input_train_edges": graph.edge_index[:, : 3 + rank], "neg_sampling_ratio": 1}
         ours = PersistentLinkDataModule(graph, **common, **edges, **options, device="cpu")
         return ours, LinkDataModule(graph, **common, **edges)
     ours = PersistentSamplerDataModule(graph, **common, **options, device="cpu")
     return ours, NeighborDataModule(graph, **common)
-
-
-def batches_of(rank, folder, kinds):
-    """Return, by kind, how many mini-batches of each stage were right, where the tables were, and how many exchanges
-    there were in each stage; raise for others.
-    """
-    join(rank, folder)
-    exchanged = itertools.count()
-    run = Exchange._run
-
-    def counted(exchange):
-        next(exchanged)
-        run(exchange)
-
-    Exchange._run = counted
-    found = {}
-    for kind in kinds:
-        ours, theirs = datamodules(kind, rank, KINDS[kind])
-        counts, exchanges = [], []
-        for stage in ("train",) if kind == "links" else ("train", "val"):
-            loaders = [getattr(made, f"{stage}_dataloader")() for made in (ours, theirs)]
-            counts.append(0)
-            begin = next(exchanged)
-            for a, b in itertools.zip_longest(*loaders):
-                if kind == "quantised":
-                    step = b.x.abs().amax(dim=1, keepdim=True) / 127
-                    assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
-                    a.x = b.x
-                assert contents(a) == contents(b), (kind, stage, counts)
-                counts[-1] += 1
-            exchanges.append(next(exchanged) - begin - 1)
-        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}, exchanges
-    dist.barrier()
-    return found
 
 
 _numbers = itertools.count()
@@ -142,61 +86,61 @@ def crossed(*arguments):
     return local, addresses[::-1], *rest
 
 
-def peers_of(rank, folder, kinds):
-    """Do :func:`batches_of` where processes read each other's memory."""
-    from lightning_gnn.persistent import placement
-
-    def met(device):
-        node = shards.Node(shards.meet_on_node(device).group, device, True)
-        shards.symmetric = crossed
-        assert not shards.reads_right(node)
-        shards.symmetric = mapped
-        assert shards.reads_right(node)
-        return node
-
-    shards.symmetric, placement.meet_on_node = mapped, met
-    return batches_of(rank, folder, kinds)
+def read_by_address(symmetric=mapped):
+    """Have processes read each other's memory as GPUs with peer access do."""
+    shards.symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
 
 
-def out_of_step(rank, folder):
-    """Leave a loader where the others do not begin it; return what is said."""
+def batches_of(rank, folder, kinds):
+    """Return, by kind, how many mini-batches of each stage were right, and where the tables were; raise for others."""
     join(rank, folder)
-    ours, _ = datamodules("features", rank, KINDS["features"])
-    train, val = ours.train_dataloader(), ours.val_dataloader()
-    try:
-        list(train)
-        if rank == 0:
-            next(iter(train))
-        list(val)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def left(rank, folder):
-    """Leave loaders where the others do, and begin them again; return how many mini-batches were right."""
-    join(rank, folder)
-    loaders = [made.train_dataloader() for made in datamodules("bulk", rank, KINDS["bulk"])]
-    counts = []
-    for number in (2, 1, None):
-        made, plain = ([contents(batch) for batch in itertools.islice(loader, number)] for loader in loaders)
-        assert made == plain
-        counts.append(len(made))
+    read_by_address()
+    found = {}
+    for kind in kinds:
+        ours, theirs = datamodules(kind, rank, KINDS[kind])
+        counts = []
+        for stage in ("train",) if kind == "links" else ("train", "val"):
+            loaders = [getattr(made, f"{stage}_dataloader")() for made in (ours, theirs)]
+            counts.append(0)
+            for a, b in itertools.zip_longest(*loaders):
+                if kind == "quantised":
+                    step = b.x.abs().amax(dim=1, keepdim=True) / 127
+                    assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
+                    a.x = b.x
+                assert contents(a) == contents(b), (kind, stage, counts)
+                counts[-1] += 1
+        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}
     dist.barrier()
-    return counts
+    return found
 
 
-def faulty(rank, folder):
-    """Have one rank fail in the middle of its loader."""
+def apart(rank, folder, fails):
+    """Return by kind why tables were not dealt out, and where they lie if that may be chosen.
+
+    Args:
+        rank: This process.
+        folder: Where the processes meet.
+        fails: Whether there is peer access, but reads fail; else there is none.
+    """
     join(rank, folder)
-    loader = datamodules("features", rank, KINDS["features"])[0].train_dataloader()
-    for number, _ in enumerate(loader):
-        if rank == 0 and number == 1:
-            raise ValueError("a fault of the user's own")
+    if fails:
+        read_by_address(crossed)
+    refused = {}
+    for kind in ("both", "features", "topology", "links"):
+        try:
+            datamodules(kind, rank, KINDS[kind])[0].train_dataloader()
+        except ValueError as error:
+            refused[kind] = str(error)
+    ours, theirs = datamodules("both", rank, {"device_memory": DEVICE_BYTES})
+    assert [contents(a) for a in ours.train_dataloader()] == [contents(b) for b in theirs.train_dataloader()]
+    assert str(ours.placement) == str(ours.plan_placement())  # of one GPU
+    dist.barrier()
+    return refused, {part.name: part.place for part in ours.placement.parts}
 
 
 def fitted(rank, ours):
     """Train and validate, also in the middle of an epoch; return the weights."""
+    read_by_address()
     torch.set_num_threads(1)
     pl.seed_everything(5)
     made = datamodules("bulk", 4, KINDS["bulk"])[0 if ours else 1]  # of 13 nodes one validates 4 times, one 3 times

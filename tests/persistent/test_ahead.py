@@ -219,18 +219,11 @@ def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
             next(batches)
 
 
-class TwoGPUs(shards.Node):
+class TwoGPUs(shards.LocalMachine):
     """The first of two processes, whose GPUs read each other's memory; the other deals its rows out on its own."""
 
     def __init__(self, simulator, monkeypatch, mutate=lambda made: made):
-        self.group, self.device, self.peers, self.rank, self.size, self.exchange = (
-            None,
-            torch.device("cpu"),
-            True,
-            0,
-            2,
-            None,
-        )
+        self.group, self.device, self.rank, self.size = None, torch.device("cpu"), 0, 2
         self.simulator, self.patch, self.mutate = simulator, monkeypatch, mutate
 
     def gather(self, value):
@@ -251,8 +244,8 @@ def of_two(monkeypatch, mutate=lambda made: made):
     simulator = Simulator()
     data = small_data(num_nodes=40, num_edges=200)
     data.train_mask = torch.arange(40) < 24
-    node = TwoGPUs(simulator, monkeypatch, mutate)
-    monkeypatch.setattr(PersistentSamplerDataModule, "_meet", lambda datamodule, device: node)
+    machine = TwoGPUs(simulator, monkeypatch, mutate)
+    monkeypatch.setattr(PersistentSamplerDataModule, "_meet", lambda datamodule, device: machine)
     with simulator.installed(monkeypatch):
         placed = {"device": "cpu", "bulk": 1, "topology": "device", "features": "shard"}
         made = PersistentSamplerDataModule(data, **SIZES, **placed)

@@ -50,7 +50,7 @@ class Sampler(NeighborSampler):
 
     can_begin = True
 
-    def bulk_size(self, wanted, num_seeds=None):
+    def bulk_size(self, wanted):
         return 1
 
     def begin(self, seeds, keys, share):

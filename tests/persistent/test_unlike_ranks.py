@@ -61,12 +61,12 @@ def on_rank(rank, strategy, gpus):
 def test_mini_batches_do_not_depend_on_which_ranks_have_a_gpu(strategy, gpus):
     for found in launch.run(on_rank, 2, strategy, gpus):
         for name, same in SAME.items():
-            if strategy == "ascend_hybrid":
+            if name == "persistent, sharded" and len(gpus) == 2:
+                assert "use 'auto', 'device' or 'pinned'" in found[name]  # the interpreter has no peer access
+            elif strategy == "ascend_hybrid":
                 assert "trains on full graphs" in found[name]
             elif name == "collective" and strategy == "hyscale":
                 assert "both plan the use of the same cores" in found[name]
-            elif name == "persistent, sharded" and strategy == "hyscale" and len(gpus) == 2:
-                assert "do not make their mini-batches in step" in found[name]
             else:
                 assert isinstance(found[name], dict), found[name]
                 assert found[name] == found[same], name

@@ -5,7 +5,7 @@ import re
 from benchmarks.kernel_usage import TILES, compiled, usage
 from benchmarks.sampling_baselines import discover_kernel, phase_kernel
 from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
-from lightning_gnn.triton_kernels.hops import FETCHED, PICKED, hop_kernel
+from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
@@ -21,9 +21,8 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     *(
         (hop_kernel, {"DISJOINT": False, "K": 5, **TILES, **shape, **lists}, "i32")
         for shape in ({}, {"DISJOINT": True}, {"BULK": True})
-        for lists in (*LISTS, {"SHARDS": PICKED.value}, {"SHARDS": FETCHED.value})
+        for lists in LISTS
     ),
-    (hop_kernel, {"DISJOINT": False, "SHARDS": FETCHED.value, "K": 5, **TILES}, "i64"),
     (hop_kernel, {"DISJOINT": False, "BULK": True, "K": 10, **TILES}, "i32"),
     *((queue_kernel, {"K": 5, "CHUNK": 5, **TILES, **lists}, "i32") for lists in LISTS),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, **TILES}, "i32"),

@@ -26,7 +26,7 @@ from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample import triton as operator
 from lightning_gnn.triton_kernels import sample as module
-from lightning_gnn.triton_kernels import sample_fetched, sample_relations
+from lightning_gnn.triton_kernels import sample_relations
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from tests.ops.test_sample_types import assert_equal
 from tests.patience import PATIENCE
@@ -98,12 +98,6 @@ class SharedSampler(sampling_baselines.BaselineSampler):
         return torch.zeros(size, dtype=dtype).share_memory_()
 
 
-class SharedFetchingSampler(sample_fetched.FetchingSampler):
-    """Allocates scratch memory that forked programs share."""
-
-    _allocate = SharedSampler._allocate
-
-
 class SharedRelationSampler(sample_relations.TritonRelationSampler):
     """Allocates scratch memory that forked programs share."""
 
@@ -140,12 +134,6 @@ def main():
     sampler = SharedSampler(indptr, shards.local.view(-1), shards=shards, num_programs=3, num_warps=1)
     assert_equal_to_reference(sampler, GRAPHS["random"], [3, 0, 40], [4, 3], key=11)
     print("lists dealt out to 3 equal", flush=True)
-    sample_fetched.hop_kernel = module.hop_kernel
-    cpu, options = torch.device("cpu"), {"num_programs": 3, "num_warps": 1}
-    sampler = SharedFetchingSampler(indptr, indices.numel(), lambda edges: indices[edges].int(), cpu, **options)
-    for seeds, fanouts, disjoint in ([3, 0, 40], [4, 3], False), ([0, 7, 7], [-1, 40], True):
-        assert_equal_to_reference(sampler, GRAPHS["random"], seeds, fanouts, key=11, disjoint=disjoint)
-    print("fetched lists equal", flush=True)
     sample_relations.relation_kernel = Forked(sample_relations.relation_kernel)
     indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
     plain = CSCGraph.from_csc(indptr, indices)

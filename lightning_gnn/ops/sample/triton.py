@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -45,16 +45,6 @@ def triton_sampler(
         # Detached tensors share the memory; holding the key itself would keep the entry alive for ever.
         by_device[device] = TritonNeighborSampler(indptr.detach(), indices.detach(), device=device)
     return by_device[device]
-
-
-def fetching_sampler(
-    indptr: Tensor, num_edges: int, fetch: Callable[[Tensor], Tensor], device: torch.device
-) -> TritonNeighborSampler:
-    """Return a sampler to which ``fetch`` brings sources of edges; arguments as for ``FetchingSampler``."""
-    require_triton("sampling on a GPU")
-    from lightning_gnn.triton_kernels.sample_fetched import FetchingSampler
-
-    return FetchingSampler(indptr, num_edges, fetch, device)
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
