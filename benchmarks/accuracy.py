@@ -1,9 +1,8 @@
-"""What it costs in accuracy to train in bfloat16, or with a first layer that is aggregated once.
+"""What it costs in accuracy to train in bfloat16.
 
 Test accuracy after as many epochs, with the same seeds: in float32, with features kept in bfloat16
 (``feature_dtype="bfloat16"``), and trained in bfloat16 besides (``Trainer(precision="bf16-mixed")``); GraphSAGE on
-mini-batches, and GCN on the whole graph; GraphSAGE also with ``precompute="first_layer"``, which takes all neighbours
-there in place of sampled ones, alone and together with bfloat16.
+mini-batches, and GCN on the whole graph.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import pytorch_lightning as pl
 from torch_geometric.data import Data
 from torch_geometric.datasets import Planetoid
 
-from benchmarks.harness import measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import machine, measure, parse, publish
 from lightning_gnn import FullGraphDataModule, NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GCN, GraphSAGE, NodeClassifier
@@ -29,11 +27,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16 features": {"feature_dtype": "bfloat16", "precision": "32-true"},
     "bfloat16": {"feature_dtype": "bfloat16", "precision": "bf16-mixed"},
 }
-STATIC = {
-    f"{name}static first layer": {**WAYS[way], "precompute": "first_layer"}
-    for way, name in (("float32", ""), ("bfloat16", "bfloat16 and "))
-}
-MODELS = {"GraphSAGE": {**WAYS, **STATIC}, "GCN": WAYS}
 FANOUTS = [25, 10]
 
 
@@ -42,7 +35,7 @@ class Contestant:
 
     def __init__(self, data: Data, model: str, way: str, epochs: int) -> None:
         self.data, self.model, self.epochs, self.seed = data, model, epochs, 0
-        self.way = dict(MODELS[model][way])
+        self.way = dict(WAYS[way])
         self.precision = self.way.pop("precision")
 
     def __call__(self) -> float:
@@ -86,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     contestants: dict[str, Callable[[], float] | None] = {
         f"{way}, {model}, {name}": Contestant(data, model, way, epochs[model])
         for name, data in graphs.items()
-        for model, ways in MODELS.items()
-        for way in ways
+        for model in ("GraphSAGE", "GCN")
+        for way in WAYS
     }
     rows = measure({n: c for n, c in contestants.items() if args.only in n}, args.runs, warmup=0)
     mean = {row["name"]: sum(row["values"]) / len(row["values"]) for row in rows}

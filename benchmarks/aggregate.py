@@ -30,8 +30,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from benchmarks.full_graph_peers import sparse_pair
-from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, plan_cores

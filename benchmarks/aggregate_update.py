@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch_geometric.nn import SAGEConv
 
-from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 
 SIZES = {"sources": (60_000, 600), "targets": (10_000, 100), "fanout": (15, 5), "features": (256, 32),

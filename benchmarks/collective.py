@@ -6,7 +6,7 @@ measured until ``--limit`` seconds have gone by; ``--merge`` keeps those of an e
 
 Without one: threads that prepare mini-batches against the training thread, through ``pl.Trainer``, each contestant in a
 process of its own; then the paper's own setting with real threads and schedules, but stages that sleep, where the
-number of cores can be anything; then its figures by simulation. Predicted epochs stand beside the measured ones.
+number of cores can be anything. Predicted epochs stand beside the measured ones.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from benchmarks import collective_simulated as simulated
+from benchmarks import collective_sleeping as sleeping
 from benchmarks import peers
-from benchmarks.harness import Gate, Rows, compare, measure_isolated, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, Rows, compare, machine, measure_isolated, parse, publish
 from benchmarks.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.collective.datamodule import CollectiveDataModule
@@ -50,8 +49,6 @@ SIZES = {
     "batches": (40, 16),
     "sleeping_batches": (220, 22),
     "slower": (10, 40),
-    "cache_nodes": (500_000, 5_000),
-    "cache_edges": (10_000_000, 50_000),
 }
 GPU_SIZES = {
     "nodes": (2_000_000, 100_000),
@@ -78,12 +75,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 
 
 class Notes(pl.Callback):
-    """Writes the predicted epoch into a file: the plan's own, or one simulated from the stages of the epoch before.
-
-    Args:
-        path: The file.
-        datamodule: Whose epochs.
-    """
+    """Writes the predicted epoch into a file: the plan's own, or one simulated from the stages of the epoch before."""
 
     def __init__(self, path: str, datamodule: CollectiveDataModule) -> None:
         self._path = Path(path)
@@ -193,13 +185,7 @@ def train(sizes: dict[str, int], runs: int, only: str) -> tuple[Rows, list[dict[
 
 
 def comparisons(rows: Rows, names: dict[int, dict[str, list[str]]], label: str) -> list[dict[str, Any]]:
-    """Hold collective batching against the others over the numbers of cores.
-
-    Args:
-        rows: Of all contestants.
-        names: For each number of cores and each way the contestants, of which the best counts.
-        label: What the lines begin with.
-    """
+    """Hold collective batching against the others over the numbers of cores."""
 
     def against(peers: Sequence[str], target: float | None, what: str) -> dict[int, dict[str, Any]]:
         found = {}
@@ -238,22 +224,15 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     ]
     cores = [int(count) for count in args.cores.split(",")] if args.cores else CORES[: 2 if args.quick else None]
     asleep: list[dict[str, Any]] = []
-    if args.only in simulated.ASLEEP:
-        slept, asleep = simulated.sleep(cores, args.sleeping_batches, args.slower, args.runs)
+    if args.only in sleeping.ASLEEP:
+        slept, asleep = sleeping.sleep(cores, args.sleeping_batches, args.slower, args.runs)
         rows += slept
-        names = {count: {way: [simulated.row_name(way, count)] for way in simulated.WAYS} for count in cores}
+        names = {count: {way: [sleeping.row_name(way, count)] for way in sleeping.WAYS} for count in cores}
         compared += comparisons(rows, names, "Collective batching, stages sleep")
         for cell in asleep:
-            name = simulated.row_name("collective", cell["cores"])
+            name = sleeping.row_name("collective", cell["cores"])
             figures = {"measured_s": cell["measured_s"]["collective"], "predicted_s": cell["predicted_s"]}
             predictions.append({"name": name, **figures, "error": cell["error"]})
-    figures = {
-        "figure 8, stages sleep": asleep,
-        "figure 8, simulated": simulated.simulated_epochs(),
-        "figure 9, simulated": simulated.simulated_buffers(args.cache_nodes, args.cache_edges),
-        "table 5, simulated": simulated.simulated_utilisation(),
-        "table 8, simulated": simulated.planning_time(),
-    }
     return {
         "benchmark": "collective",
         "title": f"Collective batching, GraphSAGE on the CPU, and the paper's stages asleep, 1/{args.slower} as long",
@@ -262,16 +241,16 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
             **args.sizes,
             "fanouts": FANOUTS,
             "runs": args.runs,
-            "asleep": f"{simulated.UK.name}; threads and schedules are real, the stages sleep",
-            "assumed": f"{simulated.SAMPLING_SHARE:.0%} of the GPU's batching is sampling, which no cache shortens",
-            "durations_s": {count: described_times(simulated.UK.times(count, 1 / args.slower)) for count in cores},
+            "asleep": f"{sleeping.SETTING}; threads and schedules are real, the stages sleep",
+            "assumed": f"{sleeping.SAMPLING_SHARE:.0%} of the GPU's batching is sampling, which no cache shortens",
+            "durations_s": {count: described_times(sleeping.paper_times(count, 1 / args.slower)) for count in cores},
         },
         "machine": described,
         "rows": rows,
         "comparisons": compared,
         "predictions": predictions,
         "largest_error": max((abs(one["error"]) for one in predictions), default=None),
-        "figures": figures,
+        "asleep": asleep,
     }
 
 
@@ -329,7 +308,7 @@ def finish(result: dict[str, Any]) -> dict[str, Any]:
         for cell in cells:
             if cell["model"] == model:
                 own = [row["name"] for row in cell["rows"]]
-                names[cell["cores"]] = {way: [name for name in own if way in name] for way in simulated.WAYS}
+                names[cell["cores"]] = {way: [name for name in own if way in name] for way in sleeping.WAYS}
         compared += comparisons(rows, names, f"Collective batching on a GPU, {model}")
     errors = [abs(cell["error"]) for cell in cells if cell["error"] is not None]
     planning = max((cell["planning"]["epochs"] for cell in cells), default=None)
@@ -347,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("gpu_collective" if there else "collective", __doc__, GPU_SIZES if there else SIZES, argv, 3, options)
     result = on_gpu(args) if there else on_cpu(args)
     if args.out is not None:
-        simulated.draw(result, args.out.with_suffix(".png"))
+        sleeping.draw(result, args.out.with_suffix(".png"))
     publish(result, args.out)
     for key in ("largest_error", "most_epochs_of_planning"):
         if result.get(key) is not None:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 from torch_geometric.loader import PrefetchLoader
 
-from benchmarks.collective_simulated import RATIOS, used
+from benchmarks.collective_sleeping import RATIOS, used
 from benchmarks.harness import measure
 from benchmarks.minibatch import make_data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
@@ -50,13 +50,7 @@ _PERIOD_S = 0.05
 
 
 class Bench:
-    """One graph and the ways to train on it.
-
-    Args:
-        sizes: Nodes, edges and features of the graph, seeds per mini-batch, mini-batches per epoch, rows of the cache.
-        device: The GPU; on the CPU, Route 1 is the CPU's sampler, to try the benchmark out.
-        profile_batches: Measurements of each stage before planning.
-    """
+    """One graph and the ways to train on it."""
 
     def __init__(self, sizes: dict[str, int], device: torch.device, profile_batches: int = 10) -> None:
         self.sizes = sizes
@@ -157,14 +151,7 @@ class Bench:
                     yield loader.route.prepare(task).batch
 
     def cell(self, model: str, cores: int, runs: int, only: str = "") -> dict[str, Any]:
-        """Measure all ways with one model and one number of cores, one of which is the main thread's.
-
-        Args:
-            model: One of :data:`KINDS`.
-            cores: At least 2.
-            runs: Rounds that count.
-            only: Part of the names of the ways to measure besides collective; by default all.
-        """
+        """Measure all ways with one model and one number of cores, one of which is the main thread's."""
         workers, step = cores - 1, self.step(model)
         with kept_on(cores) as given:
             loader = self.loader(self.shared, workers)

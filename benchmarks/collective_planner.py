@@ -33,8 +33,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from benchmarks.collective_published import DualBuffer, published_plan
-from benchmarks.harness import parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import machine, parse, publish
 from lightning_gnn.collective import dispatcher
 from lightning_gnn.collective.dispatcher import Dispatcher, initial_ratio, relaxed_time
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, Duration, StageTimes

@@ -21,12 +21,6 @@ class DualBuffer:
 
     Both processors take the next mini-batch of the epoch when they have room, and while only the CPU lags, one of the
     GPU's is trained and replaced. The CPU leaves the last few to the GPU.
-
-    Args:
-        num_batches: Mini-batches of the epoch.
-        gpu_buffer_size: ``gbs``; 0 for a plain pipeline of what the CPU prepares.
-        cpu_buffer_size: ``cbs``; 0 to leave the CPU out.
-        cpu_workers: So many more may be under way on the CPU, less one.
     """
 
     AHEAD = 2
@@ -121,14 +115,7 @@ def buffer_size(gpu_buffer_size: int, x: float) -> int:
 
 
 def published_plan(times: StageTimes, gpu_buffer_size: int, num_batches: int, simulate: Simulate) -> tuple[int, int]:
-    """Return ``gbs`` and ``cbs``: ``floor(gbs / x)``, then one less or more by the simulator's feedback.
-
-    Args:
-        times: What the stages take; the spreads do not count.
-        gpu_buffer_size: ``gbs``.
-        num_batches: Mini-batches of an epoch.
-        simulate: Returns the makespan of a schedule, and for how long GPU and CPU waited for one another per overlap.
-    """
+    """Return ``gbs`` and ``cbs``: ``floor(gbs / x)``, then one less or more by the simulator's feedback."""
     ratio = initial_ratio(times)
     if ratio == 0 or times.model.mean > max(times.cpu, times.dma.mean):
         return 0, max(gpu_buffer_size, times.cpu_workers)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import machine, measure, parse, publish
 
 SIZES = {"edges": (200_000_000, 20_000), "nodes": (10_000_000, 1_000)}
 BUDGETS = ("1GB", "3GB")

@@ -52,13 +52,7 @@ class Clock:
         return elapsed()
 
     def launches(self, call: Callable[[], Any], modules: Sequence[ModuleType], timed: bool = True) -> list[Launch]:
-        """Note the launches that a call makes of the kernels in some modules.
-
-        Args:
-            call: What to run.
-            modules: Where the kernels are looked up: their attributes named ``…_kernel``.
-            timed: Time each launch; the host's times then mean nothing.
-        """
+        """Note the launches that a call makes of the kernels in some modules."""
         noted: list[tuple[str, float, Callable[[], float]]] = []
         with self._watched(modules, noted, timed):
             call()
@@ -130,16 +124,7 @@ def failure(error: Exception) -> str:
 def rounds(
     contestants: dict[str, Callable[[int], float]], runs: int, least: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Call the contestants in turn, round by round, so that a drift of the machine hits all of them alike.
-
-    Args:
-        contestants: Each takes the number of the round and returns one figure, in us.
-        runs: Rounds.
-        least: Contestants that may stop after so many rounds, once they took half a second.
-
-    Returns:
-        The figures of each, or what went wrong: one that fails is left out of the next rounds.
-    """
+    """Call the contestants in turn, round by round, so that a drift of the machine hits all of them alike."""
     least = least or {}
     figures: dict[str, Any] = {name: [] for name in contestants}
     for turn in range(runs):

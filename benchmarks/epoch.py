@@ -5,8 +5,8 @@ PyG's side runs as its Lightning example does, on all sampled nodes in each laye
 ours does by itself. Each contestant has a process of its own, in which a few mini-batches choose its best number of
 workers and of torch's threads, and for PyG the form of the edges (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's
 extension); only the best takes part in the rounds. The figure is seconds per epoch. Ours also runs in bfloat16
-(``bf16-mixed``, features of 16 bits) and with the first layer aggregated once; PyG's untrimmed form, the slowest, runs
-against ours in a few rounds of their own.
+(``bf16-mixed``, features of 16 bits); PyG's untrimmed form, the slowest, runs against ours in a few rounds of their
+own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import peers
-from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, publish
-from benchmarks.machine import MISSING, machine
+from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
 from benchmarks.minibatch import make_data
 from benchmarks.roofline import roofline
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
@@ -47,8 +46,7 @@ SIZES = {
 }
 MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
 BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
-STATIC = {"precompute": "first_layer"}
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16, ", static": STATIC, ", bf16 and static": BF16 | STATIC}
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16}
 """What of ours is on, by what it adds to the name."""
 TRIAL_BATCHES = 4
 """Mini-batches by which settings are chosen; the first does not count."""
@@ -56,17 +54,11 @@ PLAIN_RUNS = 2
 """Rounds of PyG's untrimmed form, at the most."""
 TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
 """Against PyG's untrimmed form and against the trimmed one."""
-FASTER = 1.6
-"""With bfloat16 and the static first layer, against our float32."""
 
 
 def contestants(model: str) -> dict[str, dict[str, Any]]:
-    """Return what can take part, by name; attention has no static first layer."""
-    ours = {
-        f"ours, {model}{suffix}": {"library": "ours", **options}
-        for suffix, options in OPTIONS.items()
-        if model != "GAT" or "precompute" not in options
-    }
+    """Return what can take part, by name."""
+    ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in OPTIONS.items()}
     pyg = {f"PyG, {model}{', trimmed' * trim}": {"library": "pyg", "trim": trim} for trim in (True, False)}
     return {name: {"model": model, **spec} for name, spec in {**ours, **pyg}.items()}
 
@@ -93,7 +85,7 @@ def make(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
     sizes = (spec["features"], spec["hidden"], 2, CLASSES)
     if spec["library"] == "ours":
         kind, more = MODELS[spec["model"]]
-        kwargs |= {name: spec[name] for name in ("precompute", "feature_dtype") if name in spec}
+        kwargs |= {name: spec[name] for name in ("feature_dtype",) if name in spec}
         return NodeClassifier(kind(*sizes, dropout=0.5, **more), CLASSES, lr=0.01), NeighborDataModule(
             data, seeds, **kwargs
         )
@@ -146,13 +138,7 @@ def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
 
 
 class Chosen:
-    """A contestant whose settings have been chosen by a few mini-batches each.
-
-    Args:
-        name: Without its settings.
-        spec: What it is.
-        rounds: How often it will be called, warm-up included.
-    """
+    """A contestant whose settings have been chosen by a few mini-batches each."""
 
     def __init__(self, name: str, spec: dict[str, Any], rounds: int) -> None:
         self.tried: dict[str, float] = {}
@@ -256,9 +242,8 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
             found.append(compare(rows, text, names(left), names(right), False, target))
         for suffix in filter(None, OPTIONS):
             if left := names(own + suffix):
-                target = FASTER if targets and suffix == ", bf16 and static" else None
                 text = f"{label}, {model}{suffix}, against ours in float32"
-                found.append(compare(rows, text, left, names(own), False, target))
+                found.append(compare(rows, text, left, names(own), False))
     return found
 
 

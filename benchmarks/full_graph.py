@@ -21,8 +21,7 @@ import pytorch_lightning as pl
 import torch
 
 from benchmarks.full_graph_peers import PEERS, SHAPES, installed, make_graph, make_peer, shape
-from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
 from benchmarks.roofline import full_graph_roofline
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule

@@ -33,12 +33,7 @@ of both: PyG's gather and scatter write rows per edge, several at a time, which 
 
 
 def make_graph(name: str, shrink: int = 1) -> Data:
-    """Return a graph with features, labels and masks.
-
-    Args:
-        name: One of ``SHAPES``.
-        shrink: Divide nodes, edges and features by this.
-    """
+    """Return a graph with features, labels and masks."""
     nodes, edges, features, classes = shape(name, shrink)
     return planted_power_law(
         nodes,
@@ -100,12 +95,7 @@ class ProductGCN(GCN):
 
 
 class Prepared(nn.Module):
-    """A model over a form of the graph that is made at the first call.
-
-    Args:
-        model: Takes ``x`` and what ``form`` returns.
-        form: Takes ``edge_index`` and the number of nodes.
-    """
+    """A model over a form of the graph that is made at the first call."""
 
     def __init__(self, model: nn.Module, form: Callable[[Tensor, int], tuple[Any, ...]]) -> None:
         super().__init__()
@@ -191,13 +181,6 @@ def installed(peer: str) -> bool:
 
 
 def make_peer(model: str, peer: str, *sizes: int, **kwargs: Any) -> Prepared:
-    """Return a peer's model.
-
-    Args:
-        model: ``"GCN"`` or ``"GAT"``.
-        peer: One of its ``PEERS``.
-        *sizes: Channels in, hidden channels, layers, channels out.
-        **kwargs: Further options.
-    """
+    """Return a peer's model."""
     kind, options, form = PEERS[model][peer]
     return Prepared(kind(*sizes, **options, **kwargs), form)

@@ -20,16 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import parse
+from benchmarks.harness import machine, parse
 
 
 def first_page(args: argparse.Namespace, described: dict[str, Any]) -> dict[str, Any]:
-    """Measure what tells most, and write the page after each part; without a file, print it.
-
-    Args:
-        args: The command line.
-        described: The machine.
-    """
+    """Measure what tells most, and write the page after each part; without a file, print it."""
     from benchmarks import gpu_first, gpu_page, peers
     from benchmarks.gpu_model import Batch
 
@@ -64,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         return []
     from benchmarks import epoch, minibatch
     from benchmarks.harness import publish
-    from benchmarks.machine import machine
 
     sizes = {**minibatch.SIZES, "hidden": epoch.SIZES["hidden"], "train_nodes": epoch.SIZES["train_nodes"]}
     args = parse("gpu", __doc__, sizes, argv, runs=3)

@@ -35,19 +35,7 @@ CLASSES = 32
 
 @dataclass
 class First:
-    """What is measured, and where.
-
-    Args:
-        device: The GPU; the CPU under Triton's interpreter, whose times mean nothing.
-        nodes: Of the graph.
-        edges: Of the graph.
-        features: Per node.
-        fanouts: For each hop.
-        batch_size: Seeds per mini-batch.
-        batches: Mini-batches per round of a loader, whole bulks.
-        runs: Rounds.
-        warm: Mini-batches of a loader before those that count.
-    """
+    """What is measured, and where."""
 
     device: torch.device
     nodes: int = 2_449_029
@@ -157,6 +145,7 @@ class First:
 
     def places(self) -> dict[str, Callable[[int], float]]:
         """Edges and features where they may lie, read by the GPU or by the CPU."""
+        from lightning_gnn.graph.cache import hottest
         from lightning_gnn.graph.features import FeatureTable
 
         on_gpu = self.device.type == "cuda"
@@ -167,6 +156,7 @@ class First:
         node = self._by_cpu(0)[0]
         on_cpu, out = node.cpu(), torch.empty(node.numel(), self.features, device=self.device)
         staged = torch.empty(out.shape, pin_memory=on_gpu)
+        quarter = host.cached(hottest(self.host.out_degrees, self.nodes // 4), self.device)
 
         def by_the_cpu() -> None:
             out.copy_(torch.index_select(values, 0, on_cpu, out=staged), non_blocking=True)
@@ -177,8 +167,13 @@ class First:
         return {
             "edges on the device, bulk of 8": partial(self._together, self._sampler(self.host.to(self.device)), 8),
             "edges in pinned memory, bulk of 8": partial(self._together, self._sampler(pinned), 8),
+            "edges in pinned memory, queue": partial(self._alone, self._sampler(pinned, mode="persistent")),
             "edges read by the CPU": lambda turn: self.clock.wall(lambda: self._by_cpu(turn)),
             "features on the device": partial(wall, lambda: there.gather(node, out)),
+            "features on the device, torch.index_select": partial(
+                wall, lambda: torch.index_select(there.values, 0, node, out=out)
+            ),
+            "features in pinned memory, a quarter of the rows cached": partial(wall, lambda: quarter.gather(node, out)),
             "features in pinned memory": partial(wall, lambda: host.gather(node, out)),
             "features read by the CPU": partial(wall, by_the_cpu),
         }
@@ -297,14 +292,7 @@ def run(
     ranks: int = 1,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure all parts; after each, hand over what there is so far.
-
-    Args:
-        first: What is measured.
-        done: Called after each part, with all parts that there are.
-        ranks: GPUs to which tables are dealt out; with one there is no such part.
-        options: Further ones of the DataModules of that part.
-    """
+    """Measure all parts; after each, hand over what there is so far."""
     found: dict[str, Any] = {}
     start = time.perf_counter()
     try:

@@ -46,13 +46,7 @@ RANDOM = ("indptr", "indices", "state")
 
 @dataclass(frozen=True)
 class Batch:
-    """The size of one mini-batch, or of several together.
-
-    Args:
-        nodes: Sampled nodes of each hop, the seeds first.
-        edges: Sampled edges of each hop.
-        parts: How many mini-batches these are.
-    """
+    """The size of one mini-batch, or of several together."""
 
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
@@ -74,11 +68,6 @@ def hop_counts(batch: Batch, programs: int, tile: int = TILE) -> Counts:
     """Count the accesses of ``hop_kernel``: graph on the device, fanouts that are picked in registers, not disjoint.
 
     What the search of a bulk's parts reads is not counted, nor the scalars of the launch.
-
-    Args:
-        batch: What is sampled; its seeds count as often as they are given.
-        programs: Of the launch.
-        tile: Edges of a tile. What looks back finds the sum beside it, as under the interpreter.
     """
     seeds, hops, bulk = batch.nodes[0], len(batch.edges), batch.parts > 1
     expanding, edges = sum(batch.nodes[:-1]), sum(batch.edges)

@@ -104,15 +104,7 @@ def table(figures: dict[str, Any]) -> list[str]:
 
 
 def page(machine: dict[str, Any], described: str, batch: Batch, parts: dict[str, Any], peers: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-        machine: As :func:`benchmarks.machine.machine` describes it.
-        described: The graph and the sizes, in one line.
-        batch: Sizes of a typical sample.
-        parts: What :func:`benchmarks.gpu_first.run` found so far.
-        peers: Peers that could not be imported.
-    """
+    """Return the page."""
     gpu = machine.get("gpu", "no GPU: interpreted, so that the times mean nothing")
     lines = [
         "# A GPU, measured", "",

@@ -31,16 +31,7 @@ LIMIT_S = 600
 
 
 def measure(first: First, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the figures: of each contestant the ms of a mini-batch in each round and their median, or what went wrong.
-
-    Args:
-        first: What is measured; each process makes its own of the same sizes.
-        ranks: Processes, each with a GPU.
-        options: Of the DataModules, beside those of a contestant.
-
-    Raises:
-        RuntimeError: They did not end in ten minutes.
-    """
+    """Return of each contestant the ms of a mini-batch in each round and their median, or what went wrong."""
     sizes = {
         name: getattr(first, name)
         for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs")

@@ -38,20 +38,16 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Rows, compare, measure, parse, publish
+from benchmarks.harness import Rows, add_ratios, compare, machine, measure, parse, publish, ratio_of_rounds, shortened
 from benchmarks.hyscale_model import (
     calibrated,
-    draw,
     paper_link,
     platform_of,
     predicted,
-    scaling,
     transferred_bytes,
     with_accelerator,
     workload_of,
 )
-from benchmarks.intervals import add_ratios, ratio_of_rounds, shortened
-from benchmarks.machine import machine
 from benchmarks.scripts import Script
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
@@ -113,14 +109,7 @@ def able(spec: dict[str, Any]) -> bool:
 def compete(
     common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
 ) -> list[tuple[Rows, Notes]]:
-    """Let contestants take turns, in one fit after the other; return the rows and notes of each fit.
-
-    Args:
-        common: What all have alike.
-        contestants: What each has of its own; ``fits`` of all are equally many.
-        runs: Rounds that count.
-        kinds: What the turns of a round are about, if not one and the same.
-    """
+    """Let contestants take turns, in one fit after the other; return the rows and notes of each fit."""
     with tempfile.TemporaryDirectory() as name:
         folder, scripts = Path(name), {}
         notes = {name: folder / f"notes {number}" for number, name in enumerate(contestants)}
@@ -167,13 +156,7 @@ def calibrate(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> dict[str, Any]:
-    """Return what makes an accelerator so many times as fast as the CPU trainer.
-
-    Args:
-        common: Of all contestants.
-        notes: Of :func:`calibrate`.
-        speed: How many times.
-    """
+    """Return what makes an accelerator so many times as fast as the CPU trainer."""
     seconds = notes["stages"]["train_cpu"] / speed
     found: dict[str, Any] = {"speed": speed, "seconds_per_seed": seconds / sum(notes["seeds"])}
     if common["device"] == "cpu":
@@ -399,10 +382,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for part in chosen:
         parts[part] = {"machine": described, **PARTS[part](common, notes, args.runs, args.only, args.quick)}
     parts = {part: parts[part] for part in PARTS if part in parts}
-    study = scaling(args.quick)
-    if args.out is not None and "ablation" in parts:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        draw(speedups(parts["ablation"]["rows"]), study, args.out.with_suffix(".png"))
     result = {
         "benchmark": "hyscale",
         "title": f"Hybrid training, GraphSAGE, {args.batch_size} seeds an iteration, "
@@ -415,19 +394,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "extra": summary(parts),
         "measured_alone": notes["stages"],
         "parts": parts,
-        "scaling": study,
     }
     return publish(result, args.out)
-
-
-def speedups(rows: Rows) -> dict[str, dict[str, float]]:
-    """Return, by accelerator, how many times as fast as ours on it alone each variant is."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        name, label = row["name"].rsplit(", ", 1)
-        if "median" in row:
-            found.setdefault(label, {})[name] = row.get("speedup", 1.0)
-    return {label: bars for label, bars in found.items() if ALONE in bars}
 
 
 def summary(parts: dict[str, Found]) -> dict[str, Any]:

@@ -31,14 +31,7 @@ from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 
 class Turns(pl.Callback):
-    """Reports milliseconds per iteration of one epoch per turn; the first turn has the epochs before, which settle.
-
-    Args:
-        gate: Of rank 0.
-        iterations: Of an epoch.
-        settle: Epochs before the first that is timed.
-        disturbance: Is told what the turn is about.
-    """
+    """Reports milliseconds per iteration of one epoch per turn; the first turn has the epochs before, which settle."""
 
     def __init__(self, gate: Gate | None, iterations: int, settle: int, disturbance: Disturbance) -> None:
         self._gate = gate
@@ -82,11 +75,7 @@ class Turns(pl.Callback):
 
 
 class Linked(pl.Callback):
-    """Puts a simulated link where hybrid training transfers mini-batches to its first accelerator.
-
-    Args:
-        bandwidth: Bytes per second.
-    """
+    """Puts a simulated link where hybrid training transfers mini-batches to its first accelerator."""
 
     def __init__(self, bandwidth: float) -> None:
         self._link = SimulatedLink(bandwidth)
@@ -103,11 +92,6 @@ class KnownAccelerator:
     """Tells the strategy's short measurements how fast the simulated accelerator is, which they cannot measure.
 
     What they find of the CPU stays, and so do the model and all that follows from it. It notes what they found.
-
-    Args:
-        speed: How many times as fast as a CPU trainer it is.
-        threads: Of that CPU trainer.
-        link: Bytes per second to it.
     """
 
     def __init__(self, speed: float, threads: int, link: float) -> None:

@@ -59,14 +59,7 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
 
 
 def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int) -> Any:
-    """Compile a sampling kernel.
-
-    Args:
-        kernel: One of those that sample, or copy a sample out.
-        constants: Its constants.
-        kind: Type of source nodes and positions of edges, ``"i32"`` or ``"i64"``.
-        capability: Of the GPU, such as 90.
-    """
+    """Compile a sampling kernel."""
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
     usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0}
     constants = {name: value for name, value in usual.items() if name in kernel.arg_names} | constants

@@ -16,8 +16,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import peers
-from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import compare, measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import compare, machine, measure, parse, publish
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.partitioned import assign, partition_graph
@@ -33,14 +32,7 @@ METHODS = {"ours, ldg": ("ldg", 8), "ours, ldg, one pass": ("ldg", 1), "metis": 
 
 
 class Contestant:
-    """Shares out the nodes of a graph.
-
-    Args:
-        data: The graph.
-        method: How.
-        passes: Of the stream.
-        parts: How many.
-    """
+    """Shares out the nodes of a graph."""
 
     def __init__(self, data: Any, method: str, passes: int, parts: int) -> None:
         self.data, self.method, self.passes, self.parts = data, method, passes, parts

@@ -80,18 +80,7 @@ def in_form(edge_index: Tensor, num_nodes: int, form: str) -> Any:
 
 
 class PyGClassifier(pl.LightningModule):
-    """A model as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here).
-
-    Args:
-        in_channels: Features per node.
-        hidden_channels: Width of the hidden layers.
-        num_layers: Number of layers.
-        num_classes: Number of classes.
-        trim: Pass on the numbers of sampled nodes and edges, with which PyG's model trims each layer
-            (``trim_to_layer``); the example does not.
-        model: ``"SAGE"``, ``"GCN"`` or ``"GAT"``, which has four heads.
-        form: One of :data:`FORMS`.
-    """
+    """A model as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here)."""
 
     def __init__(
         self,

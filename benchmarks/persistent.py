@@ -3,7 +3,7 @@
 After PGSampler's evaluation: graphs with the sizes and about the degree skew of its table II, 2 and 3 hops, fanouts 10,
 15 and 20, batches of 2048 to 10240 seeds. For each: whole samples by the wall clock (its figure 9), kernels by events
 (figure 8), whether all ways give the same sample; for one, the split of its table I, the random reads against a
-measured ceiling, and what ``benchmarks.persistent_places`` adds. The JSON is written after every cell.
+measured ceiling, and caches in front of pinned memory. The JSON is written after every cell.
 """
 
 from __future__ import annotations
@@ -120,10 +120,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # Imported here, so that a machine without a GPU or without Triton gets its one line.
     import triton
 
-    from benchmarks import persistent_places
     from benchmarks.device_clock import failure
-    from benchmarks.machine import machine
-    from benchmarks.persistent_cells import Bench
+    from benchmarks.harness import machine
+    from benchmarks.persistent_cells import Bench, caches, random_reads, rounded
     from lightning_gnn.triton_kernels.sample import INTERPRETED, TritonNeighborSampler
 
     if args.interpret != INTERPRETED:
@@ -145,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if args.out is None:
             return
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(persistent_places.rounded(result), indent=1) + "\n")
+        args.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
 
     print("Whole samples in us, kernels in brackets. Kernels are compiled first: up to a minute for each fanout.")
     start = time.perf_counter()
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             bench = Bench(args, name, device, CPU)
             described = {"nodes": nodes, "edges": edges, "exponent": exponent, "seconds": time.perf_counter() - start}
             result["graphs"][name] = described | {"largest_in_degree": int(bench.host.in_degrees.max())}
-            result["graphs"][name]["ceiling"] = persistent_places.random_reads(bench)
+            result["graphs"][name]["ceiling"] = random_reads(bench)
         except Exception as error:
             result["skipped"].append({"graph": name, "why": failure(error)})
             print(f"{name}: {failure(error)}", flush=True)
@@ -179,7 +178,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 print(f"{name} {cell}: {failure(error)}", flush=True)
             write()
         if name == next(iter(args.graphs)):
-            result["places"] = persistent_places.run(bench, args.target)
+            try:
+                result["caches"] = caches(bench, args.target)
+            except Exception as error:
+                result["caches"] = {"failed": failure(error)}
+            print(f"caches: {rounded(result['caches'])}", flush=True)
             write()
         del bench
     write()
@@ -189,8 +192,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"{key}: {len(result[key])} of {len(result['cells'])} cells: {json.dumps(result[key][:8])}")
     if result["skipped"]:
         print(f"skipped: {json.dumps(result['skipped'])}")
-    if args.out is not None:
-        print(persistent_places.draw(result, args.out.with_suffix(".png")))
     if any("WRONG" in what for cell in result["cells"] for what in cell["failed"].values()):
         raise SystemExit("persistent: samples differ; see WRONG above")
     if not result["cells"]:

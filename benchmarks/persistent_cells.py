@@ -1,10 +1,11 @@
-"""Sampling on a GPU, one graph and one cell of the grid at a time: what ``benchmarks.persistent`` measures."""
+"""What ``benchmarks.persistent`` measures: cells of the grid, the ceiling of random reads, and caches of hot lists."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,24 +14,25 @@ import torch
 from benchmarks import sampling_baselines
 from benchmarks.device_clock import Clock, Launch, failure, rounds
 from benchmarks.sampling_baselines import MODES, BaselineSampler
+from lightning_gnn.graph.cache import plan_dual_cache
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.synthetic import power_law_graph
-from lightning_gnn.ops import batch_key, sample_neighbors
+from lightning_gnn.ops import batch_key, gather_rows, sample_neighbors
+from lightning_gnn.persistent import count_accesses
 from lightning_gnn.triton_kernels import sample as kernels
+from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 
 PHASES = ("expand", "settle")
 """The launches of a level, ``triton_kernels/hops.py``."""
+SECTOR = 32
+FEATURES = 100  # ogbn-products
+BUDGETS = (0.0, 0.02, 0.1, 0.3)
+"""Shares of the bytes of topology and features."""
 
 
 class Bench:
-    """One graph with a sampler for each mode.
-
-    Args:
-        args: The command line, with ``cells``, ``graphs`` and ``target``.
-        name: Which graph.
-        device: Where to sample.
-        cpu: What to call sampling on the CPU with a transfer.
-    """
+    """One graph with a sampler for each mode."""
 
     def __init__(self, args: argparse.Namespace, name: str, device: torch.device, cpu: str) -> None:
         nodes, edges, exponent = args.graphs[name]
@@ -149,3 +151,92 @@ class Bench:
         }
         ends = {"setup_us": setup, "emit_whole_us": emit, "emit_kernel_us": kernels[-1]}
         return {"hop_by_hop": by_hop, "ends": ends, "no_queue_kernel_us": discovery}
+
+
+def rounded(value: Any) -> Any:
+    """Round floats for a file."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def medians(contestants: dict[str, Callable[[int], float]], runs: int) -> dict[str, Any]:
+    """Return the median of each contestant, or what went wrong."""
+    seen = rounds(contestants, runs + 1, dict.fromkeys(contestants, 4))
+    return {name: us if isinstance(us, str) else statistics.median(us[1:]) for name, us in seen.items()}
+
+
+def random_reads(bench: Any) -> dict[str, float]:
+    """Measure how fast 32-byte sectors come from random places of memory as large as the graph's arrays."""
+    bytes_ = 8 * bench.host.num_nodes + bench.host.num_bytes
+    table = torch.zeros(bytes_ // SECTOR + 1, SECTOR // 4, device=bench.device)
+    reads = 1 << (8 if bench.args.interpret else 24)
+    index = torch.randint(table.size(0), (reads,), dtype=torch.int32, device=bench.device)
+    one, out = table.view(-1), torch.empty(reads, SECTOR // 4, device=bench.device)
+    spread = index * (SECTOR // 4) if one.numel() < 2**31 else index.long() * (SECTOR // 4)
+    column = torch.empty(reads, device=bench.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "gather_rows": lambda: gather_rows(table, index, out),
+        "index_select of rows": lambda: torch.index_select(table, 0, index, out=out),
+        "index_select of single values": lambda: torch.index_select(one, 0, spread, out=column),
+    }
+    us = medians({name: partial(_device, bench, call) for name, call in calls.items()}, bench.args.runs)
+    rates = {name: SECTOR * reads / time / 1e3 for name, time in us.items() if not isinstance(time, str)}
+    return {"bytes": bytes_, "reads": reads, "gb_per_s": max(rates.values()), **rates}
+
+
+def _device(bench: Any, call: Callable[[], Any], turn: int) -> float:
+    return bench.clock.device(call)
+
+
+def _pinned_sampler(bench: Any, host: Any, mode: str, **options: Any) -> Any:
+    # As PersistentNeighborSampler places it: the offsets on the device, the edges in pinned memory.
+    indptr = host.indptr.to(bench.device)
+    return TritonNeighborSampler(indptr, host.indices, device=bench.device, mode=mode, **bench.small, **options)
+
+
+def _whole(bench: Any, sampler: Any, cell: tuple[int, int, int], turn: int) -> float:
+    seeds = bench.seeds_there[turn % len(bench.seeds)][: cell[2]]
+    return bench.clock.wall(lambda: sampler.sample(seeds, [cell[1]] * cell[0], turn))
+
+
+def caches(bench: Bench, cell: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Sweep ``cache_bytes``: hot lists in front of a pinned topology, hot rows in front of pinned features."""
+    on_gpu = bench.device.type == "cuda"
+    values = torch.rand(bench.host.num_nodes, FEATURES if not bench.args.interpret else 5)
+    table = FeatureTable(values.pin_memory() if on_gpu else values)
+    node = bench.sample(next(iter(bench.samplers)), cell, 0)[0]
+    host = bench.host.pin_memory() if on_gpu else bench.host
+    hops, fanout, batch = cell
+    everyone = torch.arange(host.num_nodes)
+    counts = count_accesses(host, everyone, [fanout] * hops, batch, 8, backend="numba")
+    total = host.num_bytes + table.num_nodes * table.row_bytes
+    sweep = []
+    for share in BUDGETS if not bench.args.interpret else BUDGETS[::3]:
+        plan = plan_dual_cache(
+            counts.features, counts.adjacency, host.in_degrees, table.row_bytes, host.indices.element_size(),
+            int(share * total),
+        )  # fmt: skip
+        rows = table.cached(plan.feature_nodes, bench.device) if plan.feature_nodes.numel() else table
+        lists = plan.adjacency_nodes
+        cached = {"cached": host.cache_adjacency(lists, bench.device)} if lists.numel() else {}
+        out = torch.empty(node.numel(), table.num_features, device=bench.device)
+        try:
+            sampler = _pinned_sampler(bench, host, "fused", **cached)
+        except TypeError as error:
+            sweep.append({"cache_bytes": int(share * total), "failed": failure(error)})
+            continue
+        us = medians(
+            {
+                "sample": partial(_whole, bench, sampler, cell),
+                "gather": partial(_device, bench, partial(rows.gather, node, out)),
+            },
+            bench.args.runs,
+        )
+        sweep.append({
+            "cache_bytes": int(share * total), "share": share, "us": us, "feature_hit_rate": plan.feature_hit_rate,
+            "adjacency_hit_rate": plan.adjacency_hit_rate, "used_bytes": plan.nbytes,
+        })  # fmt: skip
+    return sweep

@@ -1,7 +1,7 @@
 """Turn the JSON files of the benchmarks into tables: ``python -m benchmarks.report``.
 
-All comparisons stand in docs/results.md, those that tell most in README.md, and the simulated Ascend chips beside the
-paper's in their guide: between two markers, outside of which everything stays as it is.
+All comparisons stand in docs/results.md, those that tell most in README.md: between two markers, outside of which
+everything stays as it is.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ascend_sim_summary
-from benchmarks.harness import RESULTS
-from benchmarks.machine import MISSING
+from benchmarks.harness import MISSING, RESULTS
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-ASCEND = ROOT / "docs" / "guides" / "ascend.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 ORDER = (
     *(
@@ -70,11 +67,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLINES) -> str:
-    """Return the lines of :func:`table` that the README shows, and the machines they were measured on.
-
-    Raises:
-        KeyError: A comparison that no result has.
-    """
+    """Return the lines of :func:`table` that the README shows, and the machines they were measured on."""
     found = {comparison["what"]: (result, comparison) for result in results for comparison in result["comparisons"]}
     if missing := [what for what in chosen if what not in found]:
         raise KeyError(f"no result has {missing[0]!r}; choose other HEADLINES")
@@ -111,11 +104,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 
 def replaced(text: str, content: str) -> str:
-    """Return ``text`` with ``content`` between the markers.
-
-    Raises:
-        ValueError: The markers are not there.
-    """
+    """Return ``text`` with ``content`` between the markers."""
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
@@ -125,12 +114,7 @@ def replaced(text: str, content: str) -> str:
 
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
     """Return the files that show results, with what stands between their markers."""
-    simulated = json.loads((RESULTS / "ascend_sim.json").read_text())["summary"]
-    return {
-        PAGE: table(results),
-        README: headlines(results) + "\n" + ascend_sim_summary.line(simulated),
-        ASCEND: ascend_sim_summary.table(simulated),
-    }
+    return {PAGE: table(results), README: headlines(results)}
 
 
 def main(argv: Sequence[str] | None = None) -> str:

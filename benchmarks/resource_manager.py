@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest.mock import patch
 
-from benchmarks.harness import parse
-from benchmarks.machine import machine
+from benchmarks.harness import machine, parse
 from lightning_gnn.hyscale import estimates, resources
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.published import PublishedResourceManager

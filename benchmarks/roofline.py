@@ -18,13 +18,6 @@ def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, lim
     Bytes: features are gathered (read and written), each edge's row is read once per aggregation (forward, and backward
     but for the first layer; attention aggregates what has been multiplied), each layer's output is written and read
     twice. Products: forward, the weights' gradients, and but for the first layer those of the inputs. Nothing overlaps.
-
-    Args:
-        batch: A typical mini-batch.
-        widths: Features, hidden channels, outputs.
-        model: ``"SAGE"``, ``"GCN"`` or ``"GAT"``.
-        batches: Mini-batches of an epoch.
-        limits: Of the machine, with all its threads.
     """
     nodes, edges = list(accumulate(batch.num_sampled_nodes)), list(accumulate(batch.num_sampled_edges))
     size = batch.x.element_size()
@@ -54,14 +47,6 @@ def full_graph_roofline(
     GCN, which aggregates constant features once for all epochs and behind the product where that is narrower, has one
     pass forward and one backward per further layer; attention three per layer (sums, gradients of the weights and of
     the values). Each layer's output is written and read twice, forward and backward. Products as in :func:`roofline`.
-
-    Args:
-        nodes: Of the graph.
-        edges: Of the graph, without self-loops.
-        widths: Features, hidden channels, classes.
-        model: ``"GCN"`` or ``"GAT"``.
-        heads: Of attention; the last layer's are each as wide as the output.
-        limits: Of the machine, with all its threads.
     """
     size, moved, flops = 4, 0, 0
     for layer in range(len(widths) - 1):

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
 
 FANOUTS = [15, 10, 5]
 SIZES = {
@@ -45,7 +44,6 @@ def other_checkout(spec: dict[str, Any], gate: Gate) -> None:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # Not at the top: a process that measures another checkout imports this module first.
     from benchmarks import sampling_contestants as contestants
-    from benchmarks.sampling_phases import nanoseconds_per_edge
 
     args = parse("sampling", __doc__, SIZES, argv, paths={"against": AGAINST})
     described = machine()
@@ -134,10 +132,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "machine": described,
         "rows": rows,
         "comparisons": comparisons,
-        "extra": {
-            **contestants.extra_memory(graph, seeds, FANOUTS),
-            "nanoseconds_per_edge": nanoseconds_per_edge(graph, seeds[0], FANOUTS),
-        },
+        "extra": contestants.extra_memory(graph, seeds, FANOUTS),
     }
     return publish(result, args.out)
 

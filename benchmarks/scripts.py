@@ -20,14 +20,7 @@ _LAST = 2000
 
 
 class Script(Isolated):
-    """A contestant that is a module run by ``python -m``; Lightning starts its other ranks by running it again.
-
-    Args:
-        module: Which; it calls :func:`serve`.
-        spec: What it gets, as JSON can hold it.
-        folder: Where its files are.
-        name: Of these files.
-    """
+    """A contestant that is a module run by ``python -m``; Lightning starts its other ranks by running it again."""
 
     def __init__(self, module: str, spec: dict[str, Any], folder: Path, name: str) -> None:
         file, self._output = folder / f"{name}.json", folder / f"{name}.txt"
@@ -77,12 +70,7 @@ class Script(Isolated):
 
 
 def serve(train: Callable[[dict[str, Any], Gate | None], None], arguments: list[str]) -> None:
-    """Be one rank of a :class:`Script`: rank 0 has the gate, which the others hear of from it alone.
-
-    Args:
-        train: What to do.
-        arguments: Of the process.
-    """
+    """Be one rank of a :class:`Script`: rank 0 has the gate, which the others hear of from it alone."""
     spec = json.loads(Path(arguments[0]).read_text())
     gate = None if os.environ.get("LOCAL_RANK", "0") != "0" else Gate(Connection(int(arguments[1])), 0)
     try:

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import machine, parse, publish
 from lightning_gnn import NeighborDataModule, PartitionedDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.partitioned import datamodule, partition_graph
@@ -49,17 +48,7 @@ WITHIN = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and what is slept.
-
-    Args:
-        bandwidth: Bytes per second.
-        latency: Seconds of a message.
-        prepare_s: Of a mini-batch.
-        step_s: Of a step.
-        workers: Threads that prepare.
-        order: Of the seeds.
-        gradient_bytes: That a step sums up.
-    """
+    """A network, and what is slept."""
 
     bandwidth: float
     latency: float

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import machine, measure, parse, publish
 
 SIZES = {"nodes": (1_000_000, 20_000), "edges": (10_000_000, 400_000), "features": (100, 100), "most_ranks": (4, 2)}
 KINDS = {"NeighborDataModule, ddp": "ddp", "FullGraphDataModule, ascend_hybrid": "ascend_hybrid"}

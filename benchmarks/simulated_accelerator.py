@@ -26,12 +26,7 @@ LAUNCH = 10e-6
 
 
 def launch(kernels: int, seconds: float) -> None:
-    """Launch kernels, with the interpreter held, and wait with it released until the device has done them all.
-
-    Args:
-        kernels: How many.
-        seconds: What the device takes from the first launch on; launches that take longer make it longer.
-    """
+    """Launch kernels, with the interpreter held, and wait with it released until the device has done them all."""
     start = time.perf_counter()
     for number in range(1, kernels + 1):
         while time.perf_counter() < start + number * LAUNCH:
@@ -61,15 +56,7 @@ class Step(torch.autograd.Function):
 
 
 class PacedClassifier(NodeClassifier):
-    """Trains as :class:`NodeClassifier` does, without logging; rank 0 may be an accelerator.
-
-    Args:
-        model: A PyG model.
-        accelerator: Whether rank 0 is one.
-        seconds_per_seed: What its step takes for each seed; of a real one, besides what it takes anyway.
-        simulated: The accelerator works on nothing: no core may do its work, or a CPU trainer would lose by it. Its
-            loss hangs on all parameters with a gradient of zero, which is added up like another one.
-    """
+    """Trains as :class:`NodeClassifier` does, without logging; rank 0 may be an accelerator."""
 
     def __init__(
         self,
@@ -102,11 +89,7 @@ class PacedClassifier(NodeClassifier):
 
 
 class SimulatedLink:
-    """Stands where hybrid training transfers a mini-batch: hands it on when its bytes would have passed a bus.
-
-    Args:
-        bandwidth: Bytes per second.
-    """
+    """Stands where hybrid training transfers a mini-batch: hands it on when its bytes would have passed a bus."""
 
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
@@ -118,12 +101,7 @@ class SimulatedLink:
 
 
 class Disturbance(pl.Callback):
-    """In the middle third of an epoch, a core works for somebody else, or the accelerator is slower.
-
-    Args:
-        iterations: Of an epoch.
-        factor: By which the accelerator is slower.
-    """
+    """In the middle third of an epoch, a core works for somebody else, or the accelerator is slower."""
 
     def __init__(self, iterations: int, factor: float = 2.5) -> None:
         self.kind: str | None = None

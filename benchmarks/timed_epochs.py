@@ -13,13 +13,7 @@ from benchmarks.harness import Gate
 
 
 class TimedEpochs(pl.Callback):
-    """Waits for the contestant's turn, lets some epochs run, and reports the seconds of one.
-
-    Args:
-        gate: Tells when it is the contestant's turn.
-        epochs: Epochs per turn.
-        unit: How many of the unit reported make a second, e.g. 1e3 for milliseconds.
-    """
+    """Waits for the contestant's turn, lets some epochs run, and reports the seconds of one."""
 
     def __init__(self, gate: Gate, epochs: int = 1, unit: float = 1.0) -> None:
         self._gate = gate

@@ -28,8 +28,7 @@ from torch_geometric.nn import GATConv, HeteroConv, HeteroDictLinear, HGTConv, R
 from torch_geometric.utils import trim_to_layer
 
 from benchmarks import peers
-from benchmarks.harness import Gate, Isolated, Rows, compare, measure, parse, publish
-from benchmarks.machine import MISSING, machine
+from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from benchmarks.typed_sampling import mag
 from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier
@@ -80,13 +79,7 @@ def _attention(wide: int, narrow: int, last: bool) -> GATConv:
 
 
 class PlainTyped(pl.LightningModule):
-    """PyG's layers for types as its examples use them.
-
-    Args:
-        metadata: Types of nodes and edges.
-        sizes: Features, hidden channels and classes.
-        model: Which layers.
-    """
+    """PyG's layers for types as its examples use them."""
 
     def __init__(self, metadata: Any, sizes: tuple[int, int, int], model: str) -> None:
         super().__init__()

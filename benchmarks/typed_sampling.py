@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import compare, measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import compare, machine, measure, parse, publish
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors

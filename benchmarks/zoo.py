@@ -20,8 +20,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from benchmarks.harness import RESULTS, Rows, measure, parse, publish
-from benchmarks.machine import machine
+from benchmarks.harness import RESULTS, Rows, machine, measure, parse, publish
 from lightning_gnn.cli.train import run
 
 PAGE = Path(__file__).parent.parent / "docs" / "zoo.md"

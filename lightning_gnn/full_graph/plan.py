@@ -66,8 +66,7 @@ def plan_devices(
         memory_limit: Bytes that a rank may use for all this; None sets no limit.
         element_size: Bytes of a feature.
         edge_bytes: Bytes that a rank keeps per edge: in either direction a column in its chunk, the column that
-            compiled loops read, and a weight; and the place of the edge in the other (``benchmarks/graph_shares.py``
-            measures it).
+            compiled loops read, and a weight; and the place of the edge in the other.
 
     Raises:
         TypeError: Loads that are no integers.

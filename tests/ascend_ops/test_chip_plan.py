@@ -2,8 +2,6 @@
 
 import importlib
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.ascend_ops.cost_model import atlas_a2, chunk_cycles, hbm_bytes
+from lightning_gnn.ascend_ops.twin import Twin
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
@@ -20,22 +19,6 @@ from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.backends import bounds, chunk_tensors
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHTS, count_chunks, hbm_rate, plan_chip
 from tests.strategies import edge_indices
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def load():
-    # The benchmarks are no part of the installed package: they are found from the top of the repository.
-    sys.path.insert(0, str(ROOT))
-    yield lambda name: importlib.import_module(f"benchmarks.{name}")
-    sys.path.remove(str(ROOT))
-
-
-@pytest.fixture(scope="module")
-def chips(load):
-    machines = load("ascend_sim_machines")
-    return {name: {key: fact.value for key, fact in machines.machine(name).facts.items()} for name in machines.MACHINES}
 
 
 def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
@@ -60,15 +43,20 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
         ("cube", 500, 2500, 1200, 1, 3, "locality"),
     ],
 )
-def test_a_plan_costs_what_the_twin_takes(load, kernel, nodes, edges, columns, groups, cores, order):
-    check, chip = load("ascend_sim_check"), load("ascend_sim_machines").machine("split")
+def test_a_plan_costs_what_the_twin_takes(kernel, nodes, edges, columns, groups, cores, order, monkeypatch):
     chunks = graph_of(nodes, edges, order, exponent=2.6, seed=3).forward
     # HBM costs nothing here: the twin's first core would pay for rows that on a chip whoever comes first does.
-    numbers = chip.parameters(2 * cores) | {"hbm_bytes": 1e9}
-    plan = plan_chip(columns, {"": chunks}, PlanSettings(num_groups=groups), cores, numbers, kernels=(kernel,))
-    compare = check.compare_cube if kernel == "cube" else check.compare_vector
-    _, real = compare(chip, chunks.recut(plan.height), plan, flat=True)
-    assert plan.candidates[0].cost == pytest.approx(real.makespan, rel=0.1)
+    flat, launch = {"hbm_bytes": 1e9}, Twin.launch
+    monkeypatch.setattr(Twin, "launch", lambda *args, **how: launch(*args, **how, parameters=flat))
+    plan = plan_chip(
+        columns, {"": chunks}, PlanSettings(num_groups=groups), cores, atlas_a2() | flat, kernels=(kernel,)
+    )
+    aggregate = ascend_twin.aggregate_chunks if kernel == "cube" else ascend_twin.aggregate_vector
+    cut, x = chunk_tensors(chunks.recut(plan.height)), torch.ones(nodes, 1, columns).half()
+    weight = torch.ones(chunks.num_edges, 1).half()
+    with ascend_twin.record_launches() as launches:
+        aggregate(cut, nodes, x, weight, "sum", bounds(plan.slices), bounds(plan.chunk_ranges))
+    assert plan.candidates[0].cost == pytest.approx(launches[0].makespan, rel=0.1)
 
 
 @pytest.mark.campaign(parts=4)
@@ -125,21 +113,20 @@ def lightest(loads, parts):
     return best[-1]
 
 
-@pytest.mark.parametrize("name", ["split", "unified"])
 @pytest.mark.parametrize(("columns", "cores", "seed"), [(100, 6, 0), (256, 4, 1), (602, 3, 2), (16, 2, 3)])
-def test_the_choice_equals_brute_force(chips, name, columns, cores, seed):
+def test_the_choice_equals_brute_force(columns, cores, seed):
     graphs = {order: graph_of(300, 2500, order, seed=seed).forward for order in ("natural", "locality")}
-    plan = plan_chip(columns, graphs, PlanSettings(), cores, chips[name])
+    plan = plan_chip(columns, graphs, PlanSettings(), cores, atlas_a2())
     costs = {}
     for order, kernel in itertools.product(graphs, ("cube", "vector")):
-        workers = 2 * cores if (kernel, name) == ("vector", "split") else cores
+        workers = 2 * cores if kernel == "vector" else cores
         for height, groups in itertools.product(HEIGHTS[kernel], divisors(workers)):
             if groups > -(-columns // 16):
                 continue
             counts = count_chunks(graphs[order], height)
-            cycles, start = chunk_cycles(kernel, counts, columns, groups, chips[name])
+            cycles, start = chunk_cycles(kernel, counts, columns, groups, atlas_a2())
             slowest = lightest(np.ceil(cycles), workers // groups) + start
-            supply = hbm_bytes(kernel, counts, columns, chips[name]) / hbm_rate(chips[name])
+            supply = hbm_bytes(kernel, counts, columns, atlas_a2()) / hbm_rate(atlas_a2())
             costs[order, kernel, height, groups] = max(slowest, supply)
     chosen = plan.order, plan.kernel, plan.height, plan.num_groups
     assert costs[chosen] == pytest.approx(min(costs.values()))
@@ -176,9 +163,9 @@ def test_counts_are_those_of_the_chunks():
     assert counts.runs.sum() == len(tables.runs)
 
 
-def test_each_further_group_gathers_every_row_again(chips):
+def test_each_further_group_gathers_every_row_again():
     # Whatever the imbalance of a hub, one group is among the candidates, and an even graph keeps it.
-    plan = plan_chip(256, {"": graph_of(2000, 20000).forward}, PlanSettings(), 4, chips["split"], kernels=("cube",))
+    plan = plan_chip(256, {"": graph_of(2000, 20000).forward}, PlanSettings(), 4, atlas_a2(), kernels=("cube",))
     assert plan.num_groups == 1
     rows = {candidate.num_groups: candidate.terms["rows loaded"] for candidate in plan.candidates}
     assert rows[4] >= 3.9 * min(rows.values())
@@ -188,27 +175,9 @@ def test_each_further_group_gathers_every_row_again(chips):
 
 
 @pytest.mark.parametrize("nodes", [3, 1])
-def test_graphs_without_edges_have_a_plan(chips, nodes):
+def test_graphs_without_edges_have_a_plan(nodes):
     graph = CompressedGraph.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), nodes)
-    plan = plan_chip(33, {"": graph.forward}, PlanSettings(), 6, chips["split"])
+    plan = plan_chip(33, {"": graph.forward}, PlanSettings(), 6, atlas_a2())
     assert sum(plan.loads) == 0
     with pytest.raises(ValueError, match="num_groups=5 does not divide the"):
-        plan_chip(133, {"": graph.forward}, PlanSettings(num_groups=5), 6, chips["split"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["unified", "split"])
-@pytest.mark.parametrize(
-    ("dataset", "shrink"), [("CiteSeer", 1), ("Cora", 1), ("PubMed", 1), ("Reddit, smaller", 4), ("Products", 16)]
-)
-def test_no_plan_is_slower_than_that_of_one_kernel_alone(load, monkeypatch, name, dataset, shrink):
-    epoch, chip = load("ascend_sim_epoch"), load("ascend_sim_machines").machine(name)
-    graph = epoch.make_graph(dataset, None, shrink)
-    setting = epoch.Setting(chip, l2_scale=epoch.SHAPES[dataset].node_scale)
-    free = epoch.simulate(setting, graph, "+IP")
-    for kernel, worse in (("vector", 1.0), ("cube", 1.05)):
-        offered = {"kernels": (kernel,)}
-        monkeypatch.setattr(epoch, "plan_chip", lambda *args, _=offered, **options: plan_chip(*args, **options | _))
-        alone = epoch.simulate(setting, graph, "+IP")
-        assert {plan.kernel for plan in alone.plans.values()} == {kernel}
-        assert free.cycles <= worse * alone.cycles
+        plan_chip(133, {"": graph.forward}, PlanSettings(num_groups=5), 6, atlas_a2())
