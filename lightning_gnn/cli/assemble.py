@@ -465,7 +465,7 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
     if target is None and len(labelled) == 1:
         target = labelled[0]
     if labelled and target not in labelled:
-        raise ValueError(f"task.target={target} is no type of nodes with labels; give one of {', '.join(labelled)}")
+        raise ValueError(f"task.target={target} is not a node type with labels; give one of {', '.join(labelled)}")
     if not labelled:
         _labels(data)  # says what is missing
     return str(target)

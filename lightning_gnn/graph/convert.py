@@ -61,10 +61,10 @@ def convert_tables(
 
     Text, Parquet, Arrow files, or ``.npy`` of edges; a pattern stands for several files. Of text (packed with gzip or
     zstd or not), the encoding, the separator (tabs, commas, semicolons, bars, double colons, runs of blanks) and
-    whether the first row is a header are seen by its rows, and ``say`` is told: a header names known columns, stands
+    whether the first row is a header are found in its rows and reported by ``say``: a header names known columns, stands
     over numbers, or has texts that occur nowhere below. Lines that begin with ``#`` or ``%`` are comments at the top,
     and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does not fit into memory on
-    the disk; beside it, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
+    the disk; in addition, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
 
     Without types, ``source`` may also be what graphs are published as: a sparse matrix whose entry ``[s, t]`` is an
     edge from s to t (``.npz`` of SciPy in CSR, CSC or COO, ``.mtx`` of Matrix Market, or a folder with ``indptr.npy``
@@ -602,7 +602,7 @@ class _Conversion:
         if largest >= _NUMBERS_TO:
             raise ValueError(
                 f"{self.tables[name]}: label goes up to {largest:,} and has {distinct:,} values for {count:,} nodes, "
-                "so it is no class; write classes as texts, and numbers to be predicted with decimals, as 1.0"
+                "so it is not a class; write classes as texts, and numbers to be predicted with decimals, as 1.0"
             )
         return False
 

@@ -124,7 +124,7 @@ def _numbered(root: Path, *folders: list[Path]) -> tuple[dict[NodeType, Path], d
         about = read_json(read_text(root / TYPES))
         nodes, edges = about[NODES], [(source, name, target) for source, name, target in about[EDGES]]
         if not _are_texts([*nodes, *(part for kind in edges for part in kind)]):
-            raise ValueError("a name is no text")
+            raise ValueError("a name is not a text")
         if unknown := [kind for kind in edges if not {kind[0], kind[2]} <= {*nodes}]:
             raise ValueError(f"edges of {unknown[0]} are between types of nodes that are not listed")
     except (ValueError, KeyError, TypeError) as error:

@@ -174,7 +174,7 @@ def _matrix_market(path: Path) -> Published:
     try:
         matrix = scipy.io.mmread(path)
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is no matrix of Matrix Market: {error}") from None
+        raise ValueError(f"{path} is not a Matrix Market file: {error}") from None
     matrix = scipy.sparse.coo_array(matrix)
     return _entries(path, _square(path, matrix.shape), matrix.row, matrix.col)
 

@@ -141,5 +141,5 @@ def _remember(claims: _Claims) -> None:
 
 
 def _state(tensor: Tensor, spans: tuple[_Span, ...]) -> Any:
-    """Return what tells that a tensor on a device has not changed; None where nothing does, or a look is cheap."""
+    """Return what identifies an unchanged tensor on a device; None where nothing does, or reading it is cheap."""
     return None if tensor.is_cpu or tensor.is_inference() else (tensor._version, spans)

@@ -32,7 +32,7 @@ def converted(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return a copy of a batch with floating attributes of another dtype.
 
     Args:
-        batch: Anything; what is no batch of PyG is returned as it is.
+        batch: Anything; anything but a batch of PyG is returned as it is.
         dtype: None changes nothing.
     """
     if dtype is None or not isinstance(batch, BaseData):

@@ -42,7 +42,7 @@ _files: dict[int, int] = {}
 
 
 def share_equal_arrays(held: Mapping[str, Any]) -> int:
-    """Let the ranks of each machine use one copy of the tensors that they hold alike.
+    """Let the ranks of each machine use one copy of the tensors that are equal on them.
 
     Collective: every rank must call this. Tensors of the same name are shared where their bytes are equal. Left as they
     are: tensors below :data:`MIN_SHARED_BYTES`, sparse or trained ones, those on a device, page-locked, mapped from a
@@ -129,7 +129,7 @@ def other_threads() -> list[str]:
 
 
 def which_machine() -> tuple[Any, ...] | None:
-    """Return what tells apart machines, containers and users, who cannot open each other's files; None: no sharing."""
+    """Return what identifies a machine, container and user, within which files can be opened; None: no sharing."""
     try:
         if platform.system() != "Linux":
             return None

@@ -356,7 +356,7 @@ ERRORS = {
     "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
     "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
     "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
-    "data=hetero_synthetic model=rgcn task.target=author": "task.target=author is no type of nodes with labels",
+    "data=hetero_synthetic model=rgcn task.target=author": "task.target=author is not a node type with labels",
 }
 
 

@@ -233,7 +233,7 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"dia\.npz is a matrix in dia; save it in csr, csc or coo"):
         convert_tables(tmp_path / "dia.npz", tmp_path / "out")
     (tmp_path / "cut.mtx").write_text("%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n")
-    with pytest.raises(ValueError, match=r"cut\.mtx is no matrix of Matrix Market: "):
+    with pytest.raises(ValueError, match=r"cut\.mtx is not a Matrix Market file: "):
         convert_tables(tmp_path / "cut.mtx", tmp_path / "out")
     scipy.sparse.save_npz(tmp_path / "empty.npz", scipy.sparse.coo_matrix((3, 3)))
     with pytest.raises(ValueError, match=r"empty\.npz holds no edges"):
