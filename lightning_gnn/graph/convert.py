@@ -61,7 +61,7 @@ def convert_tables(
 
     Text, Parquet, Arrow files, or ``.npy`` of edges; a pattern stands for several files. Of text (packed with gzip or
     zstd or not), the encoding, the separator (tabs, commas, semicolons, bars, double colons, runs of blanks) and
-    whether the first row is a header are found in its rows and reported by ``say``: a header names known columns, stands
+    whether the first row is a header are found and reported by ``say``: a header names known columns, stands
     over numbers, or has texts that occur nowhere below. Lines that begin with ``#`` or ``%`` are comments at the top,
     and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does not fit into memory on
     the disk; in addition, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
