@@ -42,7 +42,7 @@ def test_the_notebook_runs_and_learns():
 @pytest.mark.slow
 def test_the_notebook_about_loaders_measures_them():
     printed, values, outputs = outputs_of("choosing_a_loader")
-    assert len(re.findall(r"s per epoch\. Largest part: \w+, \d+% of an epoch", printed)) == 5
+    assert len(re.findall(r"s per epoch\. Largest part: \w+, \d+% of an epoch", printed)) == 4
     assert values[-1] == "True"  # the same weights with and without workers
     assert any("image/png" in output.get("data", {}) for output in outputs)
 

@@ -32,6 +32,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.messages import closest
+from lightning_gnn.sampling.options import REMOVED
 
 COMMANDS = (
     "cache",
@@ -321,6 +322,8 @@ def _explain_override(typed: str, reason: str) -> str:
 
 def _explain_key(error: OmegaConfBaseException) -> str:
     full, key, node = str(error.full_key), str(error.key), error.parent_node
+    if full == f"datamodule.{key}" and key in REMOVED:
+        return f"{full} was removed: {REMOVED[key]}"
     root = node._get_root() if isinstance(node, DictConfig) else OmegaConf.create()
     keys = [name for name in _keys(root) if not name.startswith("hydra.")]
     beside = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []

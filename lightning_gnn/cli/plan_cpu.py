@@ -19,7 +19,6 @@ from lightning_gnn.planning.report import Option, print_forecast, save_forecast
 MakeTrainer = Callable[..., pl.Trainer]
 _OTHER_RESULT = {
     "trainer.precision": "rounds to 8 bits: look at the accuracy",
-    "datamodule.precompute": "layer 1 averages all neighbours: look at the accuracy",
     "datamodule.num_neighbors": "other mini-batches: look at the accuracy",
 }
 """What a setting changes beside the time."""
@@ -75,8 +74,6 @@ def changes(cfg: DictConfig) -> list[str]:
     if str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
         narrow = "feature_dtype" in options and not cfg.datamodule.get("feature_dtype")
         found.append("trainer.precision=bf16-mixed" + " datamodule.feature_dtype=bfloat16" * narrow)
-    if "precompute" in options and not cfg.datamodule.get("precompute"):
-        found.append("datamodule.precompute=first_layer")
     fanouts = cfg.datamodule.get("num_neighbors")
     if fanouts is not None:
         halves = [fanout if fanout < 2 else (fanout + 1) // 2 for fanout in fanouts]

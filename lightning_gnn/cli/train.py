@@ -110,17 +110,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
         total_time_s=time.perf_counter() - begin,
-        advice=_advice(throughput, trainer, datamodule),
+        advice=_advice(throughput, trainer),
     )
     if trainer.is_global_zero:
         _report(metrics, curves.epochs if curves is not None else [], title, cfg)
     return metrics
 
 
-def _advice(throughput: Throughput | None, trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> str | None:
+def _advice(throughput: Throughput | None, trainer: pl.Trainer) -> str | None:
     epoch = throughput.summary() if throughput else None
     with reporting("the advice", warn):
-        return None if epoch is None else advice(epoch, trainer, datamodule)
+        return None if epoch is None else advice(epoch, trainer)
     return None
 
 

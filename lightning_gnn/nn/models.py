@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import conv as pyg_conv
 from torch_geometric.nn import models as pyg
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -116,28 +115,20 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         batch_size: int | None = None,
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
-        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
-        seeds alone. With ``x_aggregated`` ``[N, in_channels]``, what the first layer's aggregation comes to for each
-        row of ``x``, the first layer reads no edges: a mini-batch needs a hop less.
+        seeds alone.
 
         Raises:
-            ValueError: ``x`` has not ``in_channels`` columns; ``x_aggregated`` has another shape, or meets input
-                dropout or ``jk``.
+            ValueError: ``x`` has not ``in_channels`` columns.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
         nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
-        if x_aggregated is not None:
-            self._check_aggregated(x, x_aggregated)
-            if nodes is None or edges is None or not trims_exactly(self, len(edges) + 1):
-                nodes, edges = ([size] + [0] * (self.num_layers - 1) for size in (x.size(0), edge_index.size(1)))
-            return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges, x_aggregated)
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
@@ -151,7 +142,6 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         edge_attr: Tensor | None,
         num_nodes: list[int],
         num_edges: list[int],
-        x_aggregated: Tensor | None = None,
     ) -> Tensor:
         """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
 
@@ -159,11 +149,9 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         hop, which nobody reads: nearly all rows of the first layer.
         """
         parts = self._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
-        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + (x_aggregated is None)])])
+        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
         for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
             last = i == self.num_layers - 1 and self.jk_mode is None
-            if i == 0 and x_aggregated is not None:
-                x, part = self._known(conv, x, x_aggregated[: x.size(0)])
             x, complete = self._layer(conv, x, part, None if last else norm)
             if last:
                 break
@@ -176,29 +164,6 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
                 x = self.act(x)
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
-
-    def _known(self, conv: MessagePassing, x: Tensor, x_aggregated: Tensor) -> tuple[Tensor, _Part]:
-        """Return what the first layer reads where its aggregation is known: one in-neighbour per node, which is that.
-
-        The sum, the mean and the maximum of one are itself, so that a layer runs as on any mini-batch.
-        """
-        count = x.size(0)
-        rows = torch.arange(count, device=x.device)
-        if isinstance(conv, pyg_conv.GCNConv):  # it does not read the targets' own rows
-            return x_aggregated, _Part(count, rows.expand(2, -1))
-        return torch.cat([x, x_aggregated]), _Part(count, torch.stack([rows + count, rows]))
-
-    def _check_aggregated(self, x: Tensor, x_aggregated: Tensor) -> None:
-        if x_aggregated.shape != x.shape:
-            raise ValueError(f"x_aggregated is {list(x_aggregated.shape)}, but must be {list(x.shape)} as x is")
-        if self.training and getattr(self.input_dropout, "p", 0.0):
-            raise ValueError("x_aggregated holds all features, but input_dropout drops some; give input_dropout=0")
-        if self.jk_mode not in (None, "last"):
-            raise ValueError(
-                f"jk={self.jk_mode!r} joins the outputs of all layers, which x_aggregated has not; use jk=None"
-            )
-        if isinstance(self.convs[0], (pyg_conv.GATConv, pyg_conv.GATv2Conv)):
-            raise ValueError("x_aggregated is for sums and means of the neighbours; attention weighs them anew")
 
     def _parts(
         self,

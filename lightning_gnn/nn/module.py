@@ -83,11 +83,10 @@ class GNNModule(pl.LightningModule):
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
         sampled nodes and edges per hop when trimming by them cannot change the seeds' rows: the edges are looked at,
-        on a device those only that are not known to be as they were sampled. In evaluation, a whole
-        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. ``x_aggregated``, if there is
-        any, replaces the aggregation of the first layer. A warning tells, once, where mini-batches have another number
-        of hops than the model has layers. Features of 16 bits are widened for a model of float32, except under
-        autocast.
+        on a device those only that are not known to be as they were sampled. In evaluation, a whole graph with the
+        attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. A warning says, once, where mini-batches have
+        another number of hops than the model has layers. Features of 16 bits are widened for a model of float32,
+        except under autocast.
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
@@ -107,13 +106,6 @@ class GNNModule(pl.LightningModule):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
             if takes and batch.get(name) is not None:
                 extra[name] = batch[name]
-        if batch.get("x_aggregated") is not None:
-            if "x_aggregated" not in self._forward_arguments:
-                raise ValueError(
-                    f"the batch has x_aggregated, which {type(self.model).__name__}.forward does not take; use a model "
-                    "of lightning_gnn.nn, or leave precompute out of the DataModule"
-                )
-            extra["x_aggregated"] = batch.x_aggregated
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
@@ -189,21 +181,16 @@ class GNNModule(pl.LightningModule):
             return
         self._checked.add("hops")
         hops, layers = _num_hops(batch), num_layers(self.model)
-        if hops is None or layers is None:
-            return
-        # For want of which there would be a hop more.
-        known = isinstance(batch, Data) and batch.get("x_aggregated") is not None
-        count = hops + known
-        if count == layers or (known and layers == 1):
+        if hops is None or layers is None or hops == layers:
             return
         effect = (
             "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
-            if count < layers
+            if hops < layers
             else "what is sampled beyond the layers changes nothing"
         )
         rank_zero_warn(
-            f"the model has {layers} layers, but its mini-batches have {count} "
-            f"hop{'s' if count != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
+            f"the model has {layers} layers, but its mini-batches have {hops} "
+            f"hop{'s' if hops != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
 
     def _tell_unfused(self, batch: Data | HeteroData) -> None:
@@ -262,8 +249,7 @@ class GNNModule(pl.LightningModule):
             return False
         if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
             return False
-        hops = len(batch.num_sampled_edges) + (batch.get("x_aggregated") is not None)
-        exact = trims_exactly(getattr(self.model, "_orig_mod", self.model), hops)
+        exact = trims_exactly(getattr(self.model, "_orig_mod", self.model), len(batch.num_sampled_edges))
         return exact and in_sampled_order(batch, {None: batch.x.size(0)})
 
     def configure_optimizers(self) -> Any:

@@ -43,7 +43,6 @@ from lightning_gnn.sampling.seed_order import OwnSeedsOrder
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")
 _ELSEWHERE = {
-    "precompute": (None, "goes over the whole graph"),
     "feature_dtype": (None, "is chosen when the graph is partitioned"),
     "memory": (None, "reads one file, and a part's rows are mapped into memory by themselves"),
     "node_sampler": (None, "would have to reach all parts"),

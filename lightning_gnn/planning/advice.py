@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Protocol
 
 import pytorch_lightning as pl
@@ -29,23 +28,22 @@ class Epoch(Protocol):
     def other_s(self) -> float: ...  # noqa: D102
 
 
-def advice(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str | None:
+def advice(epoch: Epoch, trainer: pl.Trainer) -> str | None:
     """Name the largest part of the training thread's time, and the option that would cut it if one is known to.
 
     Args:
         epoch: A typical one.
         trainer: That has trained.
-        datamodule: That it trained on.
     """
     if not epoch.epoch_time_s:
         return None
     parts = {"Model": epoch.model_s, "Waiting": epoch.wait_s, "Other": epoch.other_s}
     name = max(parts, key=parts.__getitem__)
-    cut = {"Model": _of_model, "Waiting": _of_waiting, "Other": _of_other}[name](epoch, trainer, datamodule)
+    cut = {"Model": _of_model, "Waiting": _of_waiting, "Other": _of_other}[name](epoch, trainer)
     return f"Largest part: {name}, {parts[name] / epoch.epoch_time_s:.0%} of an epoch{cut and f'; {cut}'}"
 
 
-def _of_waiting(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+def _of_waiting(epoch: Epoch, trainer: pl.Trainer) -> str:
     loader = _loader(trainer)
     workers = getattr(loader, "num_threads", None)
     if epoch.sampling_s is None or epoch.features_s is None or workers is None:
@@ -56,12 +54,10 @@ def _of_waiting(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
     busy = epoch.sampling_s + epoch.features_s + epoch.model_s
     if workers < num_cores() and busy < 0.8 * num_cores() * epoch.epoch_time_s:
         return f"datamodule.num_workers={workers + 1} would share out what takes longest there, {stage}"
-    if _could_precompute(datamodule):
-        return f"datamodule.precompute=first_layer would spare a hop of {stage}"
     return f"it is for {stage}, which smaller datamodule.num_neighbors would cut"
 
 
-def _of_model(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+def _of_model(epoch: Epoch, trainer: pl.Trainer) -> str:
     if trainer.strategy.root_device.type != "cpu":
         return ""
     threads, cores = torch.get_num_threads(), num_cores()
@@ -72,23 +68,14 @@ def _of_model(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
         faster = product_rate(torch.bfloat16) / product_rate(torch.float32)
         if faster >= FASTER:
             return f"trainer.precision=bf16-mixed may cut it: products in bfloat16 are {faster:.1f}x as fast here"
-    if _could_precompute(datamodule):
-        return "datamodule.precompute=first_layer would spare the first layer's aggregation"
     return ""
 
 
-def _of_other(epoch: Epoch, trainer: pl.Trainer, datamodule: Any) -> str:
+def _of_other(epoch: Epoch, trainer: pl.Trainer) -> str:
     every = getattr(trainer, "log_every_n_steps", 0)
     if trainer.loggers and 0 < every < trainer.num_training_batches:
         return f"a larger trainer.log_every_n_steps (now {every}) would log less often"
     return "larger mini-batches have fewer steps"
-
-
-def _could_precompute(datamodule: Any) -> bool:
-    """Tell whether a DataModule has the option, could use it and does not."""
-    known = "precompute" in inspect.signature(type(datamodule).__init__).parameters
-    possible = getattr(datamodule, "can_precompute", True)
-    return known and possible and getattr(datamodule, "precompute", None) is None
 
 
 def _loader(trainer: pl.Trainer) -> Any:

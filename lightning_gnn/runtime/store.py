@@ -33,7 +33,7 @@ from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, i
 KINDS = {
     "topology": "sorted edges of data folders",
     "graphs": "compressed graphs",
-    "first_layer": "aggregated features for first layers",
+    "first_layer": "aggregated features of an earlier release, which nothing reads",
     "plans": "plans of collective batching",
     "limits": "what this machine can do at the most",
     "inference": "layer outputs of interrupted inference",

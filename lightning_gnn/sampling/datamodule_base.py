@@ -25,7 +25,6 @@ from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_s
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
-from lightning_gnn.sampling.first_layer import FirstLayer, KeepsFeatures, check_option, one_hop_less
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 from lightning_gnn.sampling.on_disk import OnDisk
@@ -38,7 +37,6 @@ _LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
 """What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
-_NOT_PRECOMPUTED = ("a graph with types", *_OF_SOME_EDGES, "weight_attr", "subgraph_type")
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
     "loader_id", "first_batch", "epoch", "loader_kwargs",
@@ -68,7 +66,6 @@ class MiniBatchDataModule(ResumableDataModule):
 
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
-    _first_layer: FirstLayer | None = None
     _disk: OnDisk | None = None
     _size_before: int | None = None
 
@@ -108,7 +105,6 @@ class MiniBatchDataModule(ResumableDataModule):
         disjoint: bool,
         check_features: bool,
         feature_dtype: torch.dtype | str | None = None,
-        precompute: str | None = None,
         on_disk: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
@@ -127,36 +123,32 @@ class MiniBatchDataModule(ResumableDataModule):
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
             sampler = self._own_sampler(data, num_neighbors, replace, disjoint, **self._sampling)
-        self._check_together(beyond_plain(sampler), precompute)
+        hiding = [name for name in beyond_plain(sampler) if name in _OF_SOME_EDGES]
+        if self.inference is not None and hiding:
+            raise ValueError(
+                f"inference='full' goes over all edges at once, which does not go with {hiding[0]}: leave one out"
+            )
         if not typed:
             check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
-        self._disk = self._features_on_disk(precompute, feature_dtype, **(on_disk or {}))
-        evaluation = _with_overrides(sampler, self.sampler_overrides)
-        self.precompute = check_option(precompute, self.data)
-        if self.precompute is not None:
-            self._first_layer = FirstLayer(self.precompute)
-            same = evaluation is sampler
-            sampler = one_hop_less(sampler)
-            evaluation = sampler if same else one_hop_less(evaluation)
+        self._disk = self._features_on_disk(feature_dtype, **(on_disk or {}))
         self.graph_sampler = sampler
-        self.eval_graph_sampler = evaluation
+        self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
     def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
         """Return the sampler that is used where the user gives none."""
         return NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **options)
 
-    def _features_on_disk(self, precompute: Any, feature_dtype: Any, memory: Any = None, **more: Any) -> OnDisk | None:
+    def _features_on_disk(self, feature_dtype: Any, memory: Any = None, **more: Any) -> OnDisk | None:
         if memory is None:
             if given := [name for name, value in more.items() if value]:
                 raise ValueError(f"{given[0]} is for features that stay on disk: give memory= too, such as '8GB'")
             return None
-        for name, value in (("precompute", precompute), ("feature_dtype", feature_dtype)):
-            if value is not None:
-                raise ValueError(
-                    f"{name} makes a table in memory, so it does not go with memory=, which leaves features on disk; "
-                    "write_rows(…, dtype=…) makes a smaller file"
-                )
+        if feature_dtype is not None:
+            raise ValueError(
+                "feature_dtype makes a table in memory, so it does not go with memory=, which leaves features on disk; "
+                "write_rows(…, dtype=…) makes a smaller file"
+            )
         disk = OnDisk(self.data, memory, **more)
         if self.inference is not None and (left := disk.left_there(self.data)):
             raise ValueError(
@@ -195,17 +187,6 @@ class MiniBatchDataModule(ResumableDataModule):
         most = None if self.trainer is None or not self.trainer.training else self.trainer.max_epochs
         return most is not None and 0 <= most <= epoch + 1
 
-    def _check_together(self, asked: list[str], precompute: str | None) -> None:
-        """Refuse what this DataModule cannot do with a sampler, whoever has made it."""
-        for whole, on, none_of in (
-            ("precompute", precompute is not None, _NOT_PRECOMPUTED),
-            ("inference='full'", self.inference is not None, _OF_SOME_EDGES),
-        ):
-            if on and (what := [name for name in asked if name in none_of]):
-                raise ValueError(
-                    f"{whole} goes over all edges at once, which does not go with {what[0]}: leave one out"
-                )
-
     def _checked_times(self, stage: str, time: Any, count: int | None, what: str) -> Any:
         """Return the times of the seeds of a stage as a tensor.
 
@@ -226,25 +207,9 @@ class MiniBatchDataModule(ResumableDataModule):
         return time
 
     @property
-    def can_precompute(self) -> bool:
-        """Whether ``precompute`` goes with the way in which this DataModule samples."""
-        return not {*_NOT_PRECOMPUTED} & {*beyond_plain(self.graph_sampler)}
-
-    @property
     def batch_data(self) -> Any:
-        """The graph from which mini-batches are cut: ``data``, with ``precompute`` and ``x_aggregated``."""
-        if self._disk is not None:
-            return self._disk.added_to(self.data)
-        if self._first_layer is None:
-            return self.data
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return self._first_layer.added_to(self.data, self.graph_sampler.graph, module)
-
-    def setup(self, stage: str) -> None:
-        """Aggregate for the first layer, if asked to, and let the ranks of a machine share memory."""
-        if self._first_layer is not None and (stage == "fit" or self.inference is None):
-            _ = self.batch_data
-        super().setup(stage)
+        """The graph from which mini-batches are cut: ``data``, without the rows that stay on disk."""
+        return self.data if self._disk is None else self._disk.added_to(self.data)
 
     @property
     def num_neighbors(self) -> list[int] | None:
@@ -334,8 +299,6 @@ class MiniBatchDataModule(ResumableDataModule):
             kwargs["sampler"].set_epoch(self._passes)
         if "batch_sampler" in kwargs:
             kwargs.pop("batch_size")
-        if self._first_layer is not None and kwargs.get("transform") is not None:
-            kwargs["transform"] = KeepsFeatures(kwargs["transform"])
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
@@ -379,23 +342,21 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def large_arrays(self) -> dict[str, Any]:
         """Return graph and features, by name."""
-        held = {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
-        return held if self._first_layer is None else {**held, "first layer": self._first_layer.rows}
+        return {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
-        own = {"seed": self.seed, "precompute": self.precompute, "batch_size": self.batch_size}
-        return {**own, **super().state_dict()}
+        return {"seed": self.seed, "batch_size": self.batch_size, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
         super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
         self._size_before = state_dict.get("batch_size")
-        if (before := state_dict.get("precompute")) != self.precompute:
+        if before := state_dict.get("precompute"):
             rank_zero_warn(
-                f"the checkpoint was trained with precompute={before!r}, but this run has precompute="
-                f"{self.precompute!r}: the first layer goes over other neighbours"
+                f"the checkpoint was trained with precompute={before!r}, which was removed: its first layer had all "
+                "in-neighbours, this run's has those that num_neighbors samples"
             )
 
     def _first_batch(self) -> int:

@@ -69,11 +69,6 @@ class LinkDataModule(MiniBatchDataModule):
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
-            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
-            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
-            ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
-            ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
             takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
             each process. Mini-batches are equal to those from memory.
@@ -138,7 +133,6 @@ class LinkDataModule(MiniBatchDataModule):
         feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
-        precompute: str | None = None,
         memory: int | str | None = None,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
@@ -151,9 +145,7 @@ class LinkDataModule(MiniBatchDataModule):
         if exclude_seed_edges:
             self._sampling["exclude_seed_edges"] = exclude_seed_edges
         disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
-        self._take_graph(
-            data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute, disk
-        )
+        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
         if input_train_edges is None:
             if isinstance(data, HeteroData):
                 raise ValueError("input_train_edges is missing: a graph with several types needs (edge_type, edges)")

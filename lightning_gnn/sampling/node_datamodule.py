@@ -57,11 +57,6 @@ class NeighborDataModule(MiniBatchDataModule):
         share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
             were started: pages are copied only where a rank writes to them
             (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        precompute: ``"first_layer"`` computes what the first layer of ``NodeClassifier``'s or ``LinkPredictor``'s
-            ``GraphSAGE`` or ``GIN`` aggregates once for the whole graph: the first layer then takes *all* in-neighbours
-            of every node, and the last entry of ``num_neighbors`` is not sampled. For modules of your own, ``"mean"``,
-            ``"sum"``, ``"max"`` or ``"gcn"`` (normalised by the whole graph's degrees, with self-loops and
-            ``edge_weight``): mini-batches hold it as ``x_aggregated``, beside ``x``.
         memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
             takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
             each process. Mini-batches are equal to those from memory.
@@ -120,7 +115,6 @@ class NeighborDataModule(MiniBatchDataModule):
         feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
         share_memory: bool = True,
-        precompute: str | None = None,
         memory: int | str | None = None,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
@@ -131,9 +125,7 @@ class NeighborDataModule(MiniBatchDataModule):
         options = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
         disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
-        self._take_graph(
-            data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, precompute, disk
-        )
+        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._nodes: dict[str, Any] = {}

@@ -38,6 +38,10 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "directed": (lambda value: value is True, "it is PyG's former name for subgraph_type='induced'; give that"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
+REMOVED = {
+    "precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
+}
+"""Options of earlier releases, with what to do instead; None is taken, since saved configurations hold it."""
 SAMPLING = (
     "subgraph_type",
     "time_attr",
@@ -93,13 +97,15 @@ def checked_options(
 
     Raises:
         TypeError: A keyword that nobody knows; says the closest one. A transform that cannot be called.
-        ValueError: A value that cannot work; says what to do instead.
+        ValueError: A value that cannot work, or an option that was removed; says what to do instead.
     """
     taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
-        if name in WITHOUT_EFFECT:
+        if name in WITHOUT_EFFECT or (name in REMOVED and value is None):
             continue
+        if name in REMOVED:
+            raise ValueError(f"{name}={value!r} was removed: {REMOVED[name]}")
         if name in _REFUSED:
             asks_nothing, why = _REFUSED[name]
             if not asks_nothing(value):

@@ -19,6 +19,7 @@ COMPOSED = {
     "modle=gcn": "modle is unknown: did you mean mode or model?",
     "-m modle=gcn,gat": "modle is unknown: did you mean mode or model?",
     "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",
+    "datamodule.precompute=first_layer": "datamodule.precompute was removed: epochs took as long with it; leave it out",
     "batch_size=3": "batch_size is unknown: did you mean datamodule.batch_size?",
     "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root, memory, labels; "
     "+data.num_nodes=VALUE",

@@ -190,6 +190,20 @@ def test_a_choice_that_no_longer_exists_is_taken_from_its_values(trained, tmp_pa
     assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
 
 
+def test_an_option_that_was_removed_matters_only_where_it_was_used(trained, tmp_path, capfd):
+    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
+    for value in (None, "first_layer"):
+        checkpoint[KEY]["config"]["datamodule"]["precompute"] = value
+        torch.save(checkpoint, tmp_path / f"{value}.ckpt")
+    assert retest(tmp_path / "unused", tmp_path / "None.ckpt") == 0
+    assert metrics_of(tmp_path / "unused")["test_loss"] == metrics_of(trained)["test_loss"]
+    capfd.readouterr()
+    assert retest(tmp_path / "used", tmp_path / "first_layer.ckpt") == 2
+    assert "precompute='first_layer' was removed: epochs took as long with it; leave it out" in capfd.readouterr().err
+    assert retest(tmp_path / "left_out", tmp_path / "first_layer.ckpt", "datamodule.precompute=null") == 0
+    assert metrics_of(tmp_path / "left_out")["test_loss"] == metrics_of(trained)["test_loss"]
+
+
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [

@@ -222,12 +222,6 @@ class Attentive(Packaged):
         super().__init__(GAT)
 
 
-class Precomputed(Packaged):
-    """On mini-batches of a hop less, whose first layer has been aggregated before."""
-
-    loading: ClassVar = {"precompute": "first_layer"}
-
-
 class Adam(Plain):
     """Schedules, with a plateau one on a logged value."""
 
@@ -253,7 +247,6 @@ KINDS = {
 } | {
     "Packaged": options(Packaged, limit_val_batches=1.0),
     "Attentive": Attentive,
-    "Precomputed": Precomputed,
     "Sometimes": Sometimes,
     "OwnBackward": options(OwnBackward, gradient_clip_val=1.0),
     "Adam": options(Adam, max_epochs=4),
@@ -274,7 +267,7 @@ def trained(name, strategy="auto", data=None):
     module = KINDS[name]()
     more = {"callbacks": AVERAGED["callbacks"]()} if name == "averaged" else {}
     if data is None:
-        data = datamodule(getattr(module, "fanouts", (-1,)), **getattr(module, "loading", {}))
+        data = datamodule(getattr(module, "fanouts", (-1,)))
     fit(module, strategy, data=data, **more)
     return state(module)
 

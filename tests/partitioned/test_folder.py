@@ -221,7 +221,7 @@ def test_options_that_cannot_work_are_refused(original):
         ({"order": "mine"}, "order='mine' is unknown; use one of 'global', 'local'"),
         ({"topology": "half"}, "topology='half' is unknown"),
         ({"inference": "fully"}, "inference='fully' is unknown"),
-        ({"precompute": "mean"}, "precompute='mean' does not go with"),
+        ({"feature_dtype": "bfloat16"}, "feature_dtype='bfloat16' does not go with"),
         ({"memory": "8GB"}, "memory='8GB' does not go with"),
         ({"cache": "a lot"}, "cache must be a number of bytes"),
         ({"count_batches": 0}, "count_batches must be at least 1, but is 0"),

@@ -31,63 +31,46 @@ def plain_loaders(monkeypatch):
     monkeypatch.setattr(module, "_loader", lambda trainer: trainer.train_dataloader)
 
 
-class Plain:
-    pass
-
-
-class Precomputes:
-    def __init__(self, precompute=None):
-        self.precompute = precompute
-
-
-class Typed(Precomputes):
-    can_precompute = False
-
-
 WAITING = EpochThroughput(10.0, model_s=2.0, wait_s=8.0, sampling_s=6.0, features_s=3.0)
 MODEL = EpochThroughput(10.0, model_s=9.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
 OTHER = EpochThroughput(10.0, model_s=2.0, wait_s=1.0, sampling_s=2.0, features_s=1.0)
 
 
 @pytest.mark.parametrize(
-    ("epoch", "trainer", "datamodule", "text"),
+    ("epoch", "trainer", "text"),
     [
-        (WAITING, run(0), Plain(), "Largest part: Waiting, 80% of an epoch; datamodule.num_workers=1 would"),
-        (WAITING, run(1), Plain(), "datamodule.num_workers=2 would share out what takes longest there, sampling"),
-        (WAITING, run(4), Plain(), "smaller datamodule.num_neighbors would cut"),
-        (WAITING, run(4), Precomputes(), "datamodule.precompute=first_layer would spare a hop"),
-        (WAITING, run(4), Typed(), "smaller datamodule.num_neighbors"),
-        (WAITING, run(4), Precomputes("first_layer"), "smaller datamodule.num_neighbors"),
-        (WAITING, run(known=False), Plain(), "what SimpleNamespace waits for is not known here"),
-        (MODEL, run(), Plain(), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may cut it"),
-        (MODEL, run(precision="bf16-mixed"), Precomputes(), "datamodule.precompute=first_layer would spare the first"),
-        (OTHER, run(), Plain(), "Largest part: Other, 70% of an epoch; larger mini-batches have fewer steps"),
+        (WAITING, run(0), "Largest part: Waiting, 80% of an epoch; datamodule.num_workers=1 would"),
+        (WAITING, run(1), "datamodule.num_workers=2 would share out what takes longest there, sampling"),
+        (WAITING, run(4), "smaller datamodule.num_neighbors would cut"),
+        (WAITING, run(known=False), "what SimpleNamespace waits for is not known here"),
+        (MODEL, run(), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may cut it"),
+        (OTHER, run(), "Largest part: Other, 70% of an epoch; larger mini-batches have fewer steps"),
     ],
 )
-def test_what_is_said(epoch, trainer, datamodule, text):
-    assert text in advice(epoch, trainer, datamodule)
+def test_what_is_said(epoch, trainer, text):
+    assert text in advice(epoch, trainer)
 
 
 @pytest.mark.parametrize("trainer", [run(precision="bf16-mixed"), run(device="meta")])
 def test_nothing_is_promised_that_is_not_known(trainer):
-    assert advice(MODEL, trainer, Plain()) == "Largest part: Model, 90% of an epoch"
+    assert advice(MODEL, trainer) == "Largest part: Model, 90% of an epoch"
 
 
 def test_idle_cores_come_first(machine):
     machine.setattr(torch, "get_num_threads", lambda: 1)
-    assert "torch_threads=4" in advice(MODEL, run(), Plain())
+    assert "torch_threads=4" in advice(MODEL, run())
 
 
 def test_bfloat16_is_named_only_where_it_is_faster_here(machine):
     machine.setattr(module, "product_rate", lambda dtype: 1.0)
-    assert "bf16" not in advice(MODEL, run(), Plain())
+    assert "bf16" not in advice(MODEL, run())
 
 
 def test_logging_is_named_where_there_is_some():
     trainer = run()
     trainer.loggers = [object()]
-    assert "trainer.log_every_n_steps (now 10)" in advice(OTHER, trainer, Plain())
+    assert "trainer.log_every_n_steps (now 10)" in advice(OTHER, trainer)
 
 
 def test_no_epoch_no_advice():
-    assert advice(EpochThroughput(), run(), Plain()) is None
+    assert advice(EpochThroughput(), run()) is None

@@ -170,6 +170,7 @@ def test_mistakes_with_links_are_told_at_once(kwargs, error, message):
         ({"check_features": "no"}, ValueError, "check_features must be True or False"),
         ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
         ({"collate_fn": print}, ValueError, "collate_fn: .*change it by transform="),
+        ({"precompute": "first_layer"}, ValueError, "precompute='first_layer' was removed: .* leave it out"),
         ({"rank": 1}, TypeError, "sets it for its loaders"),
         ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges.* have no times"),
         ({"loader": "full"}, ValueError, "FullGraphDataModule"),

@@ -594,7 +594,6 @@ def test_what_cannot_work_is_refused(folder, tmp_path):
         ({"lookahead": 3}, "give memory= too"),
         ({"store": folder / "x.rows"}, "give memory= too"),
         ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype makes a table in memory"),
-        ({"memory": MEMORY, "precompute": "mean"}, "precompute makes a table in memory"),
         ({"memory": MEMORY, "verify_store": True}, "no checksums"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -380,7 +380,6 @@ def test_embeddings_of_a_type_without_features(tmp_path):
         ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
         ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
         ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
-        ({"precompute": "first_layer"}, ValueError, "precompute goes over all edges at once, .* a graph with types"),
         ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
     ],
 )
@@ -397,34 +396,25 @@ def test_mistakes_are_named(kwargs, error, message):
 def test_whole_graphs_leak_what_times_hide():
     data = small_data()
     data.time = torch.arange(400)
-    for more in ({"inference": "full"}, {"precompute": "mean"}):
-        with pytest.raises(ValueError, match="goes over all edges at once, which does not go with time_attr"):
-            NeighborDataModule(data, num_neighbors=[2, 2], time_attr="time", **more)
+    with pytest.raises(ValueError, match="goes over all edges at once, which does not go with time_attr"):
+        NeighborDataModule(data, num_neighbors=[2, 2], time_attr="time", inference="full")
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "message"),
+    ("options", "message"),
     [
-        (
-            {"exclude_seed_edges": True},
-            {"precompute": "sum"},
-            "precompute goes over all edges at once, .* exclude_seed",
-        ),
-        ({"exclude_seed_edges": True}, {"inference": "full"}, "inference='full' goes .* exclude_seed_edges"),
-        ({"time_attr": "time"}, {"precompute": "sum"}, "precompute goes .* time_attr"),
-        ({"time_attr": "time"}, {"inference": "full"}, "inference='full' goes .* time_attr"),
-        ({"weight_attr": "edge_weight"}, {"precompute": "sum"}, "precompute goes .* weight_attr"),
-        ({"subgraph_type": "bidirectional"}, {"precompute": "sum"}, "precompute goes .* subgraph_type"),
+        ({"exclude_seed_edges": True}, "inference='full' goes .* exclude_seed_edges"),
+        ({"time_attr": "time"}, "inference='full' goes .* time_attr"),
     ],
 )
-def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, more, message):
+def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, message):
     data = small_data()
     data.time = torch.arange(400)
     with pytest.raises(ValueError, match=message):
-        LinkDataModule(data, num_neighbors=[2, 2], **options, **more)
+        LinkDataModule(data, num_neighbors=[2, 2], **options, inference="full")
     sampler = NeighborSampler(data, [2, 2], **options)
     with pytest.raises(ValueError, match=message):
-        LinkDataModule(data, link_sampler=sampler, **more)
+        LinkDataModule(data, link_sampler=sampler, inference="full")
     if "exclude_seed_edges" not in options:
         assert not can_sample_on(ThreadedNodeLoader(data, sampler), torch.device("cpu"))
 
