@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-import gzip
-import json
+import errno
 import os
 import pickle
 import re
 import shutil
-import tempfile
 import threading
 import warnings
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch_geometric
+import torch_geometric.io.planetoid as planetoid_io
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.dataset import files_exist
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
 from torch_geometric.transforms import NormalizeFeatures, RandomNodeSplit, ToUndirected
 from torch_geometric.utils import index_to_mask, to_undirected
 
+from lightning_gnn.graph import planetoid_files
 from lightning_gnn.graph.arrays import check_file, load_array, save_arrays
 from lightning_gnn.graph.convert import convert_tables
 from lightning_gnn.graph.folder import class_numbers, load_folder
-from lightning_gnn.graph.planetoid_files import SUFFIXES, read_planetoid
 from lightning_gnn.graph.published_files import read_ids, unpack
 from lightning_gnn.graph.topology_files import write_csc
-from lightning_gnn.runtime.store import cache_root, checksum, is_writable, kept, locked
+from lightning_gnn.runtime.store import cache_root, checksum, is_writable, locked
 
 __all__ = ["coauthor", "convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
 
-_GRAPHSAINT = ["adj_full.npz", "feats.npy", "class_map.json", "role.json"]
 _COAUTHOR = {"cs": "CS", "physics": "Physics"}
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
-_MAG_FILES = (
-    "num-node-dict.csv.gz",
-    "node-feat/paper/node-feat.csv.gz",
-    "node-feat/paper/node_year.csv.gz",
-    "node-label/paper/node-label.csv.gz",
-    "relations/author___affiliated_with___institution/edge.csv.gz",
-    "relations/author___writes___paper/edge.csv.gz",
-    "relations/paper___cites___paper/edge.csv.gz",
-    "relations/paper___has_topic___field_of_study/edge.csv.gz",
-    "split/time/paper/train.csv.gz",
-    "split/time/paper/valid.csv.gz",
-    "split/time/paper/test.csv.gz",
-)
 _OGBN = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M")
 _DISTRUST, _TRUST = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _unpickling_lock = threading.Lock()
@@ -66,13 +48,19 @@ _PAPERS_FILES = (
     "split/time/valid.csv.gz",
     "split/time/test.csv.gz",
 )
-_PROCESSED = "data.pt"
 _PROMPT = "ogb asks a question on the terminal, and there is none; load it once in a terminal"
 
 
 class _Planetoid(Planetoid):  # type: ignore[misc]
     def process(self) -> None:
-        self.save([read_planetoid(Path(self.raw_dir), self.name)], self.processed_paths[0])
+        with open(self.raw_paths[4], "rb") as labels, open(self.raw_paths[7]) as nodes:
+            rows = planetoid_files.load(labels, "latin1").shape[0]
+            count = len(set(nodes.read().split("\n")[:-1]))
+        if rows != count:  # PyG would take fewer test nodes
+            raise planetoid_files.DamagedFile(f"it has {count} nodes, but ty {rows} rows", self.raw_paths[7])
+        data = planetoid_io.read_planetoid_data(self.raw_dir, self.name)
+        data.validate()  # edges to nodes that there are not would be kept
+        self.save([data], self.processed_paths[0])
 
 
 def planetoid(
@@ -87,7 +75,7 @@ def planetoid(
     The raw files are pickles; whatever ``trust`` is, only arrays and containers are made of them, and no code is run.
 
     Args:
-        root: Folder with ``<Name>/raw/ind.*``; what is missing is downloaded. It may be read-only.
+        root: Folder with ``<Name>/raw/ind.*``; what is missing is downloaded.
         name: ``"Cora"``, ``"CiteSeer"`` or ``"PubMed"``.
         normalize_features: Scale each row of ``x`` to the sum 1.
         split: ``"public"``, ``"full"`` or ``"random"`` (drawn from torch's global random stream).
@@ -99,7 +87,7 @@ def planetoid(
         ``val_mask``, ``test_mask`` bool ``[N]``.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
         ValueError: Another name or split, or a file that is damaged or asks for code to be run.
     """
@@ -108,10 +96,8 @@ def planetoid(
     if split not in ("public", "full", "random"):
         raise ValueError(f"split={split!r}; use 'public', 'full' or 'random'")
     name = _PLANETOID[name.lower()]
-    files = [f"ind.{name.lower()}.{suffix}" for suffix in SUFFIXES]
     transform = NormalizeFeatures() if normalize_features else None
-    make = partial(_Planetoid, name=name, split=split, transform=transform)
-    return _from_pyg(make, Path(root), name, files, trust)
+    return _load(_Planetoid, root, trust, name=name, split=split, transform=transform)
 
 
 def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
@@ -125,11 +111,11 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
         ``Data`` like that of :func:`planetoid`.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
         ValueError: A file is damaged or asks for code to be run.
     """
-    return _from_pyg(Reddit, Path(root), ".", ["reddit_data.npz", "reddit_graph.npz"], trust)
+    return _load(Reddit, root, trust)
 
 
 def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
@@ -144,11 +130,11 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
         ``Data`` like that of :func:`planetoid`.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
         ValueError: A file is damaged or asks for code to be run.
     """
-    return _from_pyg(Flickr, Path(root), ".", _GRAPHSAINT, trust)
+    return _load(Flickr, root, trust)
 
 
 def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
@@ -163,11 +149,11 @@ def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
         ``Data`` like that of :func:`planetoid`, but ``y`` float32 ``[N, 100]``: 0 or 1 for each label.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
         ValueError: A file is damaged or asks for code to be run.
     """
-    data = _from_pyg(Yelp, Path(root), ".", _GRAPHSAINT, trust)
+    data = _load(Yelp, root, trust)
     data.y = data.y.float()
     return data
 
@@ -188,15 +174,14 @@ def coauthor(root: str | Path = "data/coauthor", name: str = "CS", seed: int = 0
         ``Data`` like that of :func:`planetoid`.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         RuntimeError: Files are missing, and the download failed.
         ValueError: Another name, or a file that is damaged or asks for code to be run.
     """
     if name.lower() not in _COAUTHOR:
         raise ValueError(f"name={name!r} is no Coauthor dataset; use one of {', '.join(_COAUTHOR.values())}")
     name = _COAUTHOR[name.lower()]
-    files = [f"ms_academic_{name[:3].lower()}.npz"]
-    data = _from_pyg(partial(Coauthor, name=name), Path(root), name, files, trust)
+    data = _load(Coauthor, root, trust, name=name)
     num_val = 30 * (int(data.y.max()) + 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -246,16 +231,9 @@ def ogbn(
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
         raise ImportError(f'{name} is read with the ogb package ({error}): pip install "lightning-gnn[ogb]"') from None
-    # ogb also looks for the name that older versions of it gave the folder.
-    old, new = root / (name.replace("-", "_") + "_pyg"), root / name.replace("-", "_")
-    base = old if old.exists() else new
-    raw = [base / "raw" / file for file in ("edge.csv.gz", "node-feat.csv.gz")]
-    if not is_writable(base) and not (base / "processed").exists():
-        raise FileNotFoundError(f"{base} is read-only and holds no processed data; give a root that can be written to")
-    with _one_process(base), _unpickling(trust), _explain(name, base, raw):
-        dataset = PygNodePropPredDataset(name, root=str(root))
-        split = dataset.get_idx_split()
-    stored = dataset[0]
+    stored, split = _load(
+        PygNodePropPredDataset, root, trust, lambda dataset: (dataset[0], dataset.get_idx_split()), name=name
+    )
     undirected = name == "ogbn-arxiv" if undirected is None else undirected
     edge_index = to_undirected(stored.edge_index, num_nodes=stored.num_nodes) if undirected else stored.edge_index
     data = Data(x=stored.x, edge_index=edge_index, y=stored.y.reshape(-1).to(torch.int64))
@@ -281,22 +259,14 @@ def ogb_mag(
         ``[N]`` and ``train_mask``, ``val_mask``, ``test_mask`` bool ``[N]``.
 
     Raises:
-        FileNotFoundError: Files are missing, and the folder is read-only.
+        FileNotFoundError: It is not processed yet, and the folder is read-only.
         ImportError: pandas is missing, which reads the raw files.
         RuntimeError: Files are missing, and the download failed.
         ValueError: Another ``preprocess``, or a file is damaged or asks for code to be run.
     """
-    kinds = {None: None, "metapath2vec": "metapath2vec", "transe": "transe"}
-    if (kind := preprocess if preprocess is None else preprocess.lower()) not in kinds:
+    if preprocess is not None and preprocess.lower() not in ("metapath2vec", "transe"):
         raise ValueError(f"preprocess={preprocess!r} is unknown; use 'metapath2vec', 'TransE' or None")
-    processed = "data.pt" if kind is None else f"data_{kind}.pt"
-    if not (Path(root) / "mag" / "processed" / processed).exists():
-        try:
-            import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore] # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"PyG reads the files of OGB's MAG with pandas ({error}): pip install pandas") from None
-    files = [*_MAG_FILES, *([] if kind is None else [f"mag_{kind}_emb.pt"])]
-    data = _from_pyg(partial(OGB_MAG, preprocess=kind), Path(root), "mag", files, trust, processed)
+    data = _load(OGB_MAG, root, trust, preprocess=preprocess)
     return ToUndirected()(data) if undirected else data
 
 
@@ -357,168 +327,80 @@ def _check_papers(source: Path, folder: Path) -> list[Path]:
     return paths
 
 
-def _from_pyg(
-    make: Callable[[str], InMemoryDataset],
-    root: Path,
-    folder: str,
-    files: Sequence[str],
+def _load(
+    kind: type[InMemoryDataset],
+    root: str | Path,
     trust: bool,
-    processed: str = _PROCESSED,
+    read: Callable[[Any], Any] = lambda dataset: dataset[0],
+    **options: Any,
 ) -> Any:
-    """Make a PyG dataset from the raw files in ``root / folder / "raw"``; process elsewhere if that is read-only.
+    """Make a data set of PyG or ogb and read it, by one process at a time; say what to do where that fails."""
+    checked = False
 
-    Args:
-        make: Makes the dataset in a root.
-        root: The root.
-        folder: What PyG calls the dataset's folder below it.
-        files: The raw files, the first one directly in ``raw``.
-        trust: Open files that hold more than data.
-        processed: What PyG makes of them.
-    """
-    base = root / folder
-    raw = [base / "raw" / file for file in files]
-    with _one_process(base):
-        elsewhere = not (base / "processed" / processed).exists() and not is_writable(base)
-        if elsewhere and (missing := _missing(raw)):
-            raise FileNotFoundError(
-                f"{base / 'raw'} lacks {missing} and is read-only; put the files there, or give a root that can be "
-                "written to"
-            )
-        with _unpickling(trust), _explain(f"the dataset in {base}", base, raw, processed):
-            return _processed_elsewhere(make, base, folder, raw, processed) if elsewhere else make(str(root))[0]
+    class Checked(kind):  # type: ignore[misc]
+        def _download(self) -> None:
+            nonlocal checked
+            base = Path(self.processed_dir).parent
+            for path in map(Path, (*self.raw_paths, *self.processed_paths)):
+                if os.path.lexists(path) and not path.is_dir():
+                    check_file(path)  # a FIFO would be waited for
+            if not files_exist(self.processed_paths) and not is_writable(base):
+                raise FileNotFoundError(
+                    f"{base} is read-only and lacks {self.processed_paths[0]}: copy it to a folder that can be written "
+                    "to, and give that as root (data.root)"
+                )
+            checked = True
+            super()._download()
 
-
-def _processed_elsewhere(
-    make: Callable[[str], InMemoryDataset], base: Path, folder: str, raw: Sequence[Path], processed: str
-) -> Any:
-    """Make a PyG dataset from raw files in a read-only folder.
-
-    Args:
-        make: Makes the dataset in a root.
-        base: The folder, with ``raw``.
-        folder: What PyG calls it below the root.
-        raw: The raw files.
-        processed: What PyG makes of them.
-    """
-
-    def process(target: Path) -> None:
-        with _mirror(folder, raw, target) as root:
-            make(root)
-
-    def read(source: Path, fresh: bool) -> Any:
-        with _mirror(folder, raw, source) as root:
-            return make(root)[0]
-
-    found = kept(
-        "datasets",
-        checksum(
-            "processed 1",
-            str(base.resolve()),
-            folder,
-            torch_geometric.__version__,
-            *(() if processed == _PROCESSED else (processed,)),
-        ),
-        process,
-        read,
-        title=str(base),
-        sources=[path.resolve() for path in raw],
-    )
-    if found is None:
-        with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as target:
-            process(Path(target))
-            found = read(Path(target), True)
-    return found
-
-
-@contextmanager
-def _mirror(folder: str, raw: Sequence[Path], processed: Path) -> Iterator[str]:
-    """Yield a root in which PyG finds raw files, and a folder for what it makes of them, that lie elsewhere."""
-    with tempfile.TemporaryDirectory(prefix="lightning_gnn-") as root:
-        base = Path(root) / folder
-        base.mkdir(exist_ok=True)
+    dataset: Any = Checked.__new__(Checked)  # an error finds its folders in it
+    with _one_process(Path(root)), _unpickling(trust):
         try:
-            (base / "raw").symlink_to(raw[0].parent.resolve(), target_is_directory=True)
-            (base / "processed").symlink_to(processed, target_is_directory=True)
-            yield root
-            return
-        except OSError:
-            if (base / "processed").exists():  # then it is the caller's
+            dataset.__init__(root=str(root), **options)
+            return read(dataset)
+        except ModuleNotFoundError as error:
+            raise ImportError(f"{kind.__name__} needs another package ({error}): pip install {error.name}") from None
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not checked or full or isinstance(error, MemoryError):
                 raise
-        # Windows lets not every user make links.
-        (base / "raw").mkdir(exist_ok=True)
-        for path in raw:
-            copy = base / "raw" / path.relative_to(raw[0].parent)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-        shutil.copytree(processed, base / "processed")
-        yield root
-        if not any(processed.iterdir()):
-            shutil.copytree(base / "processed", processed, dirs_exist_ok=True)
+            raise _explained(dataset, Path(root), error) from None
 
 
-def _missing(paths: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in paths if not path.exists())
+def _explained(dataset: InMemoryDataset, root: Path, error: Exception) -> Exception:
+    """Return an error that says what to do where a data set cannot be downloaded or read."""
+    raw, reason = Path(dataset.raw_dir), str(error) or type(error).__name__
+    lacking = ", ".join(Path(path).name for path in dataset.raw_paths if not os.path.exists(path))
+    if lacking and not isinstance(error, zipfile.BadZipFile):
+        reason = _PROMPT if isinstance(error, EOFError) else reason
+        return RuntimeError(
+            f"{raw} lacks {lacking}, and the download failed ({reason}): connect to the network, copy the files there, "
+            "or set root to a folder that has them"
+        )
+    advice = ""
+    if isinstance(error, pickle.UnpicklingError):
+        cause = re.search(r"((?:Unsupported|Trying) .*?)\.(?:\s|$)", reason, re.MULTILINE)
+        cause_line = cause[1] if cause else reason.splitlines()[0]
+        reason = f"it holds more than tensors and PyG's own data, or is damaged: {cause_line}"
+        if os.environ.get(_TRUST) != "1":  # some modules torch refuses even so
+            advice = ". If you know who made it, trust=True (data.trust=true) opens it, and runs the code in it"
+    named = error.path if isinstance(error, planetoid_files.DamagedFile) else None
+    file = next(root.rglob("*.zip"), raw) if lacking else named or _unreadable(raw)
+    return ValueError(f"delete and load again: {file} ({reason}){advice}")
 
 
-@contextmanager
-def _explain(name: str, base: Path, raw: Sequence[Path], made: str = _PROCESSED) -> Iterator[None]:
-    """Turn what goes wrong while a dataset is downloaded and processed into one message that says what to do."""
-    processed = base / "processed" / made
-    had_processed = processed.exists()
-    stored = sorted([*base.glob("processed/*.pt"), *base.glob("split/*/*.pt"), *base.glob("raw/*.pt")])
-    for path in (*raw, *stored):
-        if os.path.lexists(path):  # a FIFO would be waited for
-            check_file(path)
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise _refused(name, stored, error) from None
-    except Exception as error:
-        missing = _missing(raw)
-        if missing and isinstance(error, zipfile.BadZipFile):
-            raise RuntimeError(
-                f"the archive from which {name} was to be unpacked is damaged ({error}); delete the .zip file in "
-                f"{base.parent} or below it, and download it again"
-            ) from None
-        # OSError covers urllib, sockets and most of aiohttp; ogb asks on stdin before a large download.
-        if missing and isinstance(error, (OSError, EOFError, asyncio.TimeoutError, RuntimeError)):
-            reason = _PROMPT if isinstance(error, EOFError) else str(error)
-            raise RuntimeError(
-                f"{name} is not complete and could not be downloaded ({reason}). {base / 'raw'} lacks {missing}: "
-                "connect to the network, copy the files there, or set root to a folder that has them"
-            ) from None
-        for path in raw:
-            if path.exists() and (damage := _damage(path)):
-                raise ValueError(f"{path} is damaged ({damage}); delete it, then download or copy it again") from None
-        if isinstance(error, EOFError):
-            raise RuntimeError(f"{name}: {_PROMPT}") from None
-        if had_processed:
-            raise RuntimeError(f"{processed} cannot be read ({error}); delete it, and it is made again") from error
-        raise
-
-
-def _damage(path: Path) -> str | None:
-    """Read a file through; return what is wrong with it."""
-    try:
-        if path.suffix == ".npz":
-            with zipfile.ZipFile(path) as archive:
-                return None if (member := archive.testzip()) is None else f"bad checksum of {member}"
-        if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                while file.read(1 << 24):
-                    pass
-        elif path.suffix == ".npy":
-            load_array(path)
-        elif path.suffix == ".json":
-            json.loads(path.read_text())
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        return str(error)
-    return None
+def _unreadable(raw: Path) -> Path:
+    """Return the first file of tensors of a data set that torch does not read, or else the folder of its raw files."""
+    for path in sorted(raw.parent.rglob("*.pt")):
+        try:
+            torch.load(path, weights_only=True)
+        except Exception:
+            return path
+    return raw
 
 
 @contextmanager
 def _unpickling(trust: bool) -> Iterator[None]:
-    """Let the libraries that read a dataset unpickle tensors and PyG's own data alone, or anything.
+    """Let PyG and ogb unpickle tensors and PyG's own data alone, or anything; of Planetoid's raw files arrays alone.
 
     PyG asks torch for anything where that does not suffice. Torch's own switch overrules it, for all threads.
     """
@@ -529,30 +411,13 @@ def _unpickling(trust: bool) -> Iterator[None]:
         before = {name: os.environ.pop(name, None) for name in (_DISTRUST, _TRUST)}
         chosen = _TRUST if trust else _DISTRUST
         os.environ[chosen] = "1"
+        theirs, planetoid_io.pickle = planetoid_io.pickle, planetoid_files
         try:
             yield
         finally:
+            planetoid_io.pickle = theirs
             del os.environ[chosen]
             os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _refused(name: str, stored: Sequence[Path], error: pickle.UnpicklingError) -> ValueError:
-    """Return an error that names the file which torch does not unpickle."""
-    trusted = os.environ.get(_TRUST) == "1"  # some modules PyG refuses even so
-    advice = ". If you know who made it, trust=True (data.trust=true) opens it, and runs the code in it"
-    for path in stored:
-        try:
-            torch.load(path, weights_only=True)
-        except pickle.UnpicklingError as found:
-            known = re.search(r"((?:Unsupported|Trying) .*?)\.(?:\s|$)", str(found), re.MULTILINE)
-            reason = known[1] if known else str(found).splitlines()[0]
-            return ValueError(
-                f"{path} holds more than tensors and PyG's own data, or is damaged ({reason}); delete it, and it is "
-                f"made again{'' if trusted else advice}"
-            )
-        except Exception as found:
-            return ValueError(f"{path} cannot be read ({found}); delete it, and it is made again")
-    return ValueError(f"{name} cannot be read: {error}")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ KINDS = {
     "plans": "plans of collective batching",
     "limits": "what this machine can do at the most",
     "inference": "layer outputs of interrupted inference",
-    "datasets": "data sets processed from read-only files",
+    "datasets": "data sets of an earlier release, which nothing reads",
     "checks": "files whose ids were checked",
     "twin": "the compiled CPU twin of the Ascend kernels",
     "npu": "the compiled NPU kernels",

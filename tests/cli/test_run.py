@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import os
 import shutil
 
 import numpy as np
@@ -478,7 +479,9 @@ RAW = ROOT.parent / "shared/data/planetoid"
 @pytest.mark.slow
 @pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
 def test_relative_root_and_published_settings(tmp_path):
-    root = "data.root=../shared/data/planetoid"
+    (tmp_path / "data" / "Cora").mkdir(parents=True)
+    (tmp_path / "data" / "Cora" / "raw").symlink_to(RAW / "Cora" / "raw")
+    root = f"data.root={os.path.relpath(tmp_path / 'data', ROOT)}"
     run = fork(
         root, "data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=60", f"hydra.run.dir={tmp_path}"
     )
@@ -490,6 +493,9 @@ def test_relative_root_and_published_settings(tmp_path):
 @pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
 def test_wide_settings_learn(tmp_path):
     """With rows scaled to the sum 1, their weight decay leaves it at chance, 17 %."""
-    given = ["experiment=citeseer_gcn_tuned", f"data.root={RAW}", "model.hidden_channels=64", "task.lr=0.005"]
+    (tmp_path / "data" / "CiteSeer").mkdir(parents=True)
+    (tmp_path / "data" / "CiteSeer" / "raw").symlink_to(RAW / "CiteSeer" / "raw")
+    root = f"data.root={tmp_path / 'data'}"
+    given = ["experiment=citeseer_gcn_tuned", root, "model.hidden_channels=64", "task.lr=0.005"]
     assert lgnn(tmp_path, *given, "trainer.max_epochs=30", base=["trainer.enable_progress_bar=false"]) == 0
     assert metrics_of(tmp_path)["test_acc"] > 0.5
