@@ -1,7 +1,7 @@
-"""CPU and GPU prepare mini-batches together: the same training as on the CPU alone, planned and recorded.
+"""CPU and GPU prepare mini-batches together: the same training as on the CPU alone, planned by itself.
 
 python examples/collective.py
-python examples/collective.py --gpu-route cpu --timeline timeline
+python examples/collective.py --gpu-route cpu
 
 Without a GPU the CPU prepares all mini-batches, and says so; ``--gpu-route cpu`` lets it play the GPU's part, which
 shows how the schedule works, not how fast it is.
@@ -12,12 +12,12 @@ import argparse
 import pytorch_lightning as pl
 
 from lightning_gnn import CollectiveDataModule, NeighborDataModule
-from lightning_gnn.callbacks import StageTimeline, Throughput
+from lightning_gnn.callbacks import Throughput
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 
-def train(datamodule: pl.LightningDataModule, sizes: tuple[int, int], epochs: int, timeline: str | None) -> str:
+def train(datamodule: pl.LightningDataModule, sizes: tuple[int, int], epochs: int) -> str:
     """Train and return what came of it."""
     pl.seed_everything(1, verbose=False)
     module = NodeClassifier(GraphSAGE(sizes[0], 64, num_layers=2, out_channels=sizes[1], dropout=0.3), sizes[1])
@@ -28,7 +28,7 @@ def train(datamodule: pl.LightningDataModule, sizes: tuple[int, int], epochs: in
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[throughput, *([StageTimeline(timeline)] if timeline else [])],
+        callbacks=[throughput],
     )
     trainer.fit(module, datamodule)
     accuracy = trainer.test(module, datamodule, verbose=False)[0]["test_acc"]
@@ -43,18 +43,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--gpu-route", choices=["auto", "cpu"], default="auto", help="who prepares the GPU's part")
     parser.add_argument("--gpu-buffer-size", type=int, default=4, help="mini-batches that the GPU holds ready")
-    parser.add_argument("--timeline", help="record the second epoch to <this>.json and <this>.png")
     args = parser.parse_args()
 
     data = planted_power_law(args.num_nodes, 20 * args.num_nodes)
     kwargs = {"num_neighbors": [15, 10], "batch_size": args.batch_size, "num_workers": 1, "seed": 1}
     sizes = data.num_features, int(data.y.max()) + 1
-    print("CPU alone:", train(NeighborDataModule(data, **kwargs), sizes, args.epochs, None))
+    print("CPU alone:", train(NeighborDataModule(data, **kwargs), sizes, args.epochs))
     collective = CollectiveDataModule(
         data, **kwargs, gpu_route=args.gpu_route, gpu_buffer_size=args.gpu_buffer_size, profile_batches=8,
         cache_plan=False,
     )  # fmt: skip
-    print("together:", train(collective, sizes, args.epochs, args.timeline))
+    print("together:", train(collective, sizes, args.epochs))
     print(collective.plan)
 
 

@@ -249,7 +249,10 @@ def test_python_names_what_exists(page):
             if not callable(target):
                 continue
             names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-            parameters = inspect.signature(target).parameters if names else {}
+            try:
+                parameters = inspect.signature(target).parameters if names else {}
+            except ValueError:  # a builtin, which keeps its keywords to itself
+                continue
             if isinstance(target, type) and target.__module__.startswith("lightning_gnn"):
                 taken = options_of(target) | keywords_of(target)
             elif any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

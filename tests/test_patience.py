@@ -1,54 +1,18 @@
-"""A hang is ended by its silence, and nothing else is."""
+"""A hang is ended by its silence."""
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-
-from tests.patience import Silence
 
 ROOT = Path(__file__).parents[1]
 
 
-def start(code):
-    child = subprocess.Popen([sys.executable, "-c", f"print(1, flush=True)\n{code}"], stdout=subprocess.PIPE)
-    child.stdout.readline()
-    return child
-
-
-@pytest.mark.parametrize(("code", "silent"), [("import time; time.sleep(3600)", True), ("while True: pass", False)])
-def test_silence_is_that_nobody_works(code, silent):
-    with start(code) as child:
-        try:
-            watched = Silence(psutil.Process(child.pid))
-            found = []
-            while len(found) < 5 and not (found and found[-1] == 0 and not silent):
-                time.sleep(0.5)  # a busy one gets some of it, however busy the machine is
-                found.append(watched.look(0.5))
-            assert (found[-1] > 0) == silent
-        finally:
-            child.kill()
-
-
-def test_a_new_process_breaks_the_silence():
-    watched = Silence()
-    with start("import time; time.sleep(3600)") as child:
-        assert watched.look(1e9) == 0  # however little it has worked
-        assert watched.look(1e9) == 1
-        child.kill()
-    assert watched.look(1e9) == 0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hang",
-    ["import threading; threading.Event().wait()", "import subprocess; subprocess.run(['sleep', '3600'], check=True)"],
-)
-def test_a_test_that_hangs_is_ended(tmp_path, hang):
+def test_a_test_that_hangs_is_ended(tmp_path):
+    hang = "import subprocess; subprocess.run(['sleep', '3600'], check=True)"
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_hang.py").write_text(f"def test_hang():\n    {hang}\n")
     done = subprocess.run(

@@ -1,15 +1,22 @@
-"""Lightning callbacks: throughput, timelines, curves, progress, checkpoints that outlive a run, stopping by signal."""
+"""Lightning callbacks: throughput, curves, progress, checkpoints that outlive a run, stopping by signal."""
+
+from typing import NoReturn
 
 from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, ShortProgressBar, Throughput
 from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
-from lightning_gnn.callbacks.stage_timeline import StageTimeline
+from lightning_gnn.runtime.messages import REMOVED
 
 __all__ = [
     "BestCheckpoint",
     "EpochThroughput",
     "LearningCurves",
     "ShortProgressBar",
-    "StageTimeline",
     "StopOnSignal",
     "Throughput",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if (instead := REMOVED.get(f"{__name__}.{name}")) is not None:
+        raise ImportError(f"{name} was removed: {instead}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, suppress
 from importlib import import_module
+from io import StringIO
 
 from lightning_gnn import startup
 
@@ -23,6 +24,8 @@ PRINTING = {
     "warmup": "warmup_command",
 }
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
+_COMPOSED = ("export", "plan", "predict", "tune", "warmup")
+"""Commands that take what a run takes."""
 _SHOWING = ("--cfg", "-c", "--info")
 """Flags with which Hydra shows something instead of a run."""
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -65,19 +68,21 @@ def _bring_forward(commands: Sequence[str]) -> None:
 
 
 def _help(command: str) -> None:
-    """Print the version, or let Hydra print help or what the Tab key offers."""
+    """Print the version, or let Hydra print help or what the Tab key offers; it knows of no commands."""
     if "--version" in sys.argv:
         from lightning_gnn.cli.versions import versions
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return
-    shell = next((item.removeprefix("query=") for item in sys.argv if item.startswith("query=")), None)
-    if shell is not None and not {"-sc", "--shell-completion"}.isdisjoint(sys.argv):
-        from lightning_gnn.cli.completion import offer
-
-        line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT") or sys.maxsize)]
-        found = offer(line, sorted({*PRINTING, "plan", "predict"}), lambda name: _hydra(sys.argv, name))
-        print("\n".join(found))
+    if not {"-sc", "--shell-completion"}.isdisjoint(sys.argv) and (line := os.environ.get("COMP_LINE")):
+        name, *words = line[: int(os.environ.get("COMP_POINT", len(line)))].split(" ")
+        if len(words) == 1:
+            print("\n".join(each for each in sorted({*PRINTING, "plan", "predict"}) if each.startswith(words[0])))
+        elif words and words[0] in _COMPOSED:
+            command = words.pop(0)
+        os.environ["COMP_LINE"] = " ".join([name, *words])
+        with suppress(SystemExit), redirect_stderr(StringIO()):  # errors would stand in the line that is typed
+            _hydra(sys.argv, command)
         return
     argv = [sys.argv[0], *sys.argv[2:]] if command == "plan" else sys.argv
     if "--help-all" in argv:

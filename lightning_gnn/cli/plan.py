@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,6 @@ from lightning_gnn.cli.plan_machines import MACHINES, checked_options, plan_mach
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
-from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.report import forecast, given_numbers, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
@@ -44,8 +43,6 @@ from lightning_gnn.planning.report import sentences
 from lightning_gnn.report import reporting
 from lightning_gnn.report.console import be_quiet, console, describe, warn
 from lightning_gnn.report.plan_page import write_plan_page
-from lightning_gnn.report.timeline import save_trace
-from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 
 _WITHOUT_GPU = "This is the plan without a GPU; datamodule.device_memory=80GB plans the memory of one."
@@ -120,7 +117,7 @@ def run(cfg: DictConfig) -> None:
             bar = progress_bar(console(), cfg.trainer.get("enable_progress_bar", True))
             collective = profile(datamodule, module, partial(_trainer, cfg), cfg.plan.max_batches, bar)
         collective.print(console())
-        collective.save(title, cfg.output_dir)
+        collective.save(cfg.output_dir)
         said = collective.notes
         plan = f"The run takes this plan with datamodule.plan={Path(cfg.output_dir) / 'plan.yaml'}"
         console().print(plan, soft_wrap=True, highlight=False)
@@ -190,23 +187,18 @@ class CollectiveForecast:
 
     Args:
         plan: The measured one, or the one given with ``datamodule.plan``.
-        timeline: Of an epoch; None where the plan does not know what the stages take.
         on_cpu: Whether the CPU has played the GPU's part.
     """
 
     plan: CollectivePlan
-    timeline: Timeline | None
     on_cpu: bool = False
 
     @property
     def notes(self) -> list[str]:
         """What to know about it."""
-        found = []
-        if self.on_cpu:
-            found.append("The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is.")
-        if self.timeline is None:
-            found.append("There is no predicted timeline: the plan does not know what the stages take.")
-        return found
+        if not self.on_cpu:
+            return []
+        return ["The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is."]
 
     def print(self, console: Console) -> None:
         """Print stages, buffers and predicted epochs."""
@@ -214,18 +206,11 @@ class CollectiveForecast:
         for note in self.notes:
             console.print(note, highlight=False, soft_wrap=True)
 
-    def save(self, title: str, directory: str | Path) -> None:
-        """Write ``plan.yaml``, ``timeline.png`` and ``timeline.json``."""
+    def save(self, directory: str | Path) -> None:
+        """Write ``plan.yaml``."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / "plan.yaml")
-        if self.timeline is not None:
-            with reporting(folder / "timeline.json"):
-                save_trace({"predicted": self.timeline}, folder / "timeline.json")
-            with reporting(folder / "timeline.png"):
-                from lightning_gnn.report.figure import save_timeline  # matplotlib may be broken
-
-                save_timeline({"predicted": self.timeline}, title, folder / "timeline.png")
 
 
 def profile(
@@ -273,14 +258,10 @@ def profile(
     finally:
         progress.stop()
         datamodule.cache_plan = kept
-    plan, timeline = datamodule.plan, None
+    plan = datamodule.plan
     if plan is None:
         raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
-    if plan.times is not None:
-        epoch = plan.num_batches or profiling.num_batches
-        timeline = simulate_dual_buffer(plan.times, plan, epoch).timeline
-        timeline = replace(timeline, names=profiling.names)
-    return CollectiveForecast(plan, timeline, on_cpu=bool(profiling.names))
+    return CollectiveForecast(plan, on_cpu=trainer.strategy.root_device.type == "cpu")
 
 
 @contextmanager
@@ -304,10 +285,6 @@ class _Profiling(pl.Callback):
     """Shows how much has been measured, and ends training when there is a plan."""
 
     def __init__(self, datamodule: CollectiveDataModule, max_batches: int, progress: Progress) -> None:
-        self.num_batches = 0
-        """Of an epoch."""
-        self.names: dict[str, str] = {}
-        """Of the loader's timelines."""
         self._datamodule = datamodule
         self._max_batches = max_batches
         self._progress = progress
@@ -316,9 +293,7 @@ class _Profiling(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what needs no plan, and begin."""
-        self.num_batches = int(trainer.num_training_batches)
         loader = _loader(trainer)
-        self.names = loader.names
         if loader.route is None:
             raise ValueError(
                 "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "

@@ -22,6 +22,7 @@ from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.runtime.checkpoint_io import damage_of
+from lightning_gnn.runtime.messages import REMOVED
 
 KEY = "lgnn"
 """Where it is in a checkpoint."""
@@ -170,7 +171,14 @@ def _plain(file: Path) -> dict[str, Any]:
 
 
 def _kept(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    if isinstance(callbacks := kept.get("callbacks"), dict):  # of an older version they may be gone
+        kept["callbacks"] = {
+            name: node
+            for name, node in callbacks.items()
+            if not isinstance(node, dict) or node.get("_target_") not in REMOVED
+        }
+    return kept
 
 
 def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:

@@ -127,16 +127,6 @@ class CollectiveLoader(ThreadedNodeLoader):
         self.routes.recorder.timeline = value
 
     @property
-    def names(self) -> dict[str, str]:
-        """What to call the resources and stages of its timelines where the CPU stands in for a GPU."""
-        if self.device.type != "cpu":
-            return {}
-        if self.route is None:
-            return {"GPU": "CPU, training"}
-        stages = {"gpu_batching": "sampling, CPU as GPU", "uva": "gathering, CPU as GPU", "dma": "copying, CPU as PCIe"}
-        return {"GPU": "CPU as GPU", "PCIe": "CPU as PCIe", **stages}
-
-    @property
     def measures(self) -> bool:
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
@@ -341,7 +331,6 @@ class CollectiveEpoch:
         self._left = 0
         self._buffers = (0, 0)
         self._torch_threads: int | None = None
-        self._phase: tuple[str, float] = ("", 0.0)
 
     def __iter__(self) -> Iterator[Data]:
         return self
@@ -380,7 +369,6 @@ class CollectiveEpoch:
             self._loader.routes.leave()
             workers.close(patience)
             self._loader.end_look_ahead()
-            self._note_phase("", time.perf_counter())
         threads, self._torch_threads = self._torch_threads, None
         if threads is not None and torch.get_num_threads() == self._loader.torch_threads:
             torch.set_num_threads(threads)
@@ -452,7 +440,6 @@ class CollectiveEpoch:
             if loader.measures or loader.planning is not None:
                 self._plan(workers)
             step = workers.next()
-            self._note_phase(step.phase, time.perf_counter())
             if step.kind == "train":
                 return self._train(workers, step.number)
             if step.kind == "end":
@@ -518,9 +505,3 @@ class CollectiveEpoch:
             self.close()
         loader.routes.recorder.begin_model(number)
         return batch
-
-    def _note_phase(self, name: str, now: float) -> None:
-        if name != self._phase[0]:
-            if self._phase[0]:
-                self._loader.routes.recorder.phase(*self._phase, now)
-            self._phase = name, now

@@ -29,6 +29,7 @@ class Simulation:
         idle: The rest of the makespan.
         timeline: Every stage of every mini-batch, the lane of a CPU stage being its worker. The GPU's batching is
             there twice, for it occupies the GPU and PCIe (equation 1).
+        phases: Name, start and end of each phase of the training thread.
         steps: What the training thread did, in order.
         on_cpu: Mini-batches that the CPU prepared.
     """
@@ -37,13 +38,9 @@ class Simulation:
     busy: dict[Resource, float]
     idle: dict[Resource, float]
     timeline: Timeline
+    phases: list[tuple[str, float, float]]
     steps: list[Step]
     on_cpu: int
-
-    @property
-    def phases(self) -> list[tuple[str, float, float]]:
-        """Name, start and end of each phase of the training thread."""
-        return self.timeline.phases
 
 
 def simulate_dual_buffer(
@@ -79,8 +76,7 @@ def simulate_dual_buffer(
     clock.run()
     clock.busy["CPU"] /= times.cpu_workers
     idle: dict[Resource, float] = {name: max(0.0, clock.now - seconds) for name, seconds in clock.busy.items()}
-    timeline = Timeline(clock.intervals, clock.phases)
-    return Simulation(clock.now, clock.busy, idle, timeline, clock.steps, clock.on_cpu)
+    return Simulation(clock.now, clock.busy, idle, Timeline(clock.intervals), clock.phases, clock.steps, clock.on_cpu)
 
 
 def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from lightning_gnn.runtime.files import read_text
 
-LARGEST_PICTURE = 1 << 23
 LARGEST_TEXT = 1 << 20
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Even if something slipped in, a browser would neither run nor fetch it."""
 
 _STYLE = """
@@ -25,7 +23,7 @@ body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, san
 h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; }
-.dim, figcaption { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
+.dim { color: var(--dim); font-size: .87rem; } .bad { color: var(--c3); }
 .wide { overflow-x: auto; } .wide + .wide { margin-top: 1rem; } .wide svg { min-width: 44rem; }
 .row { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); }
 table { border-collapse: collapse; } th { text-align: left; font-weight: 600; white-space: nowrap; }
@@ -34,7 +32,6 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 .name { white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; font-size: .85rem; overflow-x: auto;
   padding: .7rem .9rem; margin: .4rem 0; }
-figure { margin: 0; } figure img { background: #fff; border-radius: 6px; max-width: 100%; }
 svg { display: block; height: auto; width: 100%; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg .title { font-weight: 600; font-size: 12px; } svg .faint { stroke: var(--rule); } svg .end { text-anchor: end; }
 svg .middle { text-anchor: middle; } svg polyline { fill: none; stroke-width: 1.8; }
@@ -57,7 +54,7 @@ def tag(element: str, /, *children: object, **attributes: object) -> Html:
     """
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     opened = "".join([element, *(f' {key}="{escape(str(value))}"' for key, value in given.items())])
-    if element in ("img", "meta"):
+    if element == "meta":
         return Html(f"<{opened}>")
     return Html(f"<{opened}>{joined(children)}</{element}>")
 
@@ -78,14 +75,6 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = (), numbers: I
     ]
     first = [tag("tr", *(tag("th", cell) for cell in head))] if head else []
     return tag("div", tag("table", *first, *body), class_="wide")
-
-
-def picture(path: Path) -> Html | None:
-    """Return a PNG file as a part of the page; None if there is no such file, or it is too large."""
-    if not path.is_file() or path.stat().st_size > LARGEST_PICTURE:
-        return None
-    data = b64encode(path.read_bytes()).decode()
-    return tag("figure", tag("img", src=f"data:image/png;base64,{data}", alt=path.stem), tag("figcaption", path.name))
 
 
 def file_of(path: Path) -> Html | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.report.html import Html, file_of, page, picture, section, table, tag
+from lightning_gnn.report.html import Html, file_of, page, section, table, tag
 from lightning_gnn.report.runs import Run, is_run, read_run, shown_seconds
 from lightning_gnn.report.svg import bars
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
@@ -30,7 +30,7 @@ _ONCE = ("plan.", "plan=", "hydra.")
 
 
 def write_plan_page(folder: str | Path, title: str = "", said: Sequence[str] = ()) -> Path:
-    """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml`` and, where there is one, a timeline.
+    """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml`` and ``platform.yaml``.
 
     Args:
         folder: The plan's.
@@ -54,7 +54,6 @@ def plan_page(folder: Path, title: str = "", said: Sequence[str] = ()) -> str:
         tag("h1", heading),
         tag("p", f"{when}plan · {folder.absolute()}", class_="dim"),
         *describe(plan, [tag("p", sentence) for sentence in said]),
-        section("Timeline", *(picture(path) for path in sorted(folder.glob("timeline*.png")))),
         *_commands(run, "gpu_buffer_size" in plan),
         section("All figures", file_of(folder / "plan.yaml"), file_of(folder / "platform.yaml")),
         section("Configuration", file_of(folder / ".hydra/config.yaml")),

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.report.html import Html, file_of, joined, page, picture, section, table, tag
+from lightning_gnn.report.html import Html, file_of, joined, page, section, table, tag
 from lightning_gnn.report.metrics import BOUNDED, NAMES, STAGES, split_rows, tested
 from lightning_gnn.report.runs import Run, read_curves, read_run, shown_score, shown_seconds
 from lightning_gnn.report.svg import bars, line_chart
@@ -45,7 +45,6 @@ def run_page(run: Run) -> str:
         section("Scores", _scores(metrics)),
         section("Curves", _curves(run)),
         section("Where the time went", _time(metrics)),
-        section("Timeline", *(picture(path) for path in sorted(run.folder.glob("timeline*.png")))),
         section("Plan", *_plan(run)),
         section("Repeat it", tag("pre", f"cd {shlex.quote(run.cwd)}\n{run.command}" if run.cwd else run.command)),
         section("Configuration", file_of(run.folder / ".hydra/config.yaml")),

@@ -12,6 +12,15 @@ OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
 
 
+_TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have names; see docs/how-to/profiling.md"
+REMOVED = {
+    "callbacks=timeline": _TRACE,
+    "datamodule.precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
+    "lightning_gnn.callbacks.StageTimeline": _TRACE,
+}
+"""Choices, options and public names of earlier releases, and what to use instead."""
+
+
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
     """Return a number as ``int``.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
@@ -19,7 +19,6 @@ from torch.profiler import record_function
 from lightning_gnn.runtime.devices import works
 
 Resource = Literal["CPU", "PCIe", "GPU"]
-RESOURCES: tuple[Resource, ...] = ("CPU", "PCIe", "GPU")
 Timestamp = float | torch.Event
 """Seconds of ``time.perf_counter()``, or an event that a device has recorded or will record."""
 
@@ -169,13 +168,9 @@ class Timeline:
 
     Args:
         intervals: In any order.
-        phases: Name, start and end in seconds of each phase of the schedule.
-        names: What to call resources and stages that something else stands in for, such as the CPU for a GPU.
     """
 
     intervals: list[Interval] = field(default_factory=list)
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
-    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def start(self) -> float:
@@ -188,11 +183,6 @@ class Timeline:
         return max((interval.end for interval in self.intervals), default=0.0)
 
     @property
-    def begin(self) -> float:
-        """Seconds at which its first interval or phase begins, which is where its trace counts from."""
-        return min([self.start, *(begin for _, begin, _ in self.phases)])
-
-    @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         return self.end - self.start
@@ -201,47 +191,19 @@ class Timeline:
         """Return the seconds in which at least one interval occupies a resource."""
         return _union((i.start, i.end) for i in self.intervals if i.resource == resource)
 
-    def idle(self, resource: Resource) -> float:
-        """Return the seconds of the makespan in which nothing occupies a resource."""
-        return self.makespan - self.busy(resource)
-
-    def lanes(self, resource: Resource) -> list[int]:
-        """Return the workers of a resource that did something, in ascending order."""
-        return sorted({interval.lane for interval in self.intervals if interval.resource == resource})
-
-    def tracks(self) -> dict[tuple[Resource, int], str]:
-        """Return every worker of a resource that did something, and what to call it."""
-        found: dict[tuple[Resource, int], str] = {}
-        for resource in RESOURCES:
-            lanes, name = self.lanes(resource), self.names.get(resource, resource)
-            found |= {(resource, lane): f"{name} {lane}" if len(lanes) > 1 else name for lane in lanes}
-        return found
-
-    def first(self, num_batches: int) -> Timeline:
-        """Return what happened until so many mini-batches were trained, all of it if there are no more."""
-        ends = sorted(interval.end for interval in self.intervals if interval.stage == "model")
-        if len(ends) <= num_batches:
-            return self
-        end = ends[num_batches - 1]
-        cut = [replace(item, end=min(item.end, end)) for item in self.intervals if item.start < end]
-        phases = [(name, start, min(stop, end)) for name, start, stop in self.phases if start < end]
-        return Timeline(cut, phases, self.names)
-
 
 class Recorder:
     """Passes on what stages are measured to take: to a function, into a timeline, both or neither.
 
     Args:
         clock: The device's.
-        model_on: The resource that trains.
     """
 
-    def __init__(self, clock: Clock, model_on: Resource = "GPU") -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.on_stage: Callable[[str, Timestamp, Timestamp], object] | None = None
         """Called with name, start and end of each stage, in any thread."""
         self.timeline: Timeline | None = None
-        self._model_on = model_on
         self._queued: deque[tuple[tuple[Resource, ...], str, int, Timestamp, Timestamp, int]] = deque()
         self._model: tuple[int, Timestamp] | None = None
 
@@ -295,16 +257,11 @@ class Recorder:
         """Note that the model has been trained with it."""
         model, self._model = self._model, None
         if model is not None:
-            self.add(self._model_on, "model", *model, self.clock.now())
+            self.add("GPU", "model", *model, self.clock.now())
 
     def forget_model(self) -> None:
         """Note nothing of it: other things have been done since."""
         self._model = None
-
-    def phase(self, name: str, start: float, end: float) -> None:
-        """Note a phase of the schedule, in seconds of the host."""
-        if self.timeline is not None:
-            self.timeline.phases.append((name, start, end))
 
     def write(self) -> None:
         """Write what has been noted into the timeline; waits for the device."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
-from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false, whole_number
+from lightning_gnn.runtime.messages import REMOVED, closest, keywords_of, true_or_false, whole_number
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
@@ -38,10 +38,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "directed": (lambda value: value is True, "it is PyG's former name for subgraph_type='induced'; give that"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
-REMOVED = {
-    "precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
-}
-"""Options of earlier releases, with what to do instead; None is taken, since saved configurations hold it."""
 SAMPLING = (
     "subgraph_type",
     "time_attr",
@@ -102,10 +98,11 @@ def checked_options(
     taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
-        if name in WITHOUT_EFFECT or (name in REMOVED and value is None):
+        instead = REMOVED.get(f"datamodule.{name}")
+        if name in WITHOUT_EFFECT or (instead is not None and value is None):  # as saved configurations hold it
             continue
-        if name in REMOVED:
-            raise ValueError(f"{name}={value!r} was removed: {REMOVED[name]}")
+        if instead is not None:
+            raise ValueError(f"{name}={value!r} was removed: {instead}")
         if name in _REFUSED:
             asks_nothing, why = _REFUSED[name]
             if not asks_nothing(value):

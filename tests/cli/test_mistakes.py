@@ -16,6 +16,7 @@ BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
 COMPOSED = {
     "strategy=hyscal": "strategy=hyscal is unknown (did you mean hyscale?): there are ascend_hybrid, auto, ddp, ",
     "-m model=gcn,gcnn": "model=gcnn is unknown (did you mean gcn?): there are gat, gcn, gin, hetero_sage",
+    "callbacks=timeline": "callbacks=timeline was removed: Lightning's PyTorchProfiler writes a trace in which the",
     "modle=gcn": "modle is unknown: did you mean mode or model?",
     "-m modle=gcn,gat": "modle is unknown: did you mean mode or model?",
     "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",

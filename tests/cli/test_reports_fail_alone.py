@@ -1,20 +1,13 @@
 """What only reports never ends a run that succeeded: results are printed, one line names file and reason."""
 
 import csv
-import json
 import signal
 import sys
 
 import pytest
-import pytorch_lightning as pl
 
-from lightning_gnn.callbacks import StageTimeline
-from lightning_gnn.graph.synthetic import planted_power_law
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.report.comparison import compare
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.cli.command import lgnn, metrics_of, signal_at
-from tests.cli.test_plan import COLLECTIVE, plan
 
 FAST = ["trainer.max_epochs=1", "logger=none"]
 
@@ -99,46 +92,6 @@ def test_a_failed_run_that_cannot_say_so_does_not_end_the_sweep(tmp_path, capfd)
     in_the_way(tmp_path / "0/metrics.json")
     assert lgnn(tmp_path, "-m", *FAST, "model.dropout=2,0.1") == 1
     assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
-
-
-def test_a_timeline_that_cannot_be_written(tmp_path, capfd):
-    in_the_way(tmp_path / "timeline.png")
-    with pytest.warns(UserWarning, match=r"timeline\.png could not be made: \w+Error"):
-        assert lgnn(tmp_path, *FAST, "callbacks=timeline") == 0
-    assert "Test accuracy" in capfd.readouterr().out
-    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-
-
-def test_a_timeline_in_python(tmp_path):
-    (tmp_path / "file").write_text("")
-    data = planted_power_law(300, 2000, 3, 8)
-    model = NodeClassifier(GraphSAGE(8, 8, num_layers=1, out_channels=3), 3)
-    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    timeline = StageTimeline(tmp_path / "file/timeline")
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[timeline], **dict.fromkeys(names, False))
-    with pytest.warns(UserWarning, match=r"file/timeline\.(png|json) could not be made") as caught:
-        trainer.fit(model, NeighborDataModule(data, num_neighbors=[4], batch_size=64))
-    assert len([item for item in caught if "could not be made" in str(item.message)]) == 2
-    assert trainer.state.finished
-
-
-def test_the_picture_of_a_plan(tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
-    in_the_way(tmp_path / "timeline.png")
-    with pytest.warns(UserWarning, match=r"timeline\.png could not be made"):
-        assert plan(tmp_path, *COLLECTIVE, "datamodule.profile_batches=3") == 0
-    out = capfd.readouterr().out
-    assert "The run takes this plan" in out
-    assert "The CPU has played the GPU's part" in out
-    assert (tmp_path / "plan.yaml").is_file()
-    # The CPU has played GPU and PCIe, and everything says so.
-    names = {
-        event["args"]["name"]
-        for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-        if event.get("name") == "thread_name"
-    }
-    assert {"CPU as GPU", "CPU as PCIe"} <= names
-    assert not names & {"GPU", "PCIe"}
 
 
 def test_the_command_that_resumes(tmp_path, capfd, monkeypatch):

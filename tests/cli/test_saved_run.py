@@ -46,6 +46,19 @@ def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert now == then
 
 
+def test_a_callback_that_is_gone_does_not_keep_a_checkpoint_from_loading(trained, tmp_path):
+    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
+    checkpoint[KEY]["config"]["callbacks"]["timeline"] = {
+        "_target_": "lightning_gnn.callbacks.StageTimeline",
+        "epoch": 1,
+    }
+    checkpoint[KEY]["choices"]["callbacks"] = "timeline"
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    assert retest(tmp_path / "test", tmp_path / "old.ckpt") == 0
+    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
+    assert "timeline" not in config_of(tmp_path / "test").callbacks
+
+
 def test_the_folder_of_a_run_is_answered_with_its_best_checkpoint(trained, tmp_path, capfd):
     assert retest(tmp_path / "test", trained) == 2
     assert f"a folder; give a file, such as {trained}/checkpoints/best.ckpt" in capfd.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.report.html import page, picture, table, tag
+from lightning_gnn.report.html import page, table, tag
 from lightning_gnn.report.svg import bars, line_chart, parallel_coordinates
 from tests.report.reading import Page
 
@@ -23,14 +23,6 @@ def test_texts_and_attributes_come_back_as_they_were(text, value):
     read.needs_nothing_else()
     assert "".join(data for name, data in read.texts if name == "title") == text
     assert len(read.all("td")) == 2
-
-
-def test_a_picture_that_is_missing_or_too_large_is_left_out(tmp_path, monkeypatch):
-    assert picture(tmp_path / "no.png") is None
-    (tmp_path / "a.png").write_bytes(b"12345")
-    assert "data:image/png;base64,MTIzNDU=" in picture(tmp_path / "a.png")
-    monkeypatch.setattr("lightning_gnn.report.html.LARGEST_PICTURE", 4)
-    assert picture(tmp_path / "a.png") is None
 
 
 VALUES = st.floats(-1e6, 1e6).map(lambda value: round(value, 3))

@@ -1,7 +1,7 @@
 """What users of a Trainer rely on, as small scenarios that any strategy can run.
 
-What they prove follows Lightning's own tests of optimisation, callbacks, logs and loops; the model is a graph network,
-and the loaders are those of this package. Importing this package registers all scenarios.
+One or two of each hook that our strategies override, and each that has ever shown a difference; what only exercises
+Lightning itself is tested there. Importing this package registers all scenarios.
 """
 
 from tests.hyscale.behaviour import (  # noqa: F401

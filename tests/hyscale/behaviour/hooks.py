@@ -3,7 +3,6 @@
 import copy
 
 import pytorch_lightning as pl
-import torch
 
 from tests.hyscale.behaviour.task import ByHand, Task, scenario
 
@@ -58,50 +57,8 @@ def hooks_of_fitting(run):
 
 
 @scenario
-def hooks_of_fitting_with_accumulation(run):
-    return calls_of(
-        run,
-        lambda trainer, module: trainer.fit(module, datamodule=run.data()),
-        accumulate_grad_batches=2,
-        gradient_clip_val=1.0,
-    )
-
-
-@scenario
 def hooks_of_fitting_by_hand(run):
     return calls_of(run, lambda trainer, module: trainer.fit(module, datamodule=run.data()), ByHand)
-
-
-@scenario
-def hooks_of_fitting_after_a_sanity_check(run):
-    return calls_of(
-        run, lambda trainer, module: trainer.fit(module, datamodule=run.data()), num_sanity_val_steps=1, max_epochs=1
-    )
-
-
-@scenario
-def hooks_of_fitting_without_validation(run):
-    return calls_of(run, lambda trainer, module: trainer.fit(module, datamodule=run.data()), limit_val_batches=0)
-
-
-@scenario
-def hooks_of_going_on(run):
-    run.fit(Task())["trainer"].save_checkpoint(run.folder / "end.ckpt")
-
-    def use(trainer, module):
-        trainer.fit(module, datamodule=run.data(), ckpt_path=run.folder / "end.ckpt")
-
-    return calls_of(run, use, max_epochs=3)
-
-
-@scenario
-def hooks_of_evaluation(run):
-    def use(trainer, module):
-        data = run.data()
-        trainer.validate(module, datamodule=data, verbose=False)
-        trainer.test(module, datamodule=data, verbose=False)
-
-    return calls_of(run, use)
 
 
 @scenario
@@ -121,20 +78,6 @@ def hooks_of_the_datamodule(run):
 
 
 @scenario
-def what_hooks_of_batches_see(run):
-    seen = []
-
-    class Seeing(Task):
-        def on_train_batch_start(self, batch, batch_idx):
-            seen.append((batch_idx, self.current_epoch, self.global_step, batch.x.shape[1]))
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen.append((batch_idx, sorted(outputs), outputs["loss"].requires_grad, batch.x.shape[1]))
-
-    return {**run.fit(Seeing()), "seen": seen}
-
-
-@scenario
 def hooks_change_batches(run):
     class Changing(Task):
         def on_before_batch_transfer(self, batch, dataloader_idx):
@@ -151,95 +94,3 @@ def changed(batch, x):
     batch = copy.copy(batch)
     batch.x = x
     return batch
-
-
-@scenario
-def a_step_changes_its_batch(run):
-    class Changing(Task):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(changed(batch, batch.x * (1 + batch_idx)), batch_idx)
-
-    return run.fit(Changing())
-
-
-@scenario
-def the_loss_of_the_backward_pass(run):
-    seen = []
-
-    class Seeing(Task):
-        def on_before_backward(self, loss):
-            seen.append((tuple(loss.shape), loss.requires_grad))
-
-    return {**run.fit(Seeing(), accumulate_grad_batches=2), "seen": seen}
-
-
-@scenario
-def modes_are_restored(run):
-    module = Task()
-    module.net.convs[0].eval()
-    run.fit(module)
-    return {"modes": [part.training for part in module.modules()]}
-
-
-@scenario
-def the_current_hook_is_known(run):
-    seen = []
-
-    class Knowing(Task):
-        def on_train_epoch_start(self):
-            seen.append(self._current_fx_name)
-
-        def training_step(self, batch, batch_idx):
-            seen.append(self._current_fx_name)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            seen.append(self._current_fx_name)
-
-    return {**run.fit(Knowing()), "seen": seen}
-
-
-@scenario
-def a_module_in_a_module(run):
-    class Inner(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(6)
-            self.layer = torch.nn.Linear(4, 4).double()
-
-        def forward(self, x):
-            return self.layer(x) * (1 + self.trainer.current_epoch)
-
-    class Outer(Task):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, batch):
-            return self.net(self.inner(batch.x), batch.edge_index)
-
-    return run.fit(Outer())
-
-
-@scenario
-def arguments_by_other_names(run):
-    class Named(Task):
-        def training_step(self, graph_batch, number):
-            return super().training_step(graph_batch, number)
-
-        def validation_step(self, graph_batch, number):
-            return super().validation_step(graph_batch, number)
-
-    return run.fit(Named())
-
-
-@scenario
-def a_step_without_a_number(run):
-    class Unnumbered(Task):
-        def training_step(self, batch):
-            return super().training_step(batch, 0)
-
-        def validation_step(self, batch):
-            return super().validation_step(batch, 0)
-
-    return run.fit(Unnumbered(), accumulate_grad_batches=2)

@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from pytorch_lightning.loggers import CSVLogger
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
 
@@ -61,15 +61,6 @@ def a_mean_without_a_batch_size(run):
 
 
 @scenario
-def a_mean_of_validation(run):
-    def validation(module, batch, batch_idx, out, y):
-        module.tell("loss", torch.nn.functional.cross_entropy(out, y), batch, "val")
-        module.tell("step", out.square().mean(), batch, "val", on_step=True, on_epoch=True)
-
-    return logging(run, None, validation)
-
-
-@scenario
 def a_sum(run):
     def training(module, batch, batch_idx, out, loss):
         module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True)
@@ -96,51 +87,6 @@ def the_largest_and_the_smallest(run):
         module.log("val_largest", out.max(), reduce_fx=max)
 
     return logging(run, training, validation)
-
-
-@scenario
-def the_same_number_everywhere(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.log("constant", 0.25)
-        module.log("batch_idx", batch_idx, on_step=True, on_epoch=True, reduce_fx="max")
-        module.log("rate", module.optimizers().param_groups[0]["lr"])
-
-    return logging(run, training)
-
-
-@scenario
-def integers(run):
-    def training(module, batch, batch_idx, out, loss):
-        hits = (out.argmax(-1) == of_split(batch.y, batch, "train")).sum()
-        module.log("hits", hits, reduce_fx="sum", on_step=False, on_epoch=True)
-        module.log("step", module.global_step, on_epoch=True, batch_size=1)
-
-    return logging(run, training)
-
-
-@scenario
-def a_dictionary(run):
-    def training(module, batch, batch_idx, out, loss):
-        size = out.shape[0]
-        module.log_dict({"a": loss, "b": out.detach().mean()}, batch_size=size, on_step=False, on_epoch=True)
-
-    return logging(run, training)
-
-
-@scenario
-def a_mean_that_is_synchronised(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.tell("loss", loss, batch, "train", on_step=False, on_epoch=True, sync_dist=True)
-
-    return logging(run, training)
-
-
-@scenario
-def with_accumulation(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.tell("loss", loss, batch, "train", on_step=True, on_epoch=True)
-
-    return logging(run, training, accumulate_grad_batches=2)
 
 
 @scenario
@@ -200,72 +146,6 @@ def several_metrics(run):
 
 
 @scenario
-def metrics_by_hand(run):
-    class Measured(Task):
-        def __init__(self):
-            super().__init__()
-            self.matrix = MulticlassConfusionMatrix(CLASSES)
-            self.mean = torchmetrics.MeanMetric()
-            self.area = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
-
-        def validation_step(self, batch, batch_idx):
-            out, y = of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val")
-            self.matrix.update(out, y)
-            self.area.update(out.softmax(-1), y)
-            self.mean.update(out[:, 0].double(), torch.ones(len(y)))
-
-        def on_validation_epoch_end(self):
-            self.found = self.matrix.compute().tolist()
-            self.log("mean", self.mean.compute())
-            self.log("area", self.area.compute())
-            for metric in (self.matrix, self.mean, self.area):
-                metric.reset()
-
-    module = Measured()
-    out = run.fit(module)
-    return {**out, "found": module.found}
-
-
-@scenario
-def a_metric_that_keeps_the_graph(run):
-    class Measured(Task):
-        def __init__(self):
-            super().__init__()
-            self.area = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
-
-        def training_step(self, batch, batch_idx):
-            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
-            self.area.update(out.softmax(-1), y)
-            self.log("area", self.area, on_step=False, on_epoch=True)
-            return torch.nn.functional.cross_entropy(out, y)
-
-    return run.fit(Measured())
-
-
-@scenario
-def a_loss_made_of_a_metric_of_all(run):
-    """A metric as a weight of the loss: it must be the same on all ranks."""
-
-    class Weighted(Task):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-            self.last = 1.0
-
-        def training_step(self, batch, batch_idx):
-            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
-            self.accuracy.update(out, y)
-            return torch.nn.functional.cross_entropy(out, y) * self.last
-
-        def on_train_epoch_end(self):
-            self.last = float(self.accuracy.compute())
-            self.accuracy.reset()
-
-    module = Weighted()
-    return {**run.fit(module, max_epochs=3), "last": module.last}
-
-
-@scenario
 def in_all_hooks(run):
     class Everywhere(Task):
         def on_train_start(self):
@@ -317,21 +197,6 @@ def weights_norm(module):
 
 
 @scenario
-def in_callbacks(run):
-    class Logging(pl.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            module.log("of_batch", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
-
-        def on_train_epoch_end(self, trainer, module):
-            self.log("of_epoch", weights_norm(module))
-
-        def on_validation_epoch_end(self, trainer, module):
-            self.log("of_validation", weights_norm(module))
-
-    return run.fit(Task(), callbacks=[Logging()])
-
-
-@scenario
 def by_rank_zero_alone(run):
     def training(module, batch, batch_idx, out, loss):
         if batch_idx == 0:
@@ -366,15 +231,6 @@ def into_a_file(run):
 
 
 @scenario
-def every_second_step(run):
-    logger = CSVLogger(run.folder, "logs", version=0)
-    out = run.fit(Task(), logger=logger, log_every_n_steps=2)
-    if not out["trainer"].is_global_zero:
-        return out
-    return {**out, "rank 0": [sorted(row) for row in logger.experiment.metrics]}
-
-
-@scenario
 def gathered_from_all_ranks(run):
     class Gathering(Task):
         def training_step(self, batch, batch_idx):
@@ -388,37 +244,3 @@ def gathered_from_all_ranks(run):
     out = run.fit(module)
     assert module.total == module.summed
     return {**out, "total": module.total}
-
-
-@scenario
-def broadcast_to_all_ranks(run):
-    class Sent(Task):
-        def on_train_epoch_start(self):
-            self.sent = self.trainer.strategy.broadcast([self.current_epoch, "x"] if self.global_rank == 0 else None)
-
-    module = Sent()
-    return {**run.fit(module), "sent": module.sent}
-
-
-@scenario
-def nothing_is_left_of_the_last_run(run):
-    module, data, trainer = Task(), run.data(), run.trainer()
-    trainer.fit(module, datamodule=data)
-    first = sorted(trainer.callback_metrics)
-    trainer.test(module, datamodule=data, verbose=False)
-    return {"first": first, "then": sorted(trainer.callback_metrics)}
-
-
-@scenario
-def the_loss_after_each_step(run):
-    class Outputs(pl.Callback):
-        def __init__(self):
-            self.losses = []
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.losses.append(float(trainer.callback_metrics["train_loss_step"]))
-
-    callback = Outputs()
-    out = run.fit(Task(), callbacks=[callback])
-    assert len(callback.losses) == 6
-    return {**out, "losses": callback.losses}

@@ -2,68 +2,10 @@
 
 import copy
 
-import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.hyscale.behaviour.task import CLASSES, FEATURES, Task, of_split, scenario, weights
-
-
-@scenario
-def attributes_of_submodules_set_in_hooks(run):
-    class Switched(Task):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Module()
-            self.gate.scale = 1.0
-
-        def on_train_epoch_start(self):
-            self.gate.scale = 1.0 + self.current_epoch
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.gate.shift = 0.1 * batch_idx
-
-        def forward(self, batch):
-            return super().forward(batch) * self.gate.scale + self.gate.shift
-
-    module = Switched()
-    return {**run.fit(module, limit_val_batches=0), "scale": module.gate.scale, "shift": module.gate.shift}
-
-
-@scenario
-def dropout_is_switched_off_in_a_hook(run):
-    class Dropping(Task):
-        def __init__(self):
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def on_train_start(self):
-            self.dropout.p = 0.0
-
-        def forward(self, batch):
-            return self.dropout(super().forward(batch))
-
-    module = Dropping()
-    return {**run.fit(module), "rate": module.dropout.p}
-
-
-@scenario
-def a_submodule_is_replaced_in_a_hook(run):
-    class Replacing(Task):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Identity()
-
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                self.last = nn.Tanh()
-
-        def forward(self, batch):
-            return self.last(super().forward(batch))
-
-    module = Replacing()
-    return {**run.fit(module), "last": type(module.last).__name__}
 
 
 @scenario
@@ -90,21 +32,6 @@ def counters_of_steps(run):
 
 
 @scenario
-def a_counter_that_the_loss_depends_on(run):
-    class Warming(Task):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-
-        def training_step(self, batch, batch_idx):
-            self.seen += 1
-            return self.loss(batch) * (self.seen / 6)
-
-    module = Warming()
-    return {**run.fit(module), "seen": float(module.seen)}
-
-
-@scenario
 def a_histogram_of_labels(run):
     class Counting(Task):
         def __init__(self):
@@ -117,24 +44,6 @@ def a_histogram_of_labels(run):
 
     module = Counting()
     return {**run.fit(module), "labels": module.labels.tolist()}
-
-
-@scenario
-def a_histogram_of_labels_that_is_reduced(run):
-    class Counting(Task):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("labels", torch.zeros(CLASSES, dtype=torch.int64))
-
-        def training_step(self, batch, batch_idx):
-            counts = of_split(batch.y, batch, "train").bincount(minlength=CLASSES)
-            self.labels += self.trainer.strategy.reduce(counts, reduce_op="sum")
-            return super().training_step(batch, batch_idx)
-
-    module = Counting()
-    out = run.fit(module)
-    assert int(module.labels.sum()) >= 2 * 27
-    return {**out, "labels": module.labels.tolist()}
 
 
 @scenario
@@ -176,68 +85,6 @@ def a_target_network_follows(run):
     return run.fit(Following())
 
 
-@scenario
-def weights_decay_by_hand(run):
-    class Decaying(Task):
-        def training_step(self, batch, batch_idx):
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.mul_(0.9)
-            return super().training_step(batch, batch_idx)
-
-    return run.fit(Decaying())
-
-
-@scenario
-def weights_are_projected_after_the_step(run):
-    class Projected(Task):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.clamp_(-0.3, 0.3)
-
-    module = Projected()
-    out = run.fit(module)
-    assert float(out["weights"].abs().max()) <= 0.3
-    return out
-
-
-@scenario
-def weights_are_averaged_by_the_module(run):
-    class Averaged(Task):
-        def __init__(self):
-            super().__init__()
-            self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.average.update_parameters(self.net)
-
-        def validation_step(self, batch, batch_idx):
-            out = self.average(batch.x, batch.edge_index)
-            self.tell("average", of_split(out, batch, "val").mean(), batch, "val")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.net.parameters(), self.lr)
-
-    return run.fit(Averaged())
-
-
-@scenario
-def a_bound_method_kept_from_the_beginning(run):
-    class Bound(Task):
-        def __init__(self):
-            super().__init__()
-            self.call = self.net.forward
-
-        def forward(self, batch):
-            return self.call(batch.x, batch.edge_index)
-
-    before = weights(Task())
-    out = run.fit(Bound())
-    assert float((out["weights"] - before).abs().max()) > 0.01
-    return out
-
-
 class Holder:
     """No module, but it has one."""
 
@@ -269,23 +116,6 @@ def a_network_in_a_plain_object(run):
 
 
 @scenario
-def networks_in_a_list(run):
-    class Listed(Task):
-        def __init__(self):
-            super().__init__()
-            self.others = [nn.Linear(FEATURES, CLASSES).double() for _ in range(2)]
-
-        def forward(self, batch):
-            return super().forward(batch) + sum(other(batch.x) for other in self.others)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD([*self.parameters(), *(p for net in self.others for p in net.parameters())], self.lr)
-
-    module = Listed()
-    return {**run.fit(module), "held": torch.cat([weights(net) for net in module.others])}
-
-
-@scenario
 def a_network_made_by_configure_model(run):
     class Late(Task):
         def __init__(self):
@@ -304,21 +134,6 @@ def a_network_made_by_configure_model(run):
 
 
 @scenario
-def a_network_made_by_setup(run):
-    class Late(Task):
-        def setup(self, stage):
-            self.stage = stage
-            torch.manual_seed(2)
-            self.last = nn.Linear(CLASSES, CLASSES).double()
-
-        def forward(self, batch):
-            return self.last(super().forward(batch))
-
-    module = Late()
-    return {**run.fit(module), "stage": module.stage}
-
-
-@scenario
 def random_weights_are_the_same_on_all_ranks(run):
     class Unlike(Task):
         """Draws its weights from a generator that nobody seeded alike."""
@@ -332,64 +147,6 @@ def random_weights_are_the_same_on_all_ranks(run):
         module.net.convs[0].lin_l.weight.add_(module.global_rank)
     run.fit(module)
     return {"alike": module.alike}
-
-
-@scenario
-def a_lazy_layer(run):
-    class Lazy(Task):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.LazyLinear(CLASSES, dtype=torch.float64)
-            torch.manual_seed(4)
-            self.last(torch.zeros(1, CLASSES, dtype=torch.float64))
-
-        def forward(self, batch):
-            return self.last(super().forward(batch))
-
-    return run.fit(Lazy())
-
-
-@scenario
-def a_callback_counts_and_keeps_state(run):
-    class Counter(pl.Callback):
-        def __init__(self):
-            self.batches, self.weights = 0, []
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.batches += 1
-            self.weights.append(weights(module).norm())
-
-    callback = Counter()
-    return {
-        **run.fit(Task(), callbacks=[callback]),
-        "batches": callback.batches,
-        "norms": torch.stack(callback.weights),
-    }
-
-
-@scenario
-def the_parameters_of_the_trainer_are_read_by_the_module(run):
-    seen = []
-
-    class Reading(Task):
-        def training_step(self, batch, batch_idx):
-            trainer = self.trainer
-            seen.append(
-                (
-                    trainer.current_epoch,
-                    trainer.global_step,
-                    trainer.num_training_batches,
-                    trainer.is_last_batch,
-                    trainer.training,
-                    self.training,
-                    str(self.device),
-                    str(self.dtype),
-                    torch.is_grad_enabled(),
-                )
-            )
-            return super().training_step(batch, batch_idx)
-
-    return {**run.fit(Reading()), "seen": seen}
 
 
 @scenario
